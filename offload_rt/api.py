@@ -1,0 +1,556 @@
+"""The Python API: `LLM`, `SamplingParams`, results and token events."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal
+
+import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
+from offload_rt.attention import choose_backend
+from offload_rt.config import Config, load_config
+from offload_rt.decoding import decode
+from offload_rt.drafting.base import LevelStats
+from offload_rt.drafting.compose import DRAFT_STREAMING
+from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.errors import UsageError
+from offload_rt.governor import Governor
+from offload_rt.loading import (
+    DEMO,
+    choose_device,
+    choose_dtype,
+    demo_model,
+    load_model,
+    load_tokenizer,
+)
+from offload_rt.model import CausalModel
+from offload_rt.sampling import GeneratorDraws, SamplingLaw
+from offload_rt.session import Session, kv_layout
+from offload_rt.text import TextStream
+
+FinishReason = Literal["length", "eos", "stop", "interrupted"]
+ProgressReport = Callable[[str, int, int], None]
+"""(phase, done, all) while a prompt is read."""
+
+NO_DRAFT = "none"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens and when to stop.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum; in (0, 1].
+        top_k: keep the k most likely tokens; 0 keeps all.
+        max_tokens: generate at most so many.
+        stop: strings that end the text where they begin.
+        seed: repeats the same tokens on the same machine; None: a different text each time, and measured
+            times may decide how much is drafted.
+        ignore_eos: do not stop at the model's end-of-text tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: Sequence[str] = ()
+    seed: int | None = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        SamplingLaw(self.temperature, self.top_p, self.top_k)  # says what is out of range
+        if self.max_tokens < 1:
+            raise UsageError(f"max tokens {self.max_tokens} is out of range: use 1 or more")
+        if isinstance(self.stop, str):
+            raise UsageError(f"stop {self.stop!r} must be a sequence of strings, not one string")
+        if any(not text for text in self.stop):
+            raise UsageError("a stop string is empty: leave it out")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed {self.seed} is out of range: use 0 to {2**63 - 1}")
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token as it is made. `text` is what became certain with it: it may be empty, or reach back."""
+
+    token: int
+    text: str
+    from_draft: bool
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Counts of tokens and times in ms. `prompt` is the prefill; `draft_n` is what was proposed to the target."""
+
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Level:
+    """What one level did: its passes, the tokens it proposed to the next level and those accepted there.
+
+    The last level is the target over its full cache, which proposes nothing. `ms` is the level's own time.
+    """
+
+    name: str
+    rounds: int
+    proposed: int
+    accepted: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What crossed the link while this text was made; nothing does where the store is attended in place."""
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    wait_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: KV in the store and reserved for it, and the peaks of the process on host and device."""
+
+    kv_bytes: int = 0
+    kv_reserved_bytes: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A text and how it came about.
+
+    Attributes:
+        tokens: generated ids, an end-of-text token included.
+        text: their text, up to a stop string.
+        levels: the composition's levels, the cheapest first, the target over its full cache last.
+        plain_tokens: decoded without drafts because speculation did not pay.
+    """
+
+    model: str
+    draft: str | None
+    config: str
+    device: str
+    dtype: str
+    seed: int | None
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    timings: Timings
+    rounds: int
+    levels: list[Level]
+    transfer: Transfer
+    memory: Memory
+    plain_tokens: int = 0
+    notices: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `offload-rt generate --json` writes them."""
+        values = asdict(self)
+        del values["plain_tokens"], values["notices"]
+        for level in values["levels"]:
+            del level["rounds"]
+        return values
+
+
+class LLM:
+    """A target model, perhaps a draft model, and a composition of them; generates one text at a time.
+
+    Args:
+        model: folder or hub id of the target; None: the embedded demo pair.
+        draft: folder or hub id of the small model; None: the demo draft for the demo target, else none;
+            "none": none. Levels of the config that need one are left out, and a notice says so.
+        config: name of a shipped config, or a TOML file.
+        device: auto, cpu or cuda.
+        dtype: auto, float32, bfloat16 or float16.
+        overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
+        on_progress: told how far the prefill is.
+        on_notice: told, in a line, what a user should know.
+
+    Raises:
+        UsageError: for whatever cannot be done as asked.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft: str | Path | None = None,
+        config: str = "triforce",
+        device: str = "auto",
+        dtype: str = "auto",
+        overrides: Mapping[str, object] = {},
+        on_progress: ProgressReport | None = None,
+        on_notice: Callable[[str], None] | None = None,
+    ) -> None:
+        settings = load_config(config, overrides)  # what is cheap to check comes first
+        place = choose_device(device)
+        wanted = choose_dtype(dtype, place)
+        if model is None:
+            model_source, model_name = demo_model("target"), DEMO
+            draft = demo_model("draft") if draft is None else draft
+        else:
+            model_source, model_name = Path(model) if isinstance(model, Path) else model, str(model)
+        draft_name = None if draft is None or str(draft) == NO_DRAFT else str(draft)
+        if DRAFT_STREAMING not in settings.speculation.levels:
+            draft_name = None
+        target = load_model(model_source, place, wanted)
+        small = load_model(draft_name, place, target.dtype) if draft_name is not None else None
+        if draft_name is not None and model is None:
+            draft_name = DEMO if Path(draft_name) == demo_model("draft") else draft_name
+        tokenizer = load_tokenizer(model_source)
+        self._start(
+            CausalModel(target, model_name),
+            None if small is None else CausalModel(small, draft_name or ""),
+            tokenizer,
+            settings,
+            on_progress,
+            on_notice,
+        )
+
+    @classmethod
+    def from_models(
+        cls,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: str = "triforce",
+        overrides: Mapping[str, object] = {},
+        on_progress: ProgressReport | None = None,
+        on_notice: Callable[[str], None] | None = None,
+        link: Link | None = None,
+    ) -> LLM:
+        """Works with loaded transformers models; `close` leaves them as they were found.
+
+        Args:
+            link: what moves KV to the device; None: what the target's device calls for.
+        """
+        llm = cls.__new__(cls)
+        settings = load_config(config, overrides)
+        if DRAFT_STREAMING not in settings.speculation.levels:
+            draft = None
+        model = CausalModel(target, _name_of(target))
+        small = CausalModel(draft, _name_of(draft)) if draft is not None else None
+        llm._start(model, small, tokenizer, settings, on_progress, on_notice, link)
+        return llm
+
+    def _start(
+        self,
+        target: CausalModel,
+        draft: CausalModel | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: Config,
+        on_progress: ProgressReport | None,
+        on_notice: Callable[[str], None] | None,
+        link: Link | None = None,
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._tokenizer = tokenizer
+        self._on_progress = on_progress
+        self._on_notice = on_notice
+        self._notices: list[str] = []
+        self._session: Session | None = None
+        self._result: GenerationResult | None = None
+        self._closed = False
+        if draft is not None and draft.vocabulary != target.vocabulary:
+            self._restore_models()
+            raise UsageError(
+                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target {target.name} has "
+                f"{target.vocabulary}: a draft must share the target's tokenizer"
+            )
+        self.config = self._without_missing_draft(config)
+        self._backend = choose_backend(target.device)
+        self._link = link or _link_for(target.device)
+        self._store = PagedKVStore(
+            kv_layout(target, config.store.page),
+            pin=target.device.type == "cuda",
+            slab_tokens=config.store.slab_tokens,
+            on_warning=self._notice,
+        )
+
+    def _without_missing_draft(self, config: Config) -> Config:
+        levels = config.speculation.levels
+        if self._draft is not None or DRAFT_STREAMING not in levels:
+            return config
+        left = tuple(level for level in levels if level != DRAFT_STREAMING)
+        if not left:
+            raise UsageError(
+                f"config {config.name} drafts with a small model, and there is none: name one with --draft, or use "
+                "config retrieval or lookup"
+            )
+        self._notice(f"no draft model: {' → '.join(left)} drafts alone")
+        return replace(config, speculation=replace(config.speculation, levels=left))
+
+    def _notice(self, text: str) -> None:
+        self._notices.append(text)
+        if self._on_notice is not None:
+            self._on_notice(text)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The model's end-of-text tokens."""
+        for source in (self._target.module.generation_config, self._target.module.config):
+            ends = getattr(source, "eos_token_id", None)
+            if ends is not None:
+                return frozenset([ends] if isinstance(ends, int) else ends)
+        return frozenset()
+
+    @property
+    def last_result(self) -> GenerationResult:
+        """Of the newest text, also of one that was interrupted."""
+        if self._result is None:
+            raise UsageError("nothing has been generated yet")
+        return self._result
+
+    def encode(self, text: str, last: int | None = None) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
+        """
+        if self._tokenizer is None:
+            raise UsageError(
+                f"model {self._target.name} has no tokenizer: give the prompt as token ids"
+            )
+        verbose = self._tokenizer.model_max_length
+        self._tokenizer.model_max_length = 10**12  # its warning about long prompts does not apply
+        tokens: list[int] = self._tokenizer(text)["input_ids"]
+        self._tokenizer.model_max_length = verbose
+        if last is None or len(tokens) <= last:
+            return tokens
+        if last > 1 and tokens[0] == self._tokenizer.bos_token_id:
+            return [tokens[0], *tokens[len(tokens) - last + 1 :]]
+        return tokens[len(tokens) - last :]
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams = SamplingParams()
+    ) -> GenerationResult:
+        """Continues `prompt`, a string or token ids."""
+        for _ in self.stream(prompt, params):
+            pass
+        return self.last_result
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams = SamplingParams()
+    ) -> Iterator[TokenEvent]:
+        """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands."""
+        tokens = self._check_prompt(prompt, params)
+        sampling = self._sampling(params)
+        self._drop_session()
+        self._result = None
+        session = Session(
+            self.config,
+            self._target,
+            self._draft,
+            self._store,
+            self._link,
+            self._backend,
+            sampling,
+            tokens,
+            params.max_tokens,
+            frozenset() if params.ignore_eos else self.end_tokens,
+        )
+        self._session = session
+        report = self._on_progress
+        session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
+        governor = session.governor(clock=params.temperature == 0 or params.seed is None)
+        return self._run(session, session.verifier, governor, params)
+
+    def plain(self, params: SamplingParams = SamplingParams()) -> GenerationResult:
+        """Decodes the last prompt again, plainly, over the KV that is still in the store."""
+        session = self._session
+        if session is None:
+            raise UsageError("there is no prompt to decode again: generate first")
+        speculative = self._result
+        session.rewind()
+        verifier = session.plain_verifier()
+        verifier.sampling.draws = self._sampling(params).draws
+        governor = Governor(0, step_down=False, least_ms=verifier.least_ms, clock=False)
+        for _ in self._run(session, verifier, governor, params):
+            pass
+        result, self._result = self.last_result, speculative
+        return result
+
+    def _sampling(self, params: SamplingParams) -> Sampling:
+        law = SamplingLaw(params.temperature, params.top_p, params.top_k)
+        seed = params.seed if params.seed is not None else torch.seed()
+        return Sampling(law, GeneratorDraws(seed, self._target.device))
+
+    def _run(
+        self, session: Session, verifier: Verifier, governor: Governor, params: SamplingParams
+    ) -> Iterator[TokenEvent]:
+        stream = TextStream(self._tokenizer, params.stop)
+        tokens: list[int] = []
+        finish: FinishReason = "interrupted"
+        started = perf_counter()
+        source = decode(verifier, session.text, params.max_tokens, session.stop_tokens, governor)
+        try:
+            for token in source:
+                tokens.append(token.id)
+                text = "" if token.ends else stream.push(token.id)
+                if token.ends:
+                    finish = "eos"
+                elif stream.stopped:
+                    finish = "stop"
+                elif len(tokens) == params.max_tokens:
+                    finish = "length"
+                if finish != "interrupted" and not stream.stopped:
+                    text += stream.finish()
+                yield TokenEvent(token.id, text, token.from_draft)
+                if stream.stopped:
+                    break
+        finally:
+            ms = 1e3 * (perf_counter() - started)
+            source.close()
+            if finish == "interrupted":
+                stream.finish()
+            self._result = self._summary(session, verifier, governor, params, tokens, stream, finish, ms)
+
+    def _summary(
+        self,
+        session: Session,
+        verifier: Verifier,
+        governor: Governor,
+        params: SamplingParams,
+        tokens: list[int],
+        stream: TextStream,
+        finish: FinishReason,
+        ms: float,
+    ) -> GenerationResult:
+        stats = verifier.levels
+        levels = [
+            Level(level.name, level.rounds, above.proposed, above.accepted, level.ms)
+            for level, above in zip(stats, [*stats[1:], LevelStats("")], strict=True)
+        ]
+        top, counters = stats[-1], session.engine.counters
+        notices = list(self._notices)
+        if governor.steps_down:
+            notices.append(
+                f"speculation did not pay {governor.steps_down} time(s): {governor.plain_tokens} of {len(tokens)} "
+                "tokens were decoded plainly"
+            )
+        return GenerationResult(
+            model=self._target.name,
+            draft=self._draft.name if self._draft is not None else None,
+            config=self.config.name,
+            device=str(self._target.device),
+            dtype=str(self._target.dtype).removeprefix("torch."),
+            seed=params.seed,
+            prompt_tokens=session.prompt_tokens,
+            tokens=tokens,
+            text=stream.text,
+            finish_reason=finish,
+            timings=Timings(
+                prompt_n=session.prompt_tokens,
+                prompt_ms=session.prefill_ms,
+                predicted_n=len(tokens),
+                predicted_ms=ms,
+                predicted_per_second=1e3 * len(tokens) / ms if ms > 0 else 0.0,
+                draft_n=top.proposed,
+                draft_n_accepted=top.accepted,
+            ),
+            rounds=top.rounds,
+            levels=levels,
+            transfer=Transfer(counters.bytes_to_device, counters.bytes_to_host, counters.wait_ms),
+            memory=Memory(
+                kv_bytes=self._store.used_bytes,
+                kv_reserved_bytes=self._store.reserved_bytes,
+                host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                device_peak_bytes=(
+                    torch.cuda.max_memory_allocated() if self._target.device.type == "cuda" else 0
+                ),
+            ),
+            plain_tokens=governor.plain_tokens,
+            notices=notices,
+        )
+
+    def _check_prompt(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        if self._closed:
+            raise UsageError("this LLM is closed: make a new one")
+        if params.stop and self._tokenizer is None:
+            raise UsageError(f"model {self._target.name} has no tokenizer: stop strings cannot be used")
+        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if not prompt or not tokens:
+            raise UsageError("the prompt is empty: give it at least one token")
+        outside = next((t for t in tokens if not 0 <= t < self._target.vocabulary), None)
+        if outside is not None:
+            raise UsageError(f"prompt token {outside} is outside the vocabulary of {self._target.vocabulary}")
+        total, limit = len(tokens) + params.max_tokens, self._target.max_positions
+        if total > limit:
+            raise UsageError(
+                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones are more than the {limit} positions of "
+                f"{self._target.name}: use --max-prompt-tokens {max(1, limit - params.max_tokens)} or fewer new tokens"
+            )
+        self._check_memory(total)
+        return tokens
+
+    def _check_memory(self, tokens: int) -> None:
+        layout = self._store.layout
+        held = self._store.reserved_bytes  # is given back, or used again, before more is asked for
+        needed = layout.reserved_bytes(tokens)
+        available = psutil.virtual_memory().available + held
+        if needed > available:
+            longest = int(available * 0.95) // layout.token_bytes
+            raise UsageError(
+                f"the KV of {tokens} tokens needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB "
+                f"are available: the longest context that fits is {longest} tokens"
+            )
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _restore_models(self) -> None:
+        self._target.restore()
+        if self._draft is not None:
+            self._draft.restore()
+
+    def close(self) -> None:
+        """Gives memory back and leaves models as they were given. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._drop_session()
+        finally:
+            self._store.close()
+            self._link.close()
+            self._restore_models()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _link_for(device: torch.device) -> Link:
+    return CudaLink(device) if device.type == "cuda" else CpuLink()
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    return str(getattr(model.config, "_name_or_path", "")) or type(model).__name__

@@ -1,0 +1,141 @@
+"""A cache of bounded size: verified entries, and behind them the speculative ones.
+
+Keys carry their rotation, so the order of entries means nothing to attention: a new entry may stand
+where an old one stood. Speculative entries are kept apart at the end and become verified entries only in
+`settle` or `adopt`; taking them back never loses anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload_rt.attention import AttentionBackend, attend
+from offload_rt.caches.base import NewTokens
+
+
+class BoundedCache(ABC):
+    """Verified entries `[0, entries)`, speculative ones behind; one buffer for all layers.
+
+    Attributes:
+        keys, values: `[layers, kv_heads, capacity, head_dim]`.
+        entries: how many verified entries there are; the same for every layer and head.
+        verified_length: how many tokens of the text are verified.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: int,
+        backend: AttentionBackend,
+    ) -> None:
+        self.budget = budget
+        self.entries = 0
+        self.verified_length = 0
+        self._speculative = 0
+        self._backend = backend
+        self._new: NewTokens | None = None
+        self._mask: Tensor | None = None
+        shape = (layers, kv_heads, budget + 64, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def length(self) -> int:
+        return self.verified_length + self._speculative
+
+    @property
+    def device_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def _end(self) -> int:
+        return self.entries + self._speculative
+
+    def begin(self, new: NewTokens) -> None:
+        self._new = new
+        self._make_room(self._end + new.count)
+        self._mask = None
+        if new.mask is not None:
+            # Old entries are seen by every new token: a mask over all of them, one for all layers.
+            self._mask = new.mask.new_zeros(new.count, self._end + new.count)
+            self._mask[:, self._end :] = new.mask
+
+    def _make_room(self, needed: int) -> None:
+        capacity = self.keys.shape[2]
+        if needed <= capacity:
+            return
+        extra = max(needed - capacity, capacity // 4)
+        pad = (0, 0, 0, extra)
+        self.keys = torch.nn.functional.pad(self.keys, pad)
+        self.values = torch.nn.functional.pad(self.values, pad)
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        start, stop = self._end, self._end + keys.shape[1]
+        layer_keys, layer_values = self.keys[layer], self.values[layer]
+        layer_keys[:, start:stop] = keys
+        layer_values[:, start:stop] = values
+        out, _ = attend(
+            self._backend, queries, layer_keys[:, :stop], layer_values[:, :stop], scale, self._mask
+        )
+        return out
+
+    def commit(self, path: Sequence[int]) -> None:
+        if self._new is None:
+            raise RuntimeError("commit without a pass")
+        start = self._end
+        if list(path) != list(range(len(path))):
+            kept = torch.tensor(path, device=self.keys.device) + start
+            stop = start + len(path)
+            self.keys[:, :, start:stop] = self.keys[:, :, kept]
+            self.values[:, :, start:stop] = self.values[:, :, kept]
+        self._speculative += len(path)
+        self._new = None
+
+    def truncate(self, length: int) -> None:
+        if not self.verified_length <= length <= self.length:
+            raise ValueError(
+                f"cannot truncate to {length}: tokens {self.verified_length} to {self.length} are speculative"
+            )
+        self._speculative = length - self.verified_length
+
+    def settle(self) -> None:
+        start, count = self.entries, self._speculative
+        self._speculative = 0
+        if count:
+            # Cloned: the verified region that takes them may grow into where they stand.
+            self._take(
+                self.keys[:, :, start : start + count].clone(),
+                self.values[:, :, start : start + count].clone(),
+            )
+
+    def _take(self, keys: Tensor, values: Tensor) -> None:
+        """Adds verified tokens `[layers, kv_heads, tokens, head_dim]` that follow the verified ones."""
+        count = keys.shape[2]
+        if count > self.budget:
+            raise ValueError(f"{count} tokens at once do not fit a cache of {self.budget} entries")
+        appended = min(count, self.budget - self.entries)
+        slots = list(range(self.entries, self.entries + appended))
+        self.entries += appended
+        slots += self._victims(count - appended)
+        if slots == list(range(slots[0], slots[0] + count)):
+            self.keys[:, :, slots[0] : slots[0] + count] = keys
+            self.values[:, :, slots[0] : slots[0] + count] = values
+        else:
+            places = torch.tensor(slots, device=self.keys.device)
+            self.keys[:, :, places] = keys
+            self.values[:, :, places] = values
+        self.verified_length += count
+
+    @abstractmethod
+    def _victims(self, count: int) -> list[int]:
+        """Slots of verified entries to overwrite, in the order of their new tokens."""

@@ -1,0 +1,109 @@
+"""StreamingLLM's cache (arXiv 2309.17453): attention sinks and a recent window, positions by slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload_rt.attention import AttentionBackend
+from offload_rt.caches.base import Verified
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.full import FullCache
+
+
+class StreamingCache(BoundedCache):
+    """The first `sinks` tokens and the last `window` ones.
+
+    Positions are those of the slots, so that distances never exceed the cache's size: rotary attention
+    depends on distances only, so the recent tokens keep their absolute rotation and the few sinks are
+    rotated forward to stand right in front of the window.
+
+    Args:
+        inverse_frequencies: `[head_dim / 2]`, the model's rotary frequencies.
+        source: the full cache of the same model to follow; None for a model that fills its own.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sinks: int,
+        window: int,
+        inverse_frequencies: Tensor,
+        backend: AttentionBackend,
+        source: FullCache | None = None,
+    ) -> None:
+        super().__init__(layers, kv_heads, head_dim, dtype, device, sinks + window, backend)
+        self.sinks = sinks
+        self.window = window
+        self._frequencies = inverse_frequencies.to(device, torch.float32)
+        self._sink_keys = self.keys[:, :, :sinks].clone()  # as rotated by the model, at positions 0..
+        self._oldest = 0  # overwritten next, counted from the first slot of the window
+        self._skipped = 0
+        self._source = source
+
+    def skip(self, tokens: int) -> None:
+        """Treats the next `tokens` tokens of the text as seen and already out of the window.
+
+        Only between the sinks and a window's worth of text: what a prompt's middle leaves behind in a
+        cache of this kind is nothing but its influence on later hidden states.
+        """
+        if self.entries != self.sinks or self._speculative:
+            raise ValueError("only a cache that holds its sinks alone can skip text")
+        self.verified_length += tokens
+        self._skipped = tokens
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.entries = self.verified_length = self._speculative = self._oldest = self._skipped = 0
+
+    def build(self, queries: Tensor) -> None:
+        """Takes the sinks and the window from the full cache's store; `queries` are not needed."""
+        if self._source is None:
+            raise ValueError("a streaming cache without a source fills itself from its own passes")
+        self.reset()
+        length = self._source.length
+        recent = max(self.sinks, length - self.window)
+        self._take(*self._source.read(0, min(self.sinks, length)))
+        if recent > self.sinks:
+            self.skip(recent - self.sinks)
+        if length > recent:
+            self._take(*self._source.read(recent, length))
+
+    def adopt(self, verified: Verified) -> None:
+        self._speculative = 0
+        self._take(verified.keys, verified.values)
+
+    def _take(self, keys: Tensor, values: Tensor) -> None:
+        # In portions, so that a whole prompt may pass through and each portion finds its victims.
+        first = max(0, min(self.sinks - self.entries, keys.shape[2]))
+        if first:
+            self._sink_keys[:, :, self.entries : self.entries + first] = keys[:, :, :first]
+            super()._take(keys[:, :, :first], values[:, :, :first])
+        for start in range(first, keys.shape[2], self.window):
+            stop = start + self.window
+            super()._take(keys[:, :, start:stop], values[:, :, start:stop])
+        self._move_sinks()
+
+    def _victims(self, count: int) -> list[int]:
+        slots = [self.sinks + (self._oldest + i) % self.window for i in range(count)]
+        self._oldest = (self._oldest + count) % self.window
+        return slots
+
+    def _move_sinks(self) -> None:
+        """Rotates the sinks to the positions right in front of the window's oldest token."""
+        held = self.entries - self.sinks
+        distance = self.verified_length - self.sinks - held
+        if distance <= 0:
+            return
+        angles = (distance * self._frequencies.double()).float()
+        cos = torch.cat([angles.cos(), angles.cos()])
+        sin = torch.cat([angles.sin(), angles.sin()])
+        keys = self._sink_keys.float()
+        half = keys.shape[-1] // 2
+        turned = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
+        self.keys[:, :, : self.sinks] = (keys * cos + turned * sin).to(self.keys.dtype)

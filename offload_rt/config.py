@@ -1,0 +1,392 @@
+"""What composes a decoder and how large its parts are: frozen dataclasses, read from TOML.
+
+A config file states only what differs from the defaults below. The same keys, written `section.key`, are
+accepted as overrides from Python and from the command line. Every mistake is a `UsageError` that names
+where the value came from, the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from offload_rt.errors import UsageError
+
+LEVELS = ("lookup", "draft:streaming", "target:streaming", "target:retrieved")
+"""What may stand below the target over its full cache, from the cheapest to the dearest."""
+
+MAX_LEVELS = 2
+"""gamma1 and gamma2 size the drafts of two levels."""
+
+
+class InvalidValue(UsageError):
+    """A configuration value outside what its key allows.
+
+    Attributes:
+        key: the full key, `section.key`.
+    """
+
+    def __init__(self, key: str, value: object, rule: str) -> None:
+        self.key = key
+        super().__init__(f"{key} = {_shown(value)}: {rule}")
+
+
+def _require(allowed: bool, key: str, value: object, rule: str) -> None:
+    if not allowed:
+        raise InvalidValue(key, value, rule)
+
+
+def _at_least(minimum: int, key: str, value: int) -> None:
+    _require(value >= minimum, key, value, f"must be at least {minimum}")
+
+
+@dataclass(frozen=True)
+class RefreshPolicy:
+    """When the retrieved cache chooses its entries anew.
+
+    Attributes:
+        kind: `every` verification; every `stride` generated tokens; or when the rolling `acceptance`
+            rate falls below `value`.
+        value: tokens for `stride`, a rate in (0, 1] for `acceptance`, 0 for `every`.
+    """
+
+    kind: Literal["every", "stride", "acceptance"] = "every"
+    value: float = 0
+
+    @classmethod
+    def parse(cls, text: str) -> RefreshPolicy:
+        """`every`, `stride:N` or `acceptance:X` as a policy.
+
+        Raises:
+            UsageError: for anything else, under the key `retrieval.refresh`.
+        """
+        kind, _, number = text.partition(":")
+        if text == "every":
+            return cls()
+        if kind == "stride" and number.isdecimal() and int(number) >= 1:
+            return cls("stride", int(number))
+        if kind == "acceptance":
+            try:
+                rate = float(number)
+            except ValueError:
+                rate = 0.0
+            if 0 < rate <= 1:
+                return cls("acceptance", rate)
+        rule = "must be every, stride:N (N tokens, at least 1) or acceptance:X (a rate in (0, 1])"
+        raise InvalidValue("retrieval.refresh", text, rule)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "every" else f"{self.kind}:{self.value:g}"
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """The retrieved cache of a layer and KV head.
+
+    Attributes:
+        budget: entries held: the first chunk, the best chunks and the recent window together.
+        chunk: tokens scored and chosen together.
+        recent: latest tokens always held.
+        refresh: when the entries are chosen anew.
+    """
+
+    budget: int = 4096
+    chunk: int = 8
+    recent: int = 256
+    refresh: RefreshPolicy = field(default_factory=RefreshPolicy)
+
+    def __post_init__(self) -> None:
+        _at_least(1, "retrieval.chunk", self.chunk)
+        _at_least(1, "retrieval.recent", self.recent)
+        _require(
+            self.budget >= self.chunk,
+            "retrieval.budget",
+            self.budget,
+            f"must be at least retrieval.chunk = {self.chunk}",
+        )
+        always_held = self.chunk + self.recent
+        _require(
+            self.budget >= always_held,
+            "retrieval.budget",
+            self.budget,
+            f"must be at least {always_held}: the first chunk (retrieval.chunk = {self.chunk}) and the recent"
+            f" window (retrieval.recent = {self.recent}) are always held",
+        )
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Who drafts, and how far ahead.
+
+    Attributes:
+        levels: names from `LEVELS`, from the cheapest to the dearest; each drafts for the next one, the
+            last for the target over its full cache. Empty: plain decoding.
+        gamma1: tokens the first of two levels proposes to the second.
+        gamma2: tokens proposed to the target over its full cache.
+        step_down: give up speculation where it does not pay.
+    """
+
+    levels: tuple[str, ...]
+    gamma1: int = 2
+    gamma2: int = 8
+    step_down: bool = True
+
+    def __post_init__(self) -> None:
+        key = "speculation.levels"
+        for level in self.levels:
+            _require(level in LEVELS, key, level, f"is not a level{_nearest(level, LEVELS)}")
+        _require(len(self.levels) <= MAX_LEVELS, key, self.levels, f"must hold at most {MAX_LEVELS} levels")
+        ranks = [LEVELS.index(level) for level in self.levels]
+        _require(
+            ranks == sorted(set(ranks)),
+            key,
+            self.levels,
+            f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}",
+        )
+        _at_least(1, "speculation.gamma1", self.gamma1)
+        _at_least(1, "speculation.gamma2", self.gamma2)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Entries kept by streaming caches: the first `sinks` tokens and the latest `window` tokens."""
+
+    sinks: int = 16
+    window: int = 240
+
+    def __post_init__(self) -> None:
+        _at_least(0, "draft.sinks", self.sinks)
+        _at_least(1, "draft.window", self.window)
+
+
+@dataclass(frozen=True)
+class LookupConfig:
+    """Lengths in tokens of the endings that prompt look-up searches for, the longest first."""
+
+    max_ngram: int = 4
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(1, "lookup.min_ngram", self.min_ngram)
+        _require(
+            self.max_ngram >= self.min_ngram,
+            "lookup.max_ngram",
+            self.max_ngram,
+            f"must be at least lookup.min_ngram = {self.min_ngram}",
+        )
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """`chunk`: prompt tokens taken through a layer at a time; it bounds the memory for activations."""
+
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        _at_least(1, "prefill.chunk", self.chunk)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The full KV cache in CPU memory, in tokens of one layer.
+
+    Attributes:
+        page: tokens of a page.
+        slab_tokens: tokens of a slab, the unit of allocation.
+        ring_buffers: device buffers of the staging ring.
+        segment_tokens: tokens copied and attended at a time.
+    """
+
+    page: int = 256
+    slab_tokens: int = 4096
+    ring_buffers: int = 3
+    segment_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        _at_least(1, "store.page", self.page)
+        for key, tokens in (
+            ("store.slab_tokens", self.slab_tokens),
+            ("store.segment_tokens", self.segment_tokens),
+        ):
+            _at_least(1, key, tokens)
+            _require(tokens % self.page == 0, key, tokens, f"must be a multiple of store.page = {self.page}")
+        # One buffer is filled while another is read.
+        _at_least(2, "store.ring_buffers", self.ring_buffers)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole composition. `name` is the name it was found by, or the stem of its file."""
+
+    name: str
+    retrieval: RetrievalConfig
+    speculation: SpeculationConfig
+    draft: DraftConfig
+    lookup: LookupConfig
+    prefill: PrefillConfig
+    store: StoreConfig
+
+    def __post_init__(self) -> None:
+        chunk, page = self.retrieval.chunk, self.store.page
+        _require(
+            page % chunk == 0,
+            "retrieval.chunk",
+            chunk,
+            f"must divide store.page = {page}, so that no chunk crosses a page",
+        )
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    name: section for name, section in get_type_hints(Config).items() if name != "name"
+}
+_KEYS = {
+    f"{section}.{key}": expected
+    for section, config_class in _SECTIONS.items()
+    for key, expected in get_type_hints(config_class).items()
+}
+
+
+def config_names() -> list[str]:
+    """Names of the configs that ship with the package, sorted."""
+    return sorted(path.stem for path in _config_folder().glob("*.toml"))
+
+
+def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
+    """Reads a config by its name or from a TOML file, with `overrides` on top.
+
+    Args:
+        name_or_path: a name from `config_names()`, or the path of a TOML file.
+        overrides: values by full key, e.g. `{"retrieval.budget": 4096}`.
+
+    Raises:
+        UsageError: an unknown config or key, a file that cannot be read, a value of the wrong type or
+            range.
+    """
+    path = _config_path(name_or_path)
+    values: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    for source, given in ((str(path), _read_toml(path)), ("override", overrides)):
+        for key, value in given.items():
+            if key not in _KEYS:
+                raise UsageError(f"{source}: unknown key {key}{_nearest(key, _KEYS)}")
+            try:
+                values[key] = _typed(key, value)
+            except InvalidValue as error:
+                raise UsageError(f"{source}: {error}") from None
+            sources[key] = source
+    if "speculation.levels" not in values:
+        raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
+    try:
+        sections = {
+            name: config_class(
+                **{
+                    item.name: values[key]
+                    for item in fields(config_class)
+                    if (key := f"{name}.{item.name}") in values
+                }
+            )
+            for name, config_class in _SECTIONS.items()
+        }
+        return Config(name=path.stem, **sections)
+    except InvalidValue as error:
+        raise UsageError(f"{sources.get(error.key, 'default')}: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """`section.key=value` as a key and a value; the value is TOML, a bare word is a string.
+
+    Raises:
+        UsageError: there is no `=`, no key or no value.
+    """
+    key, equals, written = text.partition("=")
+    key, written = key.strip(), written.strip()
+    if not (equals and key and written):
+        raise UsageError(f"override {text!r}: write section.key=value, e.g. retrieval.budget=4096")
+    try:
+        parsed = tomllib.loads(f"value = {written}")
+    except tomllib.TOMLDecodeError:
+        return key, written
+    # A line break in the text would have started a second key.
+    return key, parsed["value"] if len(parsed) == 1 else written
+
+
+def _config_folder() -> Path:
+    """The shipped configs: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _config_path(name_or_path: str) -> Path:
+    names = config_names()
+    if name_or_path in names:
+        return _config_folder() / f"{name_or_path}.toml"
+    path = Path(name_or_path)
+    if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one
+        return path
+    if os.path.isdir(name_or_path):
+        raise UsageError(f"config {name_or_path}: is a folder; give a TOML file or one of {', '.join(names)}")
+    if path.suffix == ".toml" or path.parent != Path("."):
+        raise UsageError(
+            f"config {name_or_path}: no such file; give a TOML file or one of {', '.join(names)}"
+        )
+    raise UsageError(f"unknown config {name_or_path!r}{_nearest(name_or_path, names)}, or the path of a file")
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    """The file's values by full key."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    values: dict[str, object] = {}
+    for section, table in tables.items():
+        if section not in _SECTIONS:
+            raise UsageError(f"{path}: unknown section {section}{_nearest(section, _SECTIONS)}")
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: {section} = {_shown(table)}: must be a table, [{section}]")
+        values.update({f"{section}.{key}": value for key, value in table.items()})
+    return values
+
+
+def _typed(key: str, value: object) -> object:
+    """`value` as the type that `key` holds."""
+    expected = _KEYS[key]
+    if expected is int:
+        # bool is a subclass of int, and `true` is no number of tokens.
+        _require(type(value) is int, key, value, "must be a whole number")
+        return value
+    if expected is bool:
+        _require(type(value) is bool, key, value, "must be true or false")
+        return value
+    if expected is RefreshPolicy:
+        if not isinstance(value, str):
+            raise InvalidValue(key, value, "must be a string: every, stride:N or acceptance:X")
+        return RefreshPolicy.parse(value)
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise InvalidValue(key, value, f"must be a list of strings from {', '.join(LEVELS)}")
+    return tuple(value)
+
+
+def _shown(value: object) -> str:
+    """`value` as it would be written in TOML, where that is simple."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _nearest(given: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown word: the nearest known one and the whole list."""
+    known = list(known)
+    close = difflib.get_close_matches(given, known, n=1)
+    guess = f"; did you mean {close[0]}?" if close else ";"
+    return f"{guess} there are {', '.join(known)}"

@@ -1,0 +1,257 @@
+"""A verifier turns any proposal into tokens that follow the law of its model over its cache.
+
+And a verifier is a drafter for the next one: `VerifierDrafter` runs its rounds until enough tokens stand.
+A small model without a drafter of its own, run for γ rounds, is the classic draft model; a target over
+a retrieved cache with that model as its drafter is TriForce's middle level (arXiv 2404.11912, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.streaming import StreamingCache
+from offload_rt.drafting.base import Drafter, LevelStats, Text
+from offload_rt.sampling import Draws, SamplingLaw, choices
+from offload_rt.verification import ROOT, Draft, verify, verify_matching
+
+
+class Model(Protocol):
+    """What a verifier asks of a model (see `model.CausalModel`)."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def forward(
+        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens, rows: int
+    ) -> Tensor: ...
+
+
+@dataclass
+class Sampling:
+    """How all levels of a composition draw their tokens; set anew for each text."""
+
+    law: SamplingLaw
+    draws: Draws
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A verification that was begun: the draft and the logits over it.
+
+    Attributes:
+        draft: what is verified.
+        chain: how many tokens of the text the pass ran over before the draft.
+        logits: `[1 + nodes, vocabulary]`, after the text and after each node.
+    """
+
+    draft: Draft
+    chain: int
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Round:
+    """Tokens that follow the verifier's law.
+
+    Attributes:
+        tokens: accepted draft tokens, then one of the verifier's own.
+        accepted, proposed: draft tokens.
+        laws: `[tokens, vocabulary]`, the law each token followed; None where all is greedy.
+    """
+
+    tokens: list[int]
+    accepted: int
+    proposed: int
+    laws: Tensor | None
+
+
+class Verifier:
+    """A model over a cache, with a drafter that proposes to it.
+
+    The cache may lag behind the text it is given: what it lacks goes through the model in front of the
+    draft. It may also hold tokens that turned out otherwise: those are rolled back first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        cache: Cache,
+        drafter: Drafter,
+        sampling: Sampling,
+        pass_cost: Callable[[int, int], float],
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.drafter = drafter
+        self.sampling = sampling
+        self.stats = LevelStats(name)
+        self._pass_cost = pass_cost
+        self._verified = 0  # the cache's verified length when last looked at
+        self._speculative: list[int] = []  # the cache's tokens after those
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        """Statistics of all levels up to this one, the cheapest first."""
+        return [*self.drafter.levels, self.stats]
+
+    def round(self, text: Text, count: int) -> Round:
+        """One verification of about `count` drafted tokens below the last token of `text`."""
+        draft = self.drafter.propose(text, count) if count > 0 else Draft()
+        started = perf_counter()
+        result = self.verdict(text, self.begin(text, draft))
+        self.stats.ms += 1e3 * (perf_counter() - started)
+        return result
+
+    def begin(self, text: Text, draft: Draft) -> Pass:
+        """Runs the model over what the cache lacks of the text, and over the draft."""
+        self._roll_back(text)
+        start = self.cache.length
+        chain = text.part(start)
+        depths: list[int] = []
+        for parent in draft.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        positions = [*range(start, len(text)), *(len(text) - 1 + depth for depth in depths)]
+        new = NewTokens.chain_and_tree(len(chain), draft.parents, self.model.device, self.model.dtype)
+        self.stats.fixed_ms += self._pass_cost(len(text), new.count)
+        logits = self.model.forward(
+            self.cache, [*chain, *draft.tokens], positions, new, 1 + len(draft.tokens)
+        )
+        return Pass(draft, len(chain), logits)
+
+    def verdict(self, text: Text, begun: Pass) -> Round:
+        """Decides what of the draft stands, and commits its KV."""
+        draft, laws = begun.draft, None
+        if self.sampling.law.greedy:
+            verdict = verify_matching(draft, choices(begun.logits).__getitem__)
+        else:
+            laws = self.sampling.law.laws(begun.logits)
+            verdict = verify(draft, laws, self.sampling.draws)
+        self.cache.commit([*range(begun.chain), *(begun.chain + node for node in verdict.path)])
+        tokens = [draft.tokens[node] for node in verdict.path]
+        self._speculative += [*text.part(len(text) - begun.chain), *tokens]
+        self.stats.rounds += 1
+        self.stats.proposed += len(draft.tokens)
+        self.stats.accepted += len(tokens)
+        self.stats.emitted += len(tokens) + 1
+        if laws is not None:
+            laws = laws[[0, *(1 + node for node in verdict.path)]]
+        return Round([*tokens, verdict.token], len(tokens), len(draft.tokens), laws)
+
+    def least_ms(self, length: int, count: int) -> float:
+        """Fixed cost of a round of `count` drafted tokens, if every draft below is accepted."""
+        return self._pass_cost(length, count + 1) + self.drafter.least_ms(length, count)
+
+    def _roll_back(self, text: Text) -> None:
+        """Truncates the cache to what it shares with `text`, whose last token it must not hold."""
+        verified = self.cache.verified_length
+        if verified != self._verified:
+            # Verified KV has come in meanwhile, and what was speculative here has gone.
+            self._verified = verified
+            self._speculative = []
+        held = self._speculative
+        wanted = text.part(verified, len(text) - 1)
+        shared = 0
+        while shared < min(len(held), len(wanted)) and held[shared] == wanted[shared]:
+            shared += 1
+        if shared < len(held):
+            self.cache.truncate(verified + shared)
+            del held[shared:]
+
+    def settle(self, text: Text) -> None:
+        """All of `text` is verified by the full cache."""
+        self._roll_back(text)
+        self.cache.settle()
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Takes tokens of the text into the cache, for good, without sampling."""
+        start = self.cache.length
+        new = NewTokens.chain_and_tree(len(tokens), (), self.model.device, self.model.dtype)
+        self.model.forward(self.cache, tokens, range(start, start + len(tokens)), new, 1)
+        self.cache.commit(range(len(tokens)))
+        self.cache.settle()
+
+
+class VerifierDrafter:
+    """A verifier that proposes to a dearer one: its rounds, until `count` tokens stand.
+
+    The laws it reports are its verifier's: that is the law its tokens follow, however they were drafted.
+    How many tokens are proposed depends only on tokens already proposed, which leaves each one's law as
+    reported (a stopping time).
+
+    Args:
+        draft_count: how many tokens the level below proposes to each of its rounds (γ of that level).
+        stop_tokens: no use to draft beyond one of these.
+    """
+
+    def __init__(
+        self, verifier: Verifier, draft_count: int, stop_tokens: Collection[int] = ()
+    ) -> None:
+        self.verifier = verifier
+        self.draft_count = draft_count
+        self.stop_tokens = stop_tokens
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return self.verifier.levels
+
+    def prefill(self, text: Text) -> None:
+        self.verifier.drafter.prefill(text)
+
+    def propose(self, text: Text, count: int) -> Draft:
+        grown = text
+        laws: list[Tensor] = []
+        while (missing := len(text) + count - len(grown)) > 0:
+            result = self.verifier.round(grown, min(self.draft_count, missing - 1))
+            grown = grown.extended(result.tokens)
+            if result.laws is not None:
+                laws.append(result.laws)
+            if any(token in self.stop_tokens for token in result.tokens):
+                break
+        return Draft.chain(grown.part(len(text)), torch.cat(laws) if laws else None)
+
+    def settle(self, text: Text) -> None:
+        # A cache derived from the full one has adopted the verified KV already: there is nothing
+        # unsettled in it to keep.
+        self.verifier.settle(text)
+        self.verifier.drafter.settle(text)
+
+    def least_ms(self, length: int, count: int) -> float:
+        rounds = -(-count // (self.draft_count + 1))
+        return rounds * self.verifier.least_ms(length, self.draft_count)
+
+
+class SmallModelDrafter(VerifierDrafter):
+    """A model of its own over a streaming cache: it reads the prompt itself.
+
+    Only what its cache will hold, and `LEAD` windows before that, so that the window's hidden states have
+    seen what they would have seen: a draft may be any approximation.
+    """
+
+    LEAD = 2
+
+    def __init__(
+        self, verifier: Verifier, cache: StreamingCache, stop_tokens: Collection[int] = ()
+    ) -> None:
+        super().__init__(verifier, 0, stop_tokens)
+        self._cache = cache
+
+    def prefill(self, text: Text) -> None:
+        cache, read = self._cache, self.verifier.read
+        cache.reset()
+        end = len(text) - 1
+        start = min(cache.sinks, end)
+        if start:
+            read(text.part(0, start))
+        recent = max(start, end - (1 + self.LEAD) * cache.window)
+        if recent > start:
+            cache.skip(recent - start)
+        for at in range(recent, end, cache.window):
+            read(text.part(at, min(at + cache.window, end)))

@@ -1,0 +1,98 @@
+"""Whether speculation pays, round by round.
+
+Speculation that yields fewer tokens per second than plain decoding steps down to it for a while, then
+tries again, with longer breaks each time it fails. What a round costs is measured, or fixed by the shapes
+of its passes (`costs.py`). Fixed costs leave nothing to the clock, so that a seed repeats its tokens:
+which random numbers are drawn depends on how much is drafted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+WINDOW = 6  # rounds that are judged together
+FIRST_BREAK = 32  # tokens of plain decoding after the first verdict against speculation
+LONGEST_BREAK = 1024
+MARGIN = 1.03  # how much dearer speculation must be before it stops: noise is no reason
+
+
+class Governor:
+    """Says how many tokens to draft in the next round.
+
+    Args:
+        draft_count: tokens to draft a round while speculation pays; 0: always plain.
+        step_down: False keeps drafting whatever it costs.
+        least_ms: fixed cost in ms of a round at (text length, tokens drafted), every draft accepted.
+        clock: whether rounds are judged by measured time, or by their fixed costs.
+    """
+
+    def __init__(
+        self,
+        draft_count: int,
+        *,
+        step_down: bool,
+        least_ms: Callable[[int, int], float],
+        clock: bool,
+    ) -> None:
+        self._draft_count = draft_count
+        self._watches = step_down and draft_count > 0
+        self._least_ms = least_ms
+        self._clock = clock
+        self._plain_ms: deque[float] = deque(maxlen=WINDOW)
+        self._judged: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._rounds = 0
+        self._break = FIRST_BREAK
+        self._break_left = 0
+        self.steps_down = 0
+        self.plain_tokens = 0  # decoded plainly because speculation did not pay
+
+    def begin(self, length: int) -> None:
+        """A text of `length` tokens is about to be continued."""
+        best = self._least_ms(length, self._draft_count) / (self._draft_count + 1)
+        if self._watches and best > self._least_ms(length, 0):
+            self._step_down()
+
+    def _step_down(self) -> None:
+        self.steps_down += 1
+        self._break_left = self._break
+        self._break = min(2 * self._break, LONGEST_BREAK)
+        self._judged.clear()
+
+    def draft_count(self) -> int:
+        """Tokens to draft in the next round; 0 for a plain one."""
+        # Where the clock decides, the second round is plain, to know its cost; the first one warms up.
+        probing = self._watches and self._clock and self._rounds == 1
+        return 0 if probing or self._break_left > 0 else self._draft_count
+
+    def observe(self, count: int, tokens: int, length: int, ms: float, fixed_ms: float) -> None:
+        """A round is over.
+
+        Args:
+            count: what `draft_count` said for it.
+            tokens: how many it yielded.
+            length: of the text before it.
+            ms: how long it took.
+            fixed_ms: what its passes cost by their shapes.
+        """
+        self._rounds += 1
+        if not self._watches:
+            return
+        if count == 0:
+            self._plain_ms.append(ms)
+            if self._break_left > 0:
+                self._break_left = max(0, self._break_left - tokens)
+                self.plain_tokens += tokens
+            return
+        if self._rounds > 1:  # the first round pays for memory that is touched for the first time
+            self._judged.append((tokens, ms if self._clock else fixed_ms))
+        if len(self._judged) < WINDOW:
+            return
+        plain = median(self._plain_ms) if self._clock else self._least_ms(length, 0)
+        yielded = sum(tokens for tokens, _ in self._judged)
+        spent = sum(ms for _, ms in self._judged)
+        if spent > MARGIN * plain * yielded:
+            self._step_down()
+        else:
+            self._break = FIRST_BREAK

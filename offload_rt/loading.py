@@ -1,0 +1,140 @@
+"""From a folder, a hub id or the embedded pair to a model and its tokenizer; refusals name the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from offload_rt.errors import UsageError
+
+DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
+DEMO = "demo"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda` as a device.
+
+    Raises:
+        UsageError: for another name, or `cuda` where there is none.
+    """
+    if name not in DEVICES:
+        raise UsageError(f"device {name!r} is not known: use one of {', '.join(DEVICES)}")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device cuda: this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch and check nvidia-smi"
+        )
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """`auto` or a dtype's name; None means the checkpoint's own (`auto` on a GPU).
+
+    `auto` on a CPU is float32: few CPUs multiply 16-bit numbers faster.
+    """
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def demo_model(part: str) -> Path:
+    """Folder of the embedded `target` or `draft`."""
+    folder = DEMO_FOLDER / part
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"the embedded demo {part} is not installed at {folder}; reinstall the package or name a --model"
+        )
+    return folder
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; None where there is none (the model then works with token ids)."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        return None
+    return tokenizer
+
+
+def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Weights from a local folder or a hub id, on `device`.
+
+    Raises:
+        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture.
+    """
+    where = str(source)
+    folder = Path(source)
+    if folder.exists():
+        _check_folder(folder)
+    elif folder.is_absolute() or where.startswith(("./", "../", "~")) or where.count("/") > 1:
+        raise UsageError(f"model {where}: there is no such folder")
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
+        raise UsageError(f"model {where}: its config cannot be read: {_first_line(error)}") from error
+    wanted: Any = dtype if dtype is not None else "auto"
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=wanted, attn_implementation="sdpa", output_loading_info=True
+        )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UsageError(f"model {where}: its weights do not fit into memory: {_first_line(error)}") from error
+    except Exception as error:
+        kind = ", ".join(config.architectures or [config.model_type])
+        raise UsageError(f"model {where} ({kind}): cannot be loaded: {_first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        raise UsageError(
+            f"model {where}: {len(missing)} weights are missing from its files, the first is {missing[0]}; "
+            "download it again"
+        )
+    try:
+        placed: PreTrainedModel = model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"model {where}: {sum(p.nbytes for p in model.parameters()) / 2**30:.1f} GiB of weights do not fit on the GPU"
+        ) from error
+    return placed
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UsageError(f"model {folder}: is a file; name the folder that holds config.json and the weights")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model {folder}: there is no config.json in it")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards and not list(folder.glob("pytorch_model*.bin")):
+        raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")
+    for shard in shards:
+        try:
+            with safetensors.safe_open(shard, framework="pt") as opened:
+                opened.keys()
+        except Exception as error:  # safetensors raises its own error types, OSError and ValueError
+            raise UsageError(
+                f"model {folder}: {shard.name} is truncated or corrupt ({_first_line(error)}); download it again"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

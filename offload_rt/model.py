@@ -1,0 +1,275 @@
+"""A transformers model, run over one of our caches.
+
+The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder
+layers, norm, head) in an order of layers. Attention reaches the cache through transformers' registry of
+attention functions: the pass is handed down as a keyword, so there is no global state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.errors import UsageError
+
+ATTENTION_NAME = "offload_rt"
+
+
+class AttentionPass(Protocol):
+    """What attends for the layers of one forward pass: a cache, or one layer of a prefill."""
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor: ...
+
+
+class NotANumber(RuntimeError):
+    """Logits contain NaN; the message names the first layer whose output does."""
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_pass: AttentionPass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
+    if attention_pass is None:
+        raise RuntimeError("this model is in use by offload_rt; close the LLM before calling it directly")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = attention_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    return out.transpose(0, 1)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+
+
+class CausalModel:
+    """A causal language model whose attention goes through our caches.
+
+    Args:
+        model: a loaded transformers model of plain full attention.
+        name: what to call it in messages.
+
+    Raises:
+        UsageError: for an architecture that does not fit, naming what does not.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self.name = name
+        self.module = model
+        refuse_unsupported(model, name)
+        config = model.config.get_text_config()
+        self.layers: int = config.num_hidden_layers
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.hidden_size: int = config.hidden_size
+        self.vocabulary: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._body: Any = model.model
+        self._blocks: list[Any] = list(self._body.layers)
+        self._given_attention = model.config._attn_implementation
+        self._given_training = model.training
+        model.eval()
+        self._check_against_its_own_forward()
+        self._use_attention(ATTENTION_NAME)
+
+    def _use_attention(self, name: str) -> None:
+        self.module.config._attn_implementation = name
+
+    def restore(self) -> None:
+        """Leaves the transformers model as it was given."""
+        self._use_attention(self._given_attention)
+        self.module.train(self._given_training)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.nbytes for p in self.module.parameters())
+
+    @property
+    def rotary_frequencies(self) -> Tensor:
+        """`[head_dim / 2]`, radians a position."""
+        frequencies: Tensor = self._body.rotary_emb.inv_freq
+        return frequencies
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids `[tokens]` to hidden states `[1, tokens, hidden_size]`."""
+        hidden: Tensor = self._body.embed_tokens(tokens[None])
+        return hidden
+
+    def run_layer(
+        self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
+    ) -> Tensor:
+        """Hidden states `[1, tokens, hidden_size]` through one decoder layer."""
+        return self._run([layer], hidden, positions, attention_pass)
+
+    def _run(
+        self, order: Sequence[int], hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
+    ) -> Tensor:
+        position_ids = positions[None]
+        rotation = self._body.rotary_emb(hidden, position_ids=position_ids)
+        for layer in order:
+            hidden = self._blocks[layer](
+                hidden,
+                attention_mask=None,
+                position_ids=position_ids,
+                position_embeddings=rotation,
+                attention_pass=attention_pass,
+            )
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states `[1, tokens, hidden_size]` to logits `[tokens, vocabulary]`."""
+        scores: Tensor = self.module.lm_head(self._body.norm(hidden))[0]
+        return scores
+
+    @torch.inference_mode()
+    def forward(
+        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens, rows: int
+    ) -> Tensor:
+        """One pass of new tokens over `cache`; their KV is pending there afterwards.
+
+        Returns:
+            Logits `[rows, vocabulary]` after each of the last `rows` tokens.
+
+        Raises:
+            NotANumber: where the logits are not numbers.
+        """
+        ids = torch.tensor(tokens, device=self.device)
+        places = torch.tensor(positions, device=self.device)
+        cache.begin(new)
+        hidden = self._run(range(self.layers), self.embed(ids), places, cache)
+        logits = self.logits(hidden[:, -rows:])
+        if bool(logits.isnan().any()):
+            raise NotANumber(self._locate_nan(cache, ids, places, new))
+        return logits
+
+    def _locate_nan(self, cache: Cache, tokens: Tensor, positions: Tensor, new: NewTokens) -> str:
+        for name, parameter in self.module.named_parameters():
+            if bool(parameter.isnan().any()):
+                return f"{self.name}: the logits are NaN because the weight {name} has NaN entries; check its file"
+        cache.begin(new)
+        hidden = self.embed(tokens)
+        for layer in range(self.layers):
+            hidden = self.run_layer(layer, hidden, positions, cache)
+            if bool(hidden.isnan().any()):
+                return (
+                    f"{self.name}: the logits are NaN; the first NaN is in the output of layer {layer}. "
+                    f"With {self.dtype} try a wider dtype (--dtype float32 or bfloat16)"
+                )
+        return f"{self.name}: the logits are NaN although every layer's output is finite; look at the final norm and head"
+
+    def _check_against_its_own_forward(self) -> None:
+        """Compares the runner with the model's own forward pass on a few tokens.
+
+        What a model does between its layers (scaled embeddings, capped logits, parallel residuals …) is
+        not declared anywhere; running both is the only honest test that the runner fits.
+        """
+        tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
+        positions = torch.arange(5, device=self.device)
+        with torch.inference_mode(), _torch_attention(self):
+            expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
+        probe = _Probe(self.layers)
+        self._use_attention(ATTENTION_NAME)
+        try:
+            with torch.inference_mode():
+                found = self.logits(self._run(range(self.layers), self.embed(tokens), positions, probe))
+        except (TypeError, AttributeError, RuntimeError) as error:
+            self._use_attention(self._given_attention)
+            raise UsageError(f"{self.name}: {_kind(self.module)} is not supported: {error}") from error
+        self._use_attention(self._given_attention)
+        if bool(expected.isnan().any()):
+            return  # reported where it matters, by layer, at the first real pass
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        scale = float(expected.abs().max())
+        if probe.calls != self.layers or float((found - expected).abs().max()) > tolerance * max(scale, 1.0):
+            raise UsageError(
+                f"{self.name}: {_kind(self.module)} is not supported: it does more than plain full attention "
+                "between its embedding, decoder layers, norm and head"
+            )
+
+
+class _Probe:
+    """Attention of a few tokens over themselves."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.calls = 0
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        self.calls += 1
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
+        )[0]
+
+
+@contextmanager
+def _torch_attention(model: CausalModel) -> Iterator[None]:
+    model._use_attention("sdpa")
+    try:
+        yield
+    finally:
+        model._use_attention(model._given_attention)
+
+
+def _kind(model: PreTrainedModel) -> str:
+    return type(model).__name__
+
+
+def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
+    """Refuses, by name, what is not plain full attention with rotary positions.
+
+    Raises:
+        UsageError: naming the architecture and what about it does not fit.
+    """
+    kind = _kind(model)
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if layer_types - {"full_attention"}:
+        others = ", ".join(sorted(layer_types - {"full_attention"}))
+        raise UsageError(
+            f"{name}: {kind} has layers of type {others}; only full attention is supported. "
+            "Their KV is not the whole context"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True) and not layer_types:
+        raise UsageError(
+            f"{name}: {kind} attends through a sliding window of {window} tokens, which is not supported; "
+            "use a checkpoint whose config has sliding_window null"
+        )
+    body = getattr(model, "model", None)
+    missing = [
+        part
+        for part, owner in (
+            ("model.embed_tokens", getattr(body, "embed_tokens", None)),
+            ("model.layers", getattr(body, "layers", None)),
+            ("model.norm", getattr(body, "norm", None)),
+            ("model.rotary_emb", getattr(body, "rotary_emb", None)),
+            ("lm_head", getattr(model, "lm_head", None)),
+        )
+        if owner is None
+    ]
+    if missing:
+        raise UsageError(f"{name}: {kind} is not supported: it has no {', '.join(missing)}")
+    rope = getattr(body.rotary_emb, "rope_type", "default")  # type: ignore[union-attr]
+    if rope in ("dynamic", "longrope"):
+        raise UsageError(
+            f"{name}: {kind} changes its rotary frequencies with the length of the text ({rope}), which is not "
+            "supported: KV in the store never changes"
+        )
