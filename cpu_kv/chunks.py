@@ -1,0 +1,70 @@
+"""The mean key of each chunk of a sequence: what retrieval scores instead of every key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpu_kv.layout import KVLayout
+
+
+class ChunkSummaries:
+    """Mean keys of the full chunks of one sequence, per layer (TriForce, section 4.1).
+
+    A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0. Means are summed in
+    float32 and kept in the layout's dtype. Raises ValueError for a ``chunk_size`` below 1.
+    """
+
+    def __init__(self, layout: KVLayout, chunk_size: int):
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+        self.layout = layout
+        self.chunk_size = chunk_size
+        self._means = [self._storage(0) for _ in range(layout.layers)]
+        self._counts = [0] * layout.layers
+
+    def count(self, layer: int) -> int:
+        """Number of full chunks of ``layer``."""
+        return self._counts[layer]
+
+    def keys(self, layer: int) -> Tensor:
+        """A view ``[kv_heads, count, head_dim]`` of the mean keys, valid until the next append."""
+        return self._means[layer][:, : self._counts[layer]]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for the chunks of ``tokens`` tokens in every layer."""
+        for layer in range(self.layout.layers):
+            self._grow(layer, tokens // self.chunk_size)
+
+    def missing(self, layer: int, length: int) -> tuple[int, int]:
+        """Tokens start .. end of the chunks that are full at ``length`` tokens and not summarised yet."""
+        full = max(length // self.chunk_size, self._counts[layer])
+        return self._counts[layer] * self.chunk_size, full * self.chunk_size
+
+    def extend(self, layer: int, runs: Sequence[Tensor]) -> None:
+        """Add the chunks that ``runs``, keys ``[kv_heads, n, head_dim]`` in token order, fill together."""
+        # A chunk may lie across two runs, so several are joined first. That is rare and small.
+        keys = runs[0] if len(runs) == 1 else torch.cat(list(runs), dim=1)
+        count = self._counts[layer]
+        full = count + keys.shape[1] // self.chunk_size
+        if full > self._means[layer].shape[1]:
+            self._grow(layer, max(full, 2 * count))
+        chunked = keys.view(keys.shape[0], full - count, self.chunk_size, keys.shape[2])
+        self._means[layer][:, count:full] = chunked.mean(dim=2, dtype=torch.float32)
+        self._counts[layer] = full
+
+    def truncate(self, length: int) -> None:
+        """Forget the chunks that are no longer full at ``length`` tokens."""
+        full = length // self.chunk_size
+        self._counts = [min(count, full) for count in self._counts]
+
+    def _storage(self, chunks: int) -> Tensor:
+        return torch.empty(self.layout.kv_heads, chunks, self.layout.head_dim, dtype=self.layout.dtype)
+
+    def _grow(self, layer: int, chunks: int) -> None:
+        if chunks > self._means[layer].shape[1]:
+            storage = self._storage(chunks)
+            storage[:, : self._counts[layer]] = self.keys(layer)
+            self._means[layer] = storage

@@ -1,0 +1,86 @@
+"""Which chunks or tokens to keep in a small cache. Pure functions, batched over kv heads.
+
+Query heads that share a kv head, and all query tokens, are folded into one dimension ``grouped``. Where two
+candidates are equal, the one with the lower number is chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
+    """Attention of the queries to each chunk's mean key (TriForce, section 4.1).
+
+    ``queries`` ``[kv_heads, grouped, head_dim]``, ``summaries`` ``[kv_heads, chunks, head_dim]``; returns
+    float32 ``[kv_heads, chunks]``, the mean over the queries of the softmax over the chunks.
+    """
+    return _attention(queries, summaries, scale).mean(dim=1)
+
+
+def retrieval(scores: Tensor, count: int, first: int = 1, last: int = 0) -> Tensor:
+    """The ``count`` chunks with the highest scores, without the first and last ones, which are kept anyway.
+
+    ``scores`` ``[kv_heads, chunks]``; returns chunk numbers ``[kv_heads, count]``, falling in score. Raises
+    ValueError where there are fewer than ``count`` chunks between the ``first`` and the ``last``.
+    """
+    available = max(scores.shape[1] - first - last, 0)
+    if not 0 <= count <= available:
+        raise ValueError(
+            f"cannot choose {count} chunks: {available} are left of {scores.shape[1]} "
+            f"without the first {first} and the last {last}"
+        )
+    return _largest(scores[:, first : first + available], count) + first
+
+
+def exact_top_k(queries: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
+    """The ``count`` tokens with the largest attention mass, summed over the queries: the best choice.
+
+    ``queries`` ``[kv_heads, grouped, head_dim]``, ``keys`` ``[kv_heads, tokens, head_dim]``; returns token
+    numbers ``[kv_heads, count]``, falling in mass. Raises ValueError where ``count`` exceeds the tokens.
+    """
+    _check_count(count, keys.shape[1])
+    return _largest(_attention(queries, keys, scale).sum(dim=1), count)
+
+
+def heavy_hitters(mass: Tensor, count: int, recent: int) -> Tensor:
+    """The last ``recent`` tokens and the heaviest of the others, ``count`` in all (H2O, section 4).
+
+    ``mass`` ``[kv_heads, tokens]`` is the attention accumulated so far; returns token numbers
+    ``[kv_heads, count]``, rising. Raises ValueError unless recent <= count <= tokens.
+    """
+    tokens = mass.shape[1]
+    _check_count(count, tokens)
+    if not 0 <= recent <= count:
+        raise ValueError(f"recent must lie between 0 and count = {count}, not {recent}")
+    heavy = _largest(mass[:, : tokens - recent], count - recent).sort(dim=1).values
+    window = torch.arange(tokens - recent, tokens, device=mass.device).expand(mass.shape[0], -1)
+    return torch.cat([heavy, window], dim=1)
+
+
+def sinks_and_recent(length: int, sinks: int, recent: int) -> Tensor:
+    """The first ``sinks`` and the last ``recent`` of ``length`` tokens (StreamingLLM).
+
+    Returns token numbers ``[n]``, rising, each once. Raises ValueError for a negative number.
+    """
+    for name, value in (("length", length), ("sinks", sinks), ("recent", recent)):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, not {value}")
+    sinks = min(sinks, length)
+    return torch.cat([torch.arange(sinks), torch.arange(max(length - recent, sinks), length)])
+
+
+def _attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    logits = scale * (queries.float() @ keys.float().transpose(1, 2))
+    return logits.softmax(dim=2)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    # topk promises nothing about ties; a stable sort keeps the lower number first.
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _check_count(count: int, available: int) -> None:
+    if not 0 <= count <= available:
+        raise ValueError(f"cannot choose {count} of {available} tokens")

@@ -1,0 +1,358 @@
+"""The full KV cache in CPU memory: pages of committed keys and values, grouped into slabs."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from types import TracebackType
+
+from torch import Tensor
+
+from cpu_kv.chunks import ChunkSummaries
+from cpu_kv.gathering import UnitSource, gather_units
+from cpu_kv.layout import KVLayout
+from cpu_kv.pinned import SlabAllocator
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+def cut_alike(runs: Sequence[KeysValues], keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cut ``keys`` and ``values`` ``[kv_heads, n, head_dim]`` as ``runs``, n tokens together, are cut.
+
+    Returns pairs of equal shape (part of a run, part of the keys or values).
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    start = 0
+    for run_keys, run_values in runs:
+        end = start + run_keys.shape[1]
+        pairs += [(run_keys, keys[:, start:end]), (run_values, values[:, start:end])]
+        start = end
+    return pairs
+
+
+@dataclass(frozen=True, eq=False)
+class _Slab:
+    """Room for ``tokens`` tokens, whole pages: a ``[2, kv_heads, tokens, head_dim]`` tensor a layer."""
+
+    number: int
+    tokens: int
+    layers: list[Future[Tensor]]
+
+
+@dataclass
+class _Run:
+    """Consecutive pages of a slab that are consecutive in a sequence too: tokens start .. start + tokens."""
+
+    slab: _Slab
+    first: int  # where the run begins in the slab, in tokens
+    start: int  # where the run begins in the sequence, in tokens
+    tokens: int
+
+
+class PagedKVStore:
+    """Pages of KV for any number of sequences, which share nothing.
+
+    ``pin``: page-locked memory, which a GPU copies from at full rate. ``slab_tokens``: tokens that a
+    sequence grows by where it has not reserved. ``on_warning`` hears once if page-locking is refused.
+    A store and its sequences are used from one thread; memory is allocated in another one.
+    Raises ValueError for a ``slab_tokens`` below 1, RuntimeError for use after ``close``.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        pin: bool = False,
+        slab_tokens: int = 4096,
+        on_warning: Callable[[str], None] | None = None,
+    ):
+        if slab_tokens < 1:
+            raise ValueError(f"slab_tokens must be at least 1, not {slab_tokens}")
+        self.layout = layout
+        self._slab_pages = layout.pages(slab_tokens)
+        self._allocator = SlabAllocator(pin, on_warning)
+        self._slabs: dict[int, _Slab] = {}
+        self._slabs_made = 0
+        self._free: list[tuple[int, int]] = []  # heap of (slab number, page of the slab): lowest first
+        self._sequences: set[SequenceKV] = set()
+        self._closed = False
+
+    def new_sequence(self, chunk_size: int | None = None) -> SequenceKV:
+        """An empty sequence; with ``chunk_size`` (in tokens) it keeps ``ChunkSummaries`` too."""
+        self._check_open()
+        sequence = SequenceKV(self, chunk_size)
+        self._sequences.add(sequence)
+        return sequence
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the slabs that are allocated or asked for."""
+        return sum(self.layout.reserved_bytes(slab.tokens) for slab in self._slabs.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the keys and values in all sequences."""
+        tokens = sum(sum(sequence.layer_lengths) for sequence in self._sequences)
+        return tokens * self.layout.layer_token_bytes
+
+    def close(self) -> None:
+        """Close every sequence and give all memory back. Idempotent. No copy may be under way."""
+        self._closed = True
+        for sequence in list(self._sequences):
+            sequence.close()
+        self._slabs.clear()
+        self._free.clear()
+        self._allocator.close()
+
+    def __enter__(self) -> PagedKVStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What sequences use.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the KV store is closed")
+
+    def _take_pages(self, count: int, slab_pages: int) -> list[tuple[_Slab, int]]:
+        """Take ``count`` pages, the lowest free ones first; what is missing comes from a slab of its own.
+
+        That slab has at least ``slab_pages`` pages.
+        """
+        missing = count - len(self._free)
+        if missing > 0:
+            self._add_slab(max(missing, slab_pages))
+        taken = (heapq.heappop(self._free) for _ in range(count))
+        return [(self._slabs[number], page) for number, page in taken]
+
+    def _give_back(self, slab: _Slab, page: int) -> None:
+        if slab.number in self._slabs:
+            heapq.heappush(self._free, (slab.number, page))
+
+    def _add_slab(self, pages: int) -> None:
+        # All layers are asked for at once, in order: later layers are allocated while earlier ones fill.
+        tokens = pages * self.layout.page_size
+        shape = self.layout.slab_shape(tokens)
+        futures = [self._allocator.allocate(shape, self.layout.dtype) for _ in range(self.layout.layers)]
+        slab = _Slab(self._slabs_made, tokens, futures)
+        self._slabs_made += 1
+        self._slabs[slab.number] = slab
+        for page in range(pages):
+            heapq.heappush(self._free, (slab.number, page))
+
+    def _memory(self, slab: _Slab, layer: int) -> Tensor:
+        """The tensor of one layer of a slab; waits for it. A slab that cannot be had is given up whole."""
+        try:
+            return slab.layers[layer].result()
+        except (MemoryError, CancelledError) as error:
+            self._drop_slab(slab)
+            raise MemoryError(f"no memory for {slab.tokens} more tokens of KV: {error}") from error
+
+    def _drop_slab(self, slab: _Slab) -> None:
+        # Its pages never come back to the free ones, so that a smaller request can still succeed.
+        if self._slabs.pop(slab.number, None) is None:
+            return
+        self._free = [entry for entry in self._free if entry[0] != slab.number]
+        heapq.heapify(self._free)
+        for future in slab.layers:
+            if not future.cancel() and future.exception() is None:
+                self._allocator.release(future.result())
+
+
+class SequenceKV:
+    """Committed keys and values of one sequence, layer by layer. Made by ``PagedKVStore.new_sequence``.
+
+    Layers fill one after another; each has a length of its own until the pass is through. Views stay valid
+    until the tokens they show are truncated or the sequence is closed. Raises RuntimeError for use after
+    the sequence or its store is closed, ValueError for a layer that does not exist.
+    """
+
+    def __init__(self, store: PagedKVStore, chunk_size: int | None):
+        self.layout = store.layout
+        self.summaries = None if chunk_size is None else ChunkSummaries(store.layout, chunk_size)
+        self._store = store
+        self._runs: list[_Run] = []
+        self._lengths = [0] * store.layout.layers
+        self._closed = False
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that are present in every layer."""
+        return min(self._lengths)
+
+    @property
+    def layer_lengths(self) -> tuple[int, ...]:
+        """Number of tokens that are present in each layer."""
+        return tuple(self._lengths)
+
+    def layer_length(self, layer: int) -> int:
+        """Number of tokens that are present in ``layer``."""
+        self._check(layer)
+        return self._lengths[layer]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens in all: free pages, then one slab for what is missing.
+
+        Returns at once, memory is allocated in the background. A lack of memory raises MemoryError where
+        the room is first used.
+        """
+        self._check()
+        self._grow(tokens, slab_pages=1)
+        if self.summaries is not None:
+            self.summaries.reserve(tokens)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copy ``[kv_heads, n, head_dim]`` keys and values, on any device, to the end of ``layer``, and wait.
+
+        Raises ValueError where shape or dtype is not the layout's, MemoryError where room cannot be had.
+        """
+        count = self.layout.tokens_in(keys, values)
+        for slot, piece in cut_alike(self.slots(layer, count), keys.detach(), values.detach()):
+            slot.copy_(piece)
+        self.advance(layer, count)
+
+    def slots(self, layer: int, count: int, ahead: int = 0) -> list[KeysValues]:
+        """Where the next ``count`` tokens of ``layer`` go: writable views ``[kv_heads, n, head_dim]``.
+
+        They count as present only after ``advance``. ``ahead``: skip that many tokens, whose slots were
+        handed out before and are still being written. Raises MemoryError where room cannot be had.
+        """
+        self._check(layer)
+        start = self._lengths[layer] + ahead
+        self._grow(start + count, slab_pages=self._store._slab_pages)
+        return self._span(layer, start, start + count)
+
+    def advance(self, layer: int, count: int) -> None:
+        """Count ``count`` tokens written to ``slots`` as present.
+
+        Raises ValueError where there is no room for them.
+        """
+        self._check(layer)
+        length = self._lengths[layer] + count
+        if count < 0 or length > self._capacity:
+            raise ValueError(
+                f"cannot advance by {count} from {self._lengths[layer]}: room for {self._capacity}"
+            )
+        self._lengths[layer] = length
+        if self.summaries is not None:
+            start, end = self.summaries.missing(layer, length)
+            if start < end:
+                self.summaries.extend(layer, [keys for keys, _ in self._span(layer, start, end)])
+
+    def truncate(self, length: int) -> None:
+        """Roll every layer back to ``length`` tokens and give the pages past it back to the store.
+
+        Room reserved past it goes back too. Raises ValueError where ``length`` tokens are not present.
+        """
+        self._check()
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate to {length}: {self.length} tokens are present")
+        self._lengths = [length] * self.layout.layers
+        if self.summaries is not None:
+            self.summaries.truncate(length)
+        self._keep_pages(self.layout.pages(length))
+
+    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
+        """Tokens ``start`` .. ``end`` (default: all present) of ``layer``, in place, without a copy.
+
+        As few pieces ``[kv_heads, n, head_dim]`` as the pages allow, in token order. Raises ValueError for
+        a range that is not present.
+        """
+        self._check(layer)
+        end = self._lengths[layer] if end is None else end
+        if not 0 <= start <= end <= self._lengths[layer]:
+            raise ValueError(f"tokens {start} to {end} of layer {layer}: {self._lengths[layer]} are present")
+        return self._span(layer, start, end)
+
+    def gather(self, layer: int, indices: Tensor, out: KeysValues | None = None) -> KeysValues:
+        """Copies of the tokens ``indices`` ``[kv_heads, n]``, in any order.
+
+        Returns K and V ``[kv_heads, n, head_dim]``. ``out``: CPU tensors to write to. Raises ValueError
+        for a token that is not present.
+        """
+        return self.gather_chunks(layer, indices, 1, out)
+
+    def gather_chunks(
+        self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues | None = None
+    ) -> KeysValues:
+        """Copies of the full chunks ``chunks`` ``[kv_heads, m]``, in any order.
+
+        Chunk ``c`` is the tokens from ``c * chunk_size`` on. Returns K and V
+        ``[kv_heads, m * chunk_size, head_dim]``. ``out``: CPU tensors to write to. Fastest where
+        ``page_size`` is a multiple of ``chunk_size``. Raises ValueError for a chunk that is not full.
+        """
+        self._check(layer)
+        return gather_units(
+            self.layout,
+            [
+                UnitSource(self._store._memory(run.slab, layer), run.first, run.start)
+                for run in self._runs
+                if run.start < self._lengths[layer]
+            ],
+            self._lengths[layer],
+            chunks,
+            chunk_size,
+            out,
+        )
+
+    def close(self) -> None:
+        """Give all pages back to the store. Idempotent."""
+        if not self._closed:
+            self._keep_pages(0)
+            self._lengths = [0] * self.layout.layers
+            self._store._sequences.discard(self)
+            self._closed = True
+
+    def _check(self, layer: int = 0) -> None:
+        self._store._check_open()
+        if self._closed:
+            raise RuntimeError("the KV sequence is closed")
+        if not 0 <= layer < self.layout.layers:
+            raise ValueError(f"layer {layer}: the KV has layers 0 to {self.layout.layers - 1}")
+
+    @property
+    def _capacity(self) -> int:
+        return self._runs[-1].start + self._runs[-1].tokens if self._runs else 0
+
+    def _grow(self, tokens: int, slab_pages: int) -> None:
+        page_size = self.layout.page_size
+        missing = self.layout.pages(tokens - self._capacity)
+        if missing <= 0:
+            return
+        for slab, page in self._store._take_pages(missing, slab_pages):
+            last = self._runs[-1] if self._runs else None
+            if last is not None and last.slab is slab and last.first + last.tokens == page * page_size:
+                last.tokens += page_size
+            else:
+                self._runs.append(_Run(slab, page * page_size, self._capacity, page_size))
+
+    def _keep_pages(self, count: int) -> None:
+        page_size = self.layout.page_size
+        while self._capacity > count * page_size:
+            last = self._runs[-1]
+            last.tokens -= page_size
+            self._store._give_back(last.slab, (last.first + last.tokens) // page_size)
+            if last.tokens == 0:
+                self._runs.pop()
+
+    def _span(self, layer: int, start: int, end: int) -> list[KeysValues]:
+        """Views of tokens ``start`` .. ``end`` of the pages held, present or not: one for each run."""
+        pieces: list[KeysValues] = []
+        number = bisect_right(self._runs, start, key=lambda run: run.start) - 1
+        while start < end:
+            run = self._runs[number]
+            piece_end = min(end, run.start + run.tokens)
+            memory = self._store._memory(run.slab, layer)
+            offset = run.first - run.start
+            piece = memory[:, :, offset + start : offset + piece_end]
+            pieces.append((piece[0], piece[1]))
+            start = piece_end
+            number += 1
+        return pieces

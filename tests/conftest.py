@@ -1,0 +1,9 @@
+"""What every test runs under."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports transformers: no test may reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

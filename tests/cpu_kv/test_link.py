@@ -1,0 +1,136 @@
+"""Links: pace, order, failures by name, stalls, and that no thread is left. Times have lower bounds only."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from cpu_kv import CopyFailed, CpuLink, Link, PacedLink, TransferStalled
+from cpu_kv.link import Pairs
+
+
+def pair(tokens: int = 1000, value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(tokens), torch.full((tokens,), value)
+
+
+def paced_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cpu_kv-paced")]
+
+
+def test_cpu_link_copies_at_once() -> None:
+    link = CpuLink()
+    destination, source = pair()
+    ticket = link.copy([(destination, source)], link.mark())
+    assert ticket.done()
+    assert torch.equal(destination, source)
+    assert link.in_place
+    link.close()
+
+
+def test_paced_link_takes_its_time() -> None:
+    link = PacedLink(bytes_per_second=400_000, latency_s=0.01)
+    start = time.monotonic()
+    pairs = [pair(), pair()]  # 8,000 bytes: 20 ms, and 10 ms of latency
+    ticket = link.copy(pairs)
+    assert pairs[0][0].sum() == 0  # nothing shows before its time
+    ticket.wait()
+    assert time.monotonic() - start >= 0.03
+    assert all(torch.equal(destination, source) for destination, source in pairs)
+    start = time.monotonic()
+    tickets = [link.copy([pair()]) for _ in range(3)]  # one after another: 20 ms each
+    tickets[-1].synchronize()
+    assert time.monotonic() - start >= 0.06
+    assert all(ticket.done() for ticket in tickets)
+    link.close()
+
+
+class RecordingLink(PacedLink):
+    def __init__(self) -> None:
+        super().__init__(1e9)
+        self.moved: list[float] = []
+        self.held_up, self.go_on = threading.Event(), threading.Event()
+
+    def move(self, pairs: Pairs) -> None:
+        value = float(pairs[0][1][0])
+        if value < 0:  # such copies hold up their lane
+            self.held_up.set()
+            assert self.go_on.wait(30)
+        super().move(pairs)
+        self.moved.append(value)
+
+
+def test_copies_of_a_direction_keep_their_order_and_directions_are_independent() -> None:
+    link = RecordingLink()
+    held_up = link.copy([pair(value=-1.0)])
+    tickets = [link.copy([pair(value=float(number))]) for number in range(1, 4)]
+    other_way = link.copy([pair(value=10.0)], to_host=True)
+    other_way.synchronize()
+    assert link.moved == [10.0]
+    assert not held_up.done()
+    link.go_on.set()
+    tickets[-1].synchronize()
+    assert link.moved == [10.0, -1.0, 1.0, 2.0, 3.0]
+    link.close()
+
+
+def test_a_copy_waits_for_what_it_goes_after() -> None:
+    link = RecordingLink()
+    held_up = link.copy([pair(value=-1.0)])
+    follower = link.copy([pair(value=5.0)], after=held_up, to_host=True)
+    assert not follower.done()
+    link.go_on.set()
+    follower.synchronize()
+    assert link.moved == [-1.0, 5.0]
+    link.close()
+
+
+@pytest.mark.parametrize("make_link", [CpuLink, lambda: PacedLink(1e9)])
+def test_a_failed_copy_is_named_where_it_is_waited_for(make_link: type[CpuLink]) -> None:
+    link: Link = make_link()
+    ticket = link.copy([(torch.zeros(3, 4), torch.zeros(3, 5))], to_host=True)
+    for wait in (ticket.wait, ticket.synchronize):
+        with pytest.raises(CopyFailed, match=r"copy to the host of 60 bytes \(shapes \[3, 5\]\) failed"):
+            wait()
+    destination, source = pair()
+    link.copy([(destination, source)]).wait()  # the link goes on
+    assert torch.equal(destination, source)
+    link.close()
+
+
+def test_a_stalled_copy_raises_and_close_does_not_wait_for_it() -> None:
+    link = PacedLink(bytes_per_second=1, timeout=0.02)
+    ticket = link.copy([pair(1000)])
+    queued = link.copy([pair(1000)])
+    start = time.monotonic()
+    with pytest.raises(TransferStalled) as stalled:
+        ticket.wait()
+    assert time.monotonic() - start >= 0.02
+    assert stalled.value.byte_count == 4000
+    assert stalled.value.seconds == 0.02
+    assert "4,000 bytes" in str(stalled.value)
+    link.close()
+    link.close()
+    for unfinished in (ticket, queued, link.copy([pair()])):
+        with pytest.raises(CopyFailed):
+            unfinished.wait()
+    assert not paced_threads()
+
+
+def test_close_waits_for_the_copy_under_way() -> None:
+    link = RecordingLink()
+    ticket = link.copy([pair(value=-1.0)])
+    assert link.held_up.wait(30)
+    threading.Timer(0.05, link.go_on.set).start()
+    link.close()
+    assert ticket.done()
+    assert not paced_threads()
+
+
+@pytest.mark.parametrize("arguments", [(0,), (1, -1), (1, 0, 0)])
+def test_paces_that_make_no_sense(arguments: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        PacedLink(*arguments)
+    assert not paced_threads()

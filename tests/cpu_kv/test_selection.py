@@ -1,0 +1,110 @@
+"""Selection against straightforward float64 versions, with ties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cpu_kv import chunk_scores, exact_top_k, heavy_hitters, retrieval, sinks_and_recent
+
+
+def plain_attention(queries: Tensor, keys: Tensor, scale: float) -> list[list[list[float]]]:
+    """[kv_heads][grouped][tokens] in float64, one number at a time."""
+    result = []
+    for head_queries, head_keys in zip(queries.double(), keys.double(), strict=True):
+        rows = []
+        for query in head_queries:
+            weights = [math.exp(scale * float(query @ key)) for key in head_keys]
+            rows.append([weight / sum(weights) for weight in weights])
+        result.append(rows)
+    return result
+
+
+def plain_largest(values: list[float], count: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda index: (-values[index], index))[:count]
+
+
+def random_inputs(seed: int, tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 6, 8, generator=generator), torch.randn(2, tokens, 8, generator=generator)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000), tokens=st.integers(1, 12), scale=st.sampled_from([0.125, 1.0]))
+def test_scores_and_exact_top_k(seed: int, tokens: int, scale: float) -> None:
+    queries, keys = random_inputs(seed, tokens)
+    attention = plain_attention(queries, keys, scale)
+    mass = [[sum(row[token] for row in rows) for token in range(tokens)] for rows in attention]
+    scores = chunk_scores(queries, keys, scale)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, torch.tensor(mass) / queries.shape[1])
+    chosen = exact_top_k(queries, keys, tokens, scale)
+    assert chosen.tolist() == [plain_largest(row, tokens) for row in mass]
+
+
+# Few distinct values, so that there are ties in nearly every example.
+TIED = st.lists(st.sampled_from([0.0, 0.25, 0.5]), min_size=3, max_size=20)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(values=TIED, data=st.data())
+def test_retrieval_and_heavy_hitters_choose_the_lower_number_of_equals(
+    values: list[float], data: st.DataObject
+) -> None:
+    scores = torch.tensor([values, values[::-1]])
+    first = data.draw(st.integers(0, 2))
+    last = data.draw(st.integers(0, len(values) - first))
+    count = data.draw(st.integers(0, len(values) - first - last))
+    expected = [
+        [first + index for index in plain_largest(row[first : len(row) - last], count)]
+        for row in scores.tolist()
+    ]
+    assert retrieval(scores, count, first, last).tolist() == expected
+
+    count = data.draw(st.integers(0, len(values)))
+    recent = data.draw(st.integers(0, count))
+    rest = len(values) - recent
+    expected = [
+        sorted(plain_largest(row[:rest], count - recent)) + list(range(rest, len(values)))
+        for row in scores.tolist()
+    ]
+    assert heavy_hitters(scores, count, recent).tolist() == expected
+
+
+def test_equal_keys_are_chosen_in_order() -> None:
+    keys = torch.ones(1, 300, 8)
+    assert exact_top_k(torch.ones(1, 1, 8), keys, 300, 1.0)[0].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize(
+    ("length", "sinks", "recent", "expected"),
+    [
+        (10, 2, 3, [0, 1, 7, 8, 9]),
+        (4, 2, 3, [0, 1, 2, 3]),
+        (1, 2, 3, [0]),
+        (0, 2, 3, []),
+        (5, 0, 2, [3, 4]),
+        (5, 2, 0, [0, 1]),
+    ],
+)
+def test_sinks_and_recent(length: int, sinks: int, recent: int, expected: list[int]) -> None:
+    assert sinks_and_recent(length, sinks, recent).tolist() == expected
+
+
+def test_errors() -> None:
+    scores = torch.zeros(2, 10)
+    with pytest.raises(ValueError, match="8 are left of 10"):
+        retrieval(scores, 9, first=1, last=1)
+    with pytest.raises(ValueError, match="cannot choose 11 of 10"):
+        heavy_hitters(scores, 11, 2)
+    with pytest.raises(ValueError, match="recent"):
+        heavy_hitters(scores, 3, 4)
+    with pytest.raises(ValueError, match="cannot choose 5 of 4"):
+        exact_top_k(torch.zeros(2, 1, 8), torch.zeros(2, 4, 8), 5, 1.0)
+    with pytest.raises(ValueError, match="sinks"):
+        sinks_and_recent(5, -1, 2)

@@ -1,0 +1,312 @@
+"""The store against plain tensors, under random appends, truncates and closes of several sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cpu_kv import KVLayout, PagedKVStore, SequenceKV, SlabAllocator
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
+
+
+class PlainKV:
+    """What a SequenceKV stands for: per layer, keys and values [2, kv_heads, tokens, head_dim]."""
+
+    def __init__(self, layout: KVLayout):
+        self.layers = [torch.zeros(layout.slab_shape(0), dtype=layout.dtype) for _ in range(layout.layers)]
+
+    def append(self, layer: int, kv: Tensor) -> None:
+        self.layers[layer] = torch.cat([self.layers[layer], kv], dim=2)
+
+    def truncate(self, length: int) -> None:
+        self.layers = [kv[:, :, :length] for kv in self.layers]
+
+    def length(self, layer: int) -> int:
+        return self.layers[layer].shape[2]
+
+
+def random_kv(generator: torch.Generator, layout: KVLayout, tokens: int) -> Tensor:
+    return torch.randn(layout.slab_shape(tokens), generator=generator).to(layout.dtype)
+
+
+def joined(pieces: list[tuple[Tensor, Tensor]], layout: KVLayout) -> Tensor:
+    empty = torch.zeros(layout.slab_shape(0), dtype=layout.dtype)
+    return torch.cat([empty, *(torch.stack(piece) for piece in pieces)], dim=2)
+
+
+def check_sequence(
+    sequence: SequenceKV, plain: PlainKV, layout: KVLayout, chunk_size: int, generator: torch.Generator
+) -> None:
+    assert sequence.length == min(plain.length(layer) for layer in range(layout.layers))
+    for layer, kv in enumerate(plain.layers):
+        tokens = kv.shape[2]
+        assert sequence.layer_length(layer) == tokens
+        assert torch.equal(joined(sequence.views(layer), layout), kv)
+        start, end = sorted(torch.randint(0, tokens + 1, (2,), generator=generator).tolist())
+        assert torch.equal(joined(sequence.views(layer, start, end), layout), kv[:, :, start:end])
+
+        if tokens:
+            indices = torch.randint(0, tokens, (layout.kv_heads, 7), generator=generator)
+            expected = kv.gather(2, indices[None, :, :, None].expand(2, -1, -1, layout.head_dim))
+            assert torch.equal(torch.stack(sequence.gather(layer, indices)), expected)
+        full = tokens // chunk_size
+        chunked = kv[:, :, : full * chunk_size].unflatten(2, (full, chunk_size))
+        if full:
+            chunks = torch.randint(0, full, (layout.kv_heads, 3), generator=generator)
+            expected = torch.stack([chunked[:, head, chunks[head]] for head in range(layout.kv_heads)], 1)
+            assert torch.equal(
+                torch.stack(sequence.gather_chunks(layer, chunks, chunk_size)), expected.flatten(2, 3)
+            )
+        assert sequence.summaries is not None
+        assert sequence.summaries.count(layer) == full
+        torch.testing.assert_close(sequence.summaries.keys(layer), chunked[0].mean(dim=2))
+
+
+APPENDS = st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 1), st.integers(1, 40))
+OPERATIONS = st.one_of(
+    APPENDS,
+    APPENDS.map(lambda append: (*append[:3], 1 + append[3] % 7)),  # several to a slab
+    st.tuples(st.just("truncate"), st.integers(0, 2), st.floats(0, 1)),
+    st.tuples(st.just("reserve"), st.integers(0, 2), st.integers(0, 60)),
+    st.tuples(st.just("reopen"), st.integers(0, 2)),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    operations=st.lists(OPERATIONS, min_size=1, max_size=16),
+    page_size=st.sampled_from([1, 3, 4, 8]),
+    slab_tokens=st.sampled_from([1, 10, 32]),
+    chunk_size=st.sampled_from([1, 2, 4, 5]),
+)
+def test_store_equals_plain_tensors(
+    operations: list[tuple], page_size: int, slab_tokens: int, chunk_size: int
+) -> None:
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=page_size)
+    generator = torch.Generator().manual_seed(1)
+    with PagedKVStore(layout, slab_tokens=slab_tokens) as store:
+        sequences = [store.new_sequence(chunk_size) for _ in range(3)]
+        plains = [PlainKV(layout) for _ in range(3)]
+        for name, who, *arguments in operations:
+            sequence, plain = sequences[who], plains[who]
+            if name == "append":
+                layer, tokens = arguments
+                kv = random_kv(generator, layout, tokens)
+                sequence.append(layer, kv[0], kv[1])
+                plain.append(layer, kv)
+            elif name == "truncate":
+                length = round(arguments[0] * sequence.length)
+                sequence.truncate(length)
+                plain.truncate(length)
+            elif name == "reserve":
+                sequence.reserve(arguments[0])
+            else:
+                sequence.close()
+                sequences[who], plains[who] = store.new_sequence(chunk_size), PlainKV(layout)
+            for checked, expected in zip(sequences, plains, strict=True):
+                check_sequence(checked, expected, layout, chunk_size, generator)
+            tokens = sum(plain.length(layer) for plain in plains for layer in range(layout.layers))
+            assert store.used_bytes == tokens * layout.layer_token_bytes <= store.reserved_bytes
+    assert store.reserved_bytes == 0
+
+
+def filled(store: PagedKVStore, tokens: int, seed: int = 0) -> SequenceKV:
+    sequence = store.new_sequence()
+    kv = random_kv(torch.Generator().manual_seed(seed), store.layout, tokens)
+    for layer in range(store.layout.layers):
+        sequence.append(layer, kv[0], kv[1])
+    return sequence
+
+
+def test_views_are_the_store_itself() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
+        sequence = filled(store, 5)
+        kv = random_kv(torch.Generator().manual_seed(1), LAYOUT, 5)
+        sequence.append(1, kv[0], kv[1])  # tokens 8 and 9 lie in a second slab
+        first, second = sequence.views(1)
+        first[0][0, 2, 1] = second[0][0, 1, 1] = 77.0
+        tokens = torch.tensor([[2, 9]] * 2)
+        assert sequence.gather(1, tokens)[0][0, :, 1].tolist() == [77.0, 77.0]
+        assert 77.0 not in sequence.views(0)[0][0]
+
+
+def test_a_reserved_sequence_is_one_run() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
+        sequence = store.new_sequence()
+        sequence.reserve(50)
+        reserved = store.reserved_bytes
+        assert reserved == LAYOUT.reserved_bytes(50)
+        for _ in range(5):
+            sequence.append(0, torch.ones(2, 10, 4), torch.ones(2, 10, 4))
+        assert len(sequence.views(0)) == 1
+        assert store.reserved_bytes == reserved
+
+
+def test_sequences_in_one_slab_share_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with PagedKVStore(LAYOUT, slab_tokens=40) as store:
+        sequences = [store.new_sequence() for _ in range(2)]
+        plains = [PlainKV(LAYOUT) for _ in range(2)]
+        for _ in range(5):
+            for sequence, plain in zip(sequences, plains, strict=True):
+                kv = random_kv(generator, LAYOUT, 4)
+                sequence.append(0, kv[0], kv[1])
+                plain.append(0, kv)
+        for sequence, plain in zip(sequences, plains, strict=True):
+            assert len(sequence.views(0)) == 5  # their pages take turns
+            assert torch.equal(joined(sequence.views(0), LAYOUT), plain.layers[0])
+        assert store.reserved_bytes == LAYOUT.reserved_bytes(40)
+
+
+def test_pages_of_two_slabs_are_never_one_run() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
+        first = filled(store, 4)  # page 0 of slab 0
+        second = filled(store, 8, seed=1)  # page 1 of slab 0, page 0 of slab 1
+        kept = [torch.stack(piece) for piece in second.views(0)]
+        first.append(0, torch.ones(2, 4, 4), torch.ones(2, 4, 4))  # page 1 of slab 1
+        assert len(first.views(0)) == 2
+        assert torch.equal(first.views(0)[1][0], torch.ones(2, 4, 4))
+        assert all(torch.equal(old, torch.stack(new)) for old, new in zip(kept, second.views(0), strict=True))
+
+
+def test_pages_are_used_again_after_truncate_and_close() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=40) as store:
+        first = filled(store, 40)
+        reserved = store.reserved_bytes
+        start = first.views(0)[0][0].data_ptr()
+        first.truncate(9)  # keeps three pages of ten
+        second = filled(store, 28, seed=1)
+        assert store.reserved_bytes == reserved
+        assert second.views(0)[0][0].data_ptr() == start + 12 * LAYOUT.head_dim * LAYOUT.dtype.itemsize
+        first.close()
+        second.close()
+        third = filled(store, 40, seed=2)
+        assert store.reserved_bytes == reserved
+        assert len(third.views(0)) == 1  # lowest first: one run again
+        assert third.views(0)[0][0].data_ptr() == start
+
+
+def test_slots_show_only_after_advance() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
+        sequence = store.new_sequence()
+        first, later = sequence.slots(0, 6), sequence.slots(0, 5, ahead=6)
+        for value, slots in ((1.0, first), (2.0, later)):
+            for keys, values in slots:
+                keys.fill_(value)
+                values.fill_(-value)
+        assert sequence.layer_length(0) == 0
+        sequence.advance(0, 11)
+        assert joined(sequence.views(0), LAYOUT)[0, 0, :, 0].tolist() == [1.0] * 6 + [2.0] * 5
+
+
+def test_gather_writes_to_out_with_gaps_too() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=32) as store:
+        sequence = filled(store, 30)
+        chunks = torch.tensor([[6, 0], [1, 5]])
+        expected = sequence.gather_chunks(0, chunks, 4)
+        memory = torch.zeros(2, 2, 20, 4)
+        out = (memory[0, :, 3:11], memory[1, :, 3:11])
+        assert sequence.gather_chunks(0, chunks, 4, out) is out
+        assert torch.equal(out[0], expected[0])
+        assert torch.equal(out[1], expected[1])
+        assert memory[:, :, 11:].abs().sum() == 0
+
+
+def test_nothing_of_the_graph_is_kept() -> None:
+    with PagedKVStore(LAYOUT) as store:
+        sequence = store.new_sequence()
+        keys = torch.ones(2, 3, 4, requires_grad=True)
+        sequence.append(0, keys, keys)
+        assert not sequence.views(0)[0][0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_summaries_of_half_precision_are_summed_in_float32(dtype: torch.dtype) -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=2, dtype=dtype, page_size=256)
+    with PagedKVStore(layout) as store:
+        sequence = store.new_sequence(chunk_size=256)
+        keys = torch.randn(1, 512, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+        sequence.append(0, keys, keys)
+        assert sequence.summaries is not None
+        means = keys.float().unflatten(1, (2, 256)).mean(dim=2).to(dtype)
+        assert sequence.summaries.keys(0).dtype == dtype
+        assert torch.equal(sequence.summaries.keys(0), means)
+
+
+def test_summaries_do_not_move_at_every_append() -> None:
+    with PagedKVStore(LAYOUT) as store:
+        for reserved, storages in ((100, 1), (0, 8)):  # reserved for, or doubled: 1, 2, 4, .. 64
+            sequence = store.new_sequence(chunk_size=2)
+            assert sequence.summaries is not None
+            sequence.reserve(reserved)
+            seen: list[Tensor] = []  # held, so that no address is used twice
+            for _ in range(50):
+                sequence.append(0, torch.ones(2, 2, 4), torch.ones(2, 2, 4))
+                seen.append(sequence.summaries.keys(0))
+            assert len({keys.data_ptr() for keys in seen}) <= storages
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with PagedKVStore(LAYOUT) as store:
+        sequence = filled(store, 10)
+        good = torch.ones(2, 3, 4)
+        with pytest.raises(ValueError, match="float64"):
+            sequence.append(0, good.double(), good)
+        with pytest.raises(ValueError, match=r"\[3, 3, 4\]"):
+            sequence.append(0, torch.ones(3, 3, 4), good)
+        with pytest.raises(ValueError, match="values have 2"):
+            sequence.append(0, good, good[:, :2])
+        with pytest.raises(ValueError, match="layer 2"):
+            sequence.views(2)
+        with pytest.raises(ValueError, match="10 are present"):
+            sequence.views(0, 4, 11)
+        with pytest.raises(ValueError, match="cannot truncate to 11"):
+            sequence.truncate(11)
+        with pytest.raises(ValueError, match="cannot advance"):
+            sequence.advance(0, 10_000)
+        for index in (-1, 10):
+            with pytest.raises(ValueError, match="10 present"):
+                sequence.gather(0, torch.full((2, 1), index))
+        with pytest.raises(ValueError, match="2 present"):
+            sequence.gather_chunks(0, torch.tensor([[2], [0]]), 4)  # tokens 8 and 9 fill no chunk
+        with pytest.raises(ValueError, match="out must be"):
+            sequence.gather(0, torch.zeros(2, 3, dtype=torch.long), (good[:, :1], good[:, :1]))
+
+
+def test_use_after_close() -> None:
+    store = PagedKVStore(LAYOUT)
+    sequence, other = filled(store, 10), filled(store, 10)
+    other.close()
+    other.close()
+    with pytest.raises(RuntimeError, match="sequence is closed"):
+        other.views(0)
+    store.close()
+    store.close()
+    for use in (store.new_sequence, lambda: sequence.views(0), lambda: sequence.reserve(5)):
+        with pytest.raises(RuntimeError, match="store is closed"):
+            use()
+
+
+def test_lack_of_memory_leaves_a_usable_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = SlabAllocator._make
+
+    def make_small(self: SlabAllocator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if shape[2] > 100:
+            raise MemoryError("too large")
+        return make(self, shape, dtype)
+
+    monkeypatch.setattr(SlabAllocator, "_make", make_small)
+    with PagedKVStore(LAYOUT, slab_tokens=16) as store:
+        greedy = store.new_sequence()
+        greedy.reserve(200)
+        for layer in (1, 0, 1):
+            with pytest.raises(MemoryError):
+                greedy.append(layer, torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        greedy.close()
+        assert store.reserved_bytes == 0
+        modest = filled(store, 10)
+        assert modest.length == 10
