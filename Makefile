@@ -1,0 +1,35 @@
+# Everything runs in .venv, which the first target that needs it sets up.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: install demo test lint bench gpu clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offload-rt needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[bench,test]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/offload-rt generate --compare-plain
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench speedup
+
+gpu: $(INSTALLED)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no CUDA device here")'
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
