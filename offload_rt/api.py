@@ -1,14 +1,13 @@
-"""The Python API: `LLM`, `SamplingParams`, results and token events."""
+"""The Python API: `LLM` (its parameters and results are in `results.py`)."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal
 
 import psutil
 import torch
@@ -32,143 +31,26 @@ from offload_rt.loading import (
     load_tokenizer,
 )
 from offload_rt.model import CausalModel
+from offload_rt.results import (
+    FinishReason,
+    GenerationResult,
+    Level,
+    Memory,
+    SamplingParams,
+    Timings,
+    TokenEvent,
+    Transfer,
+)
 from offload_rt.sampling import GeneratorDraws, SamplingLaw
 from offload_rt.session import Session, kv_layout
 from offload_rt.text import TextStream
 
-FinishReason = Literal["length", "eos", "stop", "interrupted"]
 ProgressReport = Callable[[str, int, int], None]
 """(phase, done, all) while a prompt is read."""
 
 NO_DRAFT = "none"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to draw tokens and when to stop.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: keep the fewest most likely tokens whose probabilities reach this sum; in (0, 1].
-        top_k: keep the k most likely tokens; 0 keeps all.
-        max_tokens: generate at most so many.
-        stop: strings that end the text where they begin.
-        seed: repeats the same tokens on the same machine; None: a different text each time, and measured
-            times may decide how much is drafted.
-        ignore_eos: do not stop at the model's end-of-text tokens.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int = 256
-    stop: Sequence[str] = ()
-    seed: int | None = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        SamplingLaw(self.temperature, self.top_p, self.top_k)  # says what is out of range
-        if self.max_tokens < 1:
-            raise UsageError(f"max tokens {self.max_tokens} is out of range: use 1 or more")
-        if isinstance(self.stop, str):
-            raise UsageError(f"stop {self.stop!r} must be a sequence of strings, not one string")
-        if any(not text for text in self.stop):
-            raise UsageError("a stop string is empty: leave it out")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed {self.seed} is out of range: use 0 to {2**63 - 1}")
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One token as it is made. `text` is what became certain with it: it may be empty, or reach back."""
-
-    token: int
-    text: str
-    from_draft: bool
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Counts of tokens and times in ms. `prompt` is the prefill; `draft_n` is what was proposed to the target."""
-
-    prompt_n: int = 0
-    prompt_ms: float = 0.0
-    predicted_n: int = 0
-    predicted_ms: float = 0.0
-    predicted_per_second: float = 0.0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-
-
-@dataclass(frozen=True)
-class Level:
-    """What one level did: its passes, the tokens it proposed to the next level and those accepted there.
-
-    The last level is the target over its full cache, which proposes nothing. `ms` is the level's own time.
-    """
-
-    name: str
-    rounds: int
-    proposed: int
-    accepted: int
-    ms: float
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What crossed the link while this text was made; nothing does where the store is attended in place."""
-
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-    wait_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes: KV in the store and reserved for it, and the peaks of the process on host and device."""
-
-    kv_bytes: int = 0
-    kv_reserved_bytes: int = 0
-    host_peak_bytes: int = 0
-    device_peak_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """A text and how it came about.
-
-    Attributes:
-        tokens: generated ids, an end-of-text token included.
-        text: their text, up to a stop string.
-        levels: the composition's levels, the cheapest first, the target over its full cache last.
-        plain_tokens: decoded without drafts because speculation did not pay.
-    """
-
-    model: str
-    draft: str | None
-    config: str
-    device: str
-    dtype: str
-    seed: int | None
-    prompt_tokens: int
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason
-    timings: Timings
-    rounds: int
-    levels: list[Level]
-    transfer: Transfer
-    memory: Memory
-    plain_tokens: int = 0
-    notices: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, as `offload-rt generate --json` writes them."""
-        values = asdict(self)
-        del values["plain_tokens"], values["notices"]
-        for level in values["levels"]:
-            del level["rounds"]
-        return values
+PLAIN = "plain"
+GREEDY = SamplingParams()
 
 
 class LLM:
@@ -203,11 +85,10 @@ class LLM:
         settings = load_config(config, overrides)  # what is cheap to check comes first
         place = choose_device(device)
         wanted = choose_dtype(dtype, place)
-        if model is None:
-            model_source, model_name = demo_model("target"), DEMO
-            draft = demo_model("draft") if draft is None else draft
-        else:
-            model_source, model_name = Path(model) if isinstance(model, Path) else model, str(model)
+        model_name = DEMO if model is None else str(model)
+        model_source = demo_model("target") if model is None else model
+        if model is None and draft is None:
+            draft = demo_model("draft")
         draft_name = None if draft is None or str(draft) == NO_DRAFT else str(draft)
         if DRAFT_STREAMING not in settings.speculation.levels:
             draft_name = None
@@ -273,8 +154,8 @@ class LLM:
         if draft is not None and draft.vocabulary != target.vocabulary:
             self._restore_models()
             raise UsageError(
-                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target {target.name} has "
-                f"{target.vocabulary}: a draft must share the target's tokenizer"
+                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
+                f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
             )
         self.config = self._without_missing_draft(config)
         self._backend = choose_backend(target.device)
@@ -293,8 +174,8 @@ class LLM:
         left = tuple(level for level in levels if level != DRAFT_STREAMING)
         if not left:
             raise UsageError(
-                f"config {config.name} drafts with a small model, and there is none: name one with --draft, or use "
-                "config retrieval or lookup"
+                f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
+                "or use config retrieval or lookup"
             )
         self._notice(f"no draft model: {' → '.join(left)} drafts alone")
         return replace(config, speculation=replace(config.speculation, levels=left))
@@ -327,9 +208,7 @@ class LLM:
             last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
         """
         if self._tokenizer is None:
-            raise UsageError(
-                f"model {self._target.name} has no tokenizer: give the prompt as token ids"
-            )
+            raise UsageError(f"model {self._target.name} has no tokenizer: give the prompt as token ids")
         verbose = self._tokenizer.model_max_length
         self._tokenizer.model_max_length = 10**12  # its warning about long prompts does not apply
         tokens: list[int] = self._tokenizer(text)["input_ids"]
@@ -340,17 +219,13 @@ class LLM:
             return [tokens[0], *tokens[len(tokens) - last + 1 :]]
         return tokens[len(tokens) - last :]
 
-    def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams = SamplingParams()
-    ) -> GenerationResult:
+    def generate(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> GenerationResult:
         """Continues `prompt`, a string or token ids."""
         for _ in self.stream(prompt, params):
             pass
         return self.last_result
 
-    def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams = SamplingParams()
-    ) -> Iterator[TokenEvent]:
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams = GREEDY) -> Generator[TokenEvent]:
         """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands."""
         tokens = self._check_prompt(prompt, params)
         sampling = self._sampling(params)
@@ -366,37 +241,58 @@ class LLM:
             sampling,
             tokens,
             params.max_tokens,
-            frozenset() if params.ignore_eos else self.end_tokens,
+            self._stop_tokens(params),
         )
         self._session = session
         report = self._on_progress
         session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
-        governor = session.governor(clock=params.temperature == 0 or params.seed is None)
-        return self._run(session, session.verifier, governor, params)
+        return self._run(session, params)
 
-    def plain(self, params: SamplingParams = SamplingParams()) -> GenerationResult:
-        """Decodes the last prompt again, plainly, over the KV that is still in the store."""
+    def again(
+        self,
+        params: SamplingParams = GREEDY,
+        config: str | None = None,
+        overrides: Mapping[str, object] = {},
+    ) -> GenerationResult:
+        """Decodes the last prompt again, over the KV that is still in the store; `last_result` stays.
+
+        Args:
+            config: another composition; None: this LLM's own. Its prefill and store are those of the first
+                time, and a composition that retrieves needs a first one that did, in chunks of the same size.
+            overrides: config values by full key, where a `config` is named.
+
+        Returns:
+            A result whose `prompt_ms` is the time to fill the caches that the composition drafts with.
+        """
         session = self._session
         if session is None:
             raise UsageError("there is no prompt to decode again: generate first")
-        speculative = self._result
-        session.rewind()
-        verifier = session.plain_verifier()
-        verifier.sampling.draws = self._sampling(params).draws
-        governor = Governor(0, step_down=False, least_ms=verifier.least_ms, clock=False)
-        for _ in self._run(session, verifier, governor, params):
+        settings = self.config
+        if config is not None:
+            settings = self._without_missing_draft(load_config(config, overrides))
+        self._check_room(session.prompt_tokens, params)
+        session.recompose(settings, self._sampling(params), self._stop_tokens(params))
+        first = self._result
+        for _ in self._run(session, params):
             pass
-        result, self._result = self.last_result, speculative
+        result, self._result = self.last_result, first
         return result
+
+    def plain(self, params: SamplingParams = GREEDY) -> GenerationResult:
+        """Decodes the last prompt again, plainly."""
+        return self.again(params, PLAIN)
 
     def _sampling(self, params: SamplingParams) -> Sampling:
         law = SamplingLaw(params.temperature, params.top_p, params.top_k)
         seed = params.seed if params.seed is not None else torch.seed()
         return Sampling(law, GeneratorDraws(seed, self._target.device))
 
-    def _run(
-        self, session: Session, verifier: Verifier, governor: Governor, params: SamplingParams
-    ) -> Iterator[TokenEvent]:
+    def _stop_tokens(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else self.end_tokens
+
+    def _run(self, session: Session, params: SamplingParams) -> Generator[TokenEvent]:
+        verifier = session.verifier
+        governor = session.governor(clock=params.temperature == 0 or params.seed is None)
         stream = TextStream(self._tokenizer, params.stop)
         tokens: list[int] = []
         finish: FinishReason = "interrupted"
@@ -444,13 +340,13 @@ class LLM:
         notices = list(self._notices)
         if governor.steps_down:
             notices.append(
-                f"speculation did not pay {governor.steps_down} time(s): {governor.plain_tokens} of {len(tokens)} "
-                "tokens were decoded plainly"
+                f"speculation did not pay {governor.steps_down} time(s): {governor.plain_tokens} of "
+                f"{len(tokens)} tokens were decoded plainly"
             )
         return GenerationResult(
             model=self._target.name,
             draft=self._draft.name if self._draft is not None else None,
-            config=self.config.name,
+            config=session.config.name,
             device=str(self._target.device),
             dtype=str(self._target.dtype).removeprefix("torch."),
             seed=params.seed,
@@ -493,14 +389,18 @@ class LLM:
         outside = next((t for t in tokens if not 0 <= t < self._target.vocabulary), None)
         if outside is not None:
             raise UsageError(f"prompt token {outside} is outside the vocabulary of {self._target.vocabulary}")
-        total, limit = len(tokens) + params.max_tokens, self._target.max_positions
+        self._check_room(len(tokens), params)
+        return tokens
+
+    def _check_room(self, prompt_tokens: int, params: SamplingParams) -> None:
+        total, limit = prompt_tokens + params.max_tokens, self._target.max_positions
         if total > limit:
             raise UsageError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones are more than the {limit} positions of "
-                f"{self._target.name}: use --max-prompt-tokens {max(1, limit - params.max_tokens)} or fewer new tokens"
+                f"{prompt_tokens} prompt tokens and {params.max_tokens} new ones are more than the {limit} "
+                f"positions of {self._target.name}: use --max-prompt-tokens "
+                f"{max(1, limit - params.max_tokens)} or fewer new tokens"
             )
         self._check_memory(total)
-        return tokens
 
     def _check_memory(self, tokens: int) -> None:
         layout = self._store.layout
@@ -510,8 +410,9 @@ class LLM:
         if needed > available:
             longest = int(available * 0.95) // layout.token_bytes
             raise UsageError(
-                f"the KV of {tokens} tokens needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB "
-                f"are available: the longest context that fits is {longest} tokens"
+                f"the KV of {tokens} tokens needs {needed / 2**30:.1f} GiB of memory and "
+                f"{available / 2**30:.1f} GiB are available: the longest context that fits is {longest} "
+                "tokens"
             )
 
     def _drop_session(self) -> None:

@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offload_rt.native import Kernel, load_kernel
+
 
 class AttentionBackend(Protocol):
     """One way to compute attention on folded heads.
@@ -33,9 +35,7 @@ class AttentionBackend(Protocol):
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]: ...
 
-    def causal(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Square causal attention: queries `[heads, n, head_dim]` over as many keys, not folded."""
 
 
@@ -55,9 +55,7 @@ class ReferenceBackend:
         out = torch.exp(scores - lse[..., None]) @ values.to(wide)
         return out.to(queries.dtype), lse
 
-    def causal(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         folded = fold(queries, len(keys))
         mask = fold_mask(causal_mask(queries.shape[1], queries), len(queries) // len(keys))
         return unfold(*self(folded, keys, values, scale, mask), len(queries))
@@ -76,9 +74,7 @@ class TorchCpuBackend:
         )
         return out[0], lse[0]
 
-    def causal(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         # Key heads become the batch and their query heads the heads, with stride 0 on the keys: a causal
         # mask needs each query head's rows apart, and this still repeats nothing.
         batch, group = len(keys), len(queries) // len(keys)
@@ -91,6 +87,22 @@ class TorchCpuBackend:
             scale=scale,
         )
         return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+class NativeCpuBackend(TorchCpuBackend):
+    """Our own kernel (`native/attention.cpp`) for what it covers, torch's for the rest."""
+
+    name = "native-cpu"
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self._kernel.fits(queries, keys, values):
+            return self._kernel.attend(queries, keys, values, scale, mask)
+        return super().__call__(queries, keys, values, scale, mask)
 
 
 class TorchCudaBackend:
@@ -119,9 +131,7 @@ class TorchCudaBackend:
         )
         return out[0], lse[0, :, : queries.shape[1]]  # the kernel pads lse to a multiple of 32
 
-    def causal(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         group = len(queries) // len(keys)
         batched = queries.unflatten(0, (len(keys), group))
         wide_keys = keys[:, None].expand(-1, group, -1, -1)
@@ -169,18 +179,17 @@ class FlashAttnBackend:
             return self._masked(queries, keys, values, scale, mask)
         return self._run(queries, keys, values, scale, causal=False)
 
-    def causal(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if queries.dtype not in (torch.float16, torch.bfloat16):
             return self._masked.causal(queries, keys, values, scale)
         return self._run(queries, keys, values, scale, causal=True)
 
 
 def choose_backend(device: torch.device) -> AttentionBackend:
-    """The fastest backend installed for `device`: flash-attn, else torch's own."""
+    """The fastest backend for `device`: flash-attn or our CPU kernel where there is one, else torch's own."""
     if device.type == "cpu":
-        return TorchCpuBackend()
+        kernel = load_kernel()
+        return TorchCpuBackend() if kernel is None else NativeCpuBackend(kernel)
     if importlib.util.find_spec("flash_attn") is not None:
         return FlashAttnBackend()
     return TorchCudaBackend()
@@ -223,8 +232,7 @@ def attend(
     Args:
         mask: additive, `[query, tokens]`, the same for every head; None: every key is seen.
     """
-    heads, n, _ = queries.shape
-    kv_heads = len(keys)
+    heads, kv_heads = len(queries), len(keys)
     if heads == kv_heads:
         return backend(queries, keys, values, scale, mask)
     if mask is not None:

@@ -20,7 +20,8 @@ from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM, GenerationResult, SamplingParams
+    from offload_rt.api import LLM
+    from offload_rt.results import GenerationResult, SamplingParams
 
 DEMO_PROMPT_TOKENS = 32768
 """How much of the demo prompt is read where --max-prompt-tokens does not say."""
@@ -131,11 +132,12 @@ def _positive(text: str) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    # Everything that needs no model is checked before the seconds that importing torch takes.
+    # What needs no model is checked before the runtime is imported: that alone takes seconds.
     if arguments.json is not None:
         _check_writable(arguments.json)
     text = _prompt(arguments)
-    from offload_rt.api import LLM, SamplingParams
+    from offload_rt.api import LLM
+    from offload_rt.results import SamplingParams
 
     params = SamplingParams(
         temperature=arguments.temperature,
@@ -233,7 +235,7 @@ def _encode(llm: LLM, text: str, arguments: argparse.Namespace, console: _Consol
 
 def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _Console) -> int:
     """Writes the text to stdout as it is made; returns the exit code."""
-    status = 0
+    status = written = 0
     # A Ctrl-C while the prompt is read leaves nothing to tell: it goes past here.
     events = llm.stream(prompt, params)
     try:
@@ -242,6 +244,7 @@ def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _C
                 console.clear()
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
+                written += len(event.text)
                 # On a terminal the text itself is the progress.
                 if not sys.stdout.isatty():
                     console.progress("decode", made, params.max_tokens)
@@ -254,7 +257,8 @@ def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _C
     finally:
         console.clear()
     if status != READER_GONE:
-        sys.stdout.write("\n")
+        # What an interruption left held back is part of the result.
+        sys.stdout.write(llm.last_result.text[written:] + "\n")
         sys.stdout.flush()
     return status
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -34,7 +34,7 @@ def decode(
     max_tokens: int,
     stop_tokens: Collection[int],
     governor: Governor,
-) -> Iterator[Token]:
+) -> Generator[Token]:
     """Continues `text`, whose KV but for the last token's is in the verifier's cache, token by token.
 
     Appends to `text` what it yields, a round at a time. Ends after `max_tokens` tokens or with the first

@@ -36,7 +36,8 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError(
-            "device cuda: this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch and check nvidia-smi"
+            "device cuda: this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch "
+            "and check nvidia-smi"
         )
     return torch.device(name)
 
@@ -89,19 +90,25 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
         raise UsageError(f"model {where}: its config cannot be read: {_first_line(error)}") from error
     wanted: Any = dtype if dtype is not None else "auto"
-    verbosity = transformers_logging.get_verbosity()
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    loader: Any = AutoModelForCausalLM.from_pretrained  # what it returns hangs on its arguments
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = loader(
             source, config=config, dtype=wanted, attn_implementation="sdpa", output_loading_info=True
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UsageError(f"model {where}: its weights do not fit into memory: {_first_line(error)}") from error
+        raise UsageError(
+            f"model {where}: its weights do not fit into memory: {_first_line(error)}"
+        ) from error
     except Exception as error:
         kind = ", ".join(config.architectures or [config.model_type])
         raise UsageError(f"model {where} ({kind}): cannot be loaded: {_first_line(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         raise UsageError(
@@ -111,9 +118,8 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     try:
         placed: PreTrainedModel = model.to(device).eval()
     except torch.OutOfMemoryError as error:
-        raise UsageError(
-            f"model {where}: {sum(p.nbytes for p in model.parameters()) / 2**30:.1f} GiB of weights do not fit on the GPU"
-        ) from error
+        gib = sum(p.nbytes for p in model.parameters()) / 2**30
+        raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on the GPU") from error
     return placed
 
 
@@ -131,7 +137,8 @@ def _check_folder(folder: Path) -> None:
                 opened.keys()
         except Exception as error:  # safetensors raises its own error types, OSError and ValueError
             raise UsageError(
-                f"model {folder}: {shard.name} is truncated or corrupt ({_first_line(error)}); download it again"
+                f"model {folder}: {shard.name} is truncated or corrupt ({_first_line(error)}); "
+                "download it again"
             ) from error
 
 

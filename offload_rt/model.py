@@ -25,9 +25,7 @@ ATTENTION_NAME = "offload_rt"
 class AttentionPass(Protocol):
     """What attends for the layers of one forward pass: a cache, or one layer of a prefill."""
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor: ...
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor: ...
 
 
 class NotANumber(RuntimeError):
@@ -46,7 +44,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
     if attention_pass is None:
-        raise RuntimeError("this model is in use by offload_rt; close the LLM before calling it directly")
+        raise RuntimeError(f"attention {ATTENTION_NAME!r} works only for a model that offload_rt runs")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
@@ -82,18 +80,16 @@ class CausalModel:
         self.device: torch.device = model.device
         self._body: Any = model.model
         self._blocks: list[Any] = list(self._body.layers)
-        self._given_attention = model.config._attn_implementation
         self._given_training = model.training
         model.eval()
-        self._check_against_its_own_forward()
-        self._use_attention(ATTENTION_NAME)
-
-    def _use_attention(self, name: str) -> None:
-        self.module.config._attn_implementation = name
+        try:
+            self._check_against_its_own_forward()
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Leaves the transformers model as it was given."""
-        self._use_attention(self._given_attention)
         self.module.train(self._given_training)
 
     @property
@@ -122,14 +118,16 @@ class CausalModel:
     ) -> Tensor:
         position_ids = positions[None]
         rotation = self._body.rotary_emb(hidden, position_ids=position_ids)
-        for layer in order:
-            hidden = self._blocks[layer](
-                hidden,
-                attention_mask=None,
-                position_ids=position_ids,
-                position_embeddings=rotation,
-                attention_pass=attention_pass,
-            )
+        # Switched for the pass alone: between passes the model is its owner's, and other LLMs may share it.
+        with _attention_through(self.module, ATTENTION_NAME):
+            for layer in order:
+                hidden = self._blocks[layer](
+                    hidden,
+                    attention_mask=None,
+                    position_ids=position_ids,
+                    position_embeddings=rotation,
+                    attention_pass=attention_pass,
+                )
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -161,17 +159,19 @@ class CausalModel:
     def _locate_nan(self, cache: Cache, tokens: Tensor, positions: Tensor, new: NewTokens) -> str:
         for name, parameter in self.module.named_parameters():
             if bool(parameter.isnan().any()):
-                return f"{self.name}: the logits are NaN because the weight {name} has NaN entries; check its file"
+                return (
+                    f"{self.name}: logits are NaN because the weight {name} has NaN entries; check its file"
+                )
         cache.begin(new)
         hidden = self.embed(tokens)
         for layer in range(self.layers):
             hidden = self.run_layer(layer, hidden, positions, cache)
             if bool(hidden.isnan().any()):
                 return (
-                    f"{self.name}: the logits are NaN; the first NaN is in the output of layer {layer}. "
+                    f"{self.name}: logits are NaN; the first NaN is in the output of layer {layer}. "
                     f"With {self.dtype} try a wider dtype (--dtype float32 or bfloat16)"
                 )
-        return f"{self.name}: the logits are NaN although every layer's output is finite; look at the final norm and head"
+        return f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"
 
     def _check_against_its_own_forward(self) -> None:
         """Compares the runner with the model's own forward pass on a few tokens.
@@ -181,17 +181,14 @@ class CausalModel:
         """
         tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
         positions = torch.arange(5, device=self.device)
-        with torch.inference_mode(), _torch_attention(self):
+        with torch.inference_mode(), _attention_through(self.module, "sdpa"):
             expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
         probe = _Probe(self.layers)
-        self._use_attention(ATTENTION_NAME)
         try:
             with torch.inference_mode():
                 found = self.logits(self._run(range(self.layers), self.embed(tokens), positions, probe))
         except (TypeError, AttributeError, RuntimeError) as error:
-            self._use_attention(self._given_attention)
             raise UsageError(f"{self.name}: {_kind(self.module)} is not supported: {error}") from error
-        self._use_attention(self._given_attention)
         if bool(expected.isnan().any()):
             return  # reported where it matters, by layer, at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
@@ -210,9 +207,7 @@ class _Probe:
         self.layers = layers
         self.calls = 0
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         self.calls += 1
         return torch.nn.functional.scaled_dot_product_attention(
             queries[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
@@ -220,12 +215,14 @@ class _Probe:
 
 
 @contextmanager
-def _torch_attention(model: CausalModel) -> Iterator[None]:
-    model._use_attention("sdpa")
+def _attention_through(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model's attention goes through the registered function `name`, afterwards as before."""
+    given = model.config._attn_implementation
+    model.config._attn_implementation = name
     try:
         yield
     finally:
-        model._use_attention(model._given_attention)
+        model.config._attn_implementation = given
 
 
 def _kind(model: PreTrainedModel) -> str:
@@ -270,6 +267,6 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     rope = getattr(body.rotary_emb, "rope_type", "default")  # type: ignore[union-attr]
     if rope in ("dynamic", "longrope"):
         raise UsageError(
-            f"{name}: {kind} changes its rotary frequencies with the length of the text ({rope}), which is not "
-            "supported: KV in the store never changes"
+            f"{name}: {kind} changes its rotary frequencies with the length of the text ({rope}), which is "
+            "not supported: KV in the store never changes"
         )

@@ -31,7 +31,7 @@ class SamplingLaw:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature {self.temperature} is out of range: use 0 (greedy) or a positive number")
+            raise UsageError(f"temperature {self.temperature} is out of range: use 0 (greedy) or more")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"top-p {self.top_p} is out of range: use a number above 0 and at most 1")
         if self.top_k < 0:

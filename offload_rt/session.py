@@ -7,14 +7,14 @@ from time import perf_counter
 
 import torch
 
-from cpu_kv import KVLayout, Link, PagedKVStore, TransferEngine
+from cpu_kv import KVLayout, Link, PagedKVStore, TransferCounters, TransferEngine
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.config import Config
-from offload_rt.costs import PassCost
-from offload_rt.drafting.base import NoDrafter, Text
-from offload_rt.drafting.compose import TARGET_FULL, TARGET_RETRIEVED, Parts, compose
+from offload_rt.drafting.base import Text
+from offload_rt.drafting.compose import TARGET_RETRIEVED, Parts, compose
 from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.errors import UsageError
 from offload_rt.governor import Governor
 from offload_rt.model import CausalModel
 from offload_rt.prefill import Progress, prefill
@@ -47,9 +47,9 @@ class Session:
         self.stop_tokens = stop_tokens
         self.prefill_ms = 0.0
         self._target = target
-        self._sampling = sampling
-        retrieves = TARGET_RETRIEVED in config.speculation.levels
-        self._sequence = store.new_sequence(config.retrieval.chunk if retrieves else None)
+        self._draft = draft
+        self._backend = backend
+        self._sequence = store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
         self._sequence.reserve(len(self.text) + max_tokens)
         self.engine = TransferEngine(
             self._sequence,
@@ -57,11 +57,21 @@ class Session:
             segment_tokens=config.store.segment_tokens,
             ring_buffers=config.store.ring_buffers,
         )
-        self.full = FullCache(
-            self._sequence, self.engine, store.layout, target.heads, target.device, backend
-        )
-        self.verifier = compose(
-            Parts(config, target, draft, self.full, sampling, stop_tokens, backend)
+        self.full = FullCache(self._sequence, self.engine, store.layout, target.heads, target.device, backend)
+        self._prompt_queries = self.full.last_queries
+        self.verifier = self._compose(sampling)
+
+    def _compose(self, sampling: Sampling) -> Verifier:
+        return compose(
+            Parts(
+                self.config,
+                self._target,
+                self._draft,
+                self.full,
+                sampling,
+                self.stop_tokens,
+                self._backend,
+            )
         )
 
     def prefill(self, progress: Progress | None = None) -> None:
@@ -70,6 +80,7 @@ class Session:
         prompt = self.text[:-1]
         if prompt:
             prefill(self._target, self.full, prompt, self.config.prefill.chunk, progress)
+        self._prompt_queries = self.full.last_queries
         self._fill_drafts()
         self.prefill_ms = 1e3 * (perf_counter() - started)
 
@@ -93,24 +104,44 @@ class Session:
         """Back to the end of the prompt."""
         del self.text[self.prompt_tokens :]
         self.full.truncate(self.prompt_tokens - 1)
+        self.full.last_queries = self._prompt_queries
 
-    def plain_verifier(self) -> Verifier:
-        """The target over the same full cache, without drafts. The caches below are not kept up any more."""
+    def recompose(self, config: Config, sampling: Sampling, stop_tokens: Collection[int]) -> None:
+        """Back to the end of the prompt, with another composition over the same full cache.
+
+        `prefill_ms` and the transfer counters are those of the new composition from here on; the keys of
+        `config` for prefill and store come too late.
+
+        Raises:
+            UsageError: `config` retrieves, and the prompt was read without summaries of its chunks.
+        """
+        summaries = self._sequence.summaries
+        held = None if summaries is None else summaries.chunk_size
+        chunk = config.retrieval.chunk
+        if _retrieves(config) and held != chunk:
+            raise UsageError(
+                f"config {config.name} retrieves chunks of {chunk} tokens, and the prompt was read with "
+                f"{'none' if held is None else f'chunks of {held}'} summarised: generate with it first"
+            )
+        started = perf_counter()
+        self.rewind()
         self.full.derived.clear()
-        return Verifier(
-            TARGET_FULL,
-            self._target,
-            self.full,
-            NoDrafter(),
-            self._sampling,
-            PassCost(self._target, None),
-        )
+        self.engine.counters = TransferCounters()
+        self.config = config
+        self.stop_tokens = stop_tokens
+        self.verifier = self._compose(sampling)
+        self._fill_drafts()
+        self.prefill_ms = 1e3 * (perf_counter() - started)
 
     def close(self) -> None:
         """Gives the KV back."""
         self.full.abandon()
         self.engine.close()
         self._sequence.close()
+
+
+def _retrieves(config: Config) -> bool:
+    return TARGET_RETRIEVED in config.speculation.levels
 
 
 def kv_layout(model: CausalModel, page_size: int) -> KVLayout:

@@ -64,9 +64,7 @@ class Cache(Protocol):
     def begin(self, new: NewTokens) -> None:
         """Starts a pass over new tokens that follow the first `length` ones."""
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attention of the new tokens over the cache and themselves; `[heads, count, head_dim]`."""
 
     def commit(self, path: Sequence[int]) -> None:

@@ -77,9 +77,7 @@ class BoundedCache(ABC):
         self.keys = torch.nn.functional.pad(self.keys, pad)
         self.values = torch.nn.functional.pad(self.values, pad)
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         start, stop = self._end, self._end + keys.shape[1]
         layer_keys, layer_values = self.keys[layer], self.values[layer]
         layer_keys[:, start:stop] = keys

@@ -51,11 +51,12 @@ class FullCache:
 
     @property
     def length(self) -> int:
+        self.engine.flush()  # the sequence counts a token only once its write-back is done
         return self.sequence.length
 
     @property
     def verified_length(self) -> int:
-        return self.sequence.length
+        return self.length
 
     def begin(self, new: NewTokens) -> None:
         self.abandon()
@@ -63,15 +64,11 @@ class FullCache:
         shape = (self.layout.layers, self.layout.kv_heads, new.count, self.layout.head_dim)
         self._keys = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
         self._values = torch.empty_like(self._keys)
-        self._queries = self._keys.new_empty(
-            self.layout.layers, self.heads, new.count, self.layout.head_dim
-        )
+        self._queries = self._keys.new_empty(self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self.engine.flush()  # what was committed must have reached the store before it is read
         self._stream = self.engine.stream(self.length)
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if self._new is None or self._stream is None:
             raise RuntimeError("attend without a pass: call begin first")
         self.scale = scale
@@ -168,9 +165,7 @@ class LayerPrefill:
             self._resident = (keys, torch.empty_like(keys))
         self.last_queries = torch.empty(0)
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         cache, start = self._cache, self._done
         count = keys.shape[1]
         self._done += count

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpu_kv import chunk_scores, retrieval
 from offload_rt.attention import AttentionBackend, fold
-from offload_rt.caches.base import Verified
+from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.config import RefreshPolicy
@@ -50,11 +50,13 @@ class RetrievedCache(BoundedCache):
         self._source = source
         self._policy = refresh
         self._next_victim = 0
+        self._due: Tensor | None = None  # queries to choose by before the next pass
         self._tokens_since_refresh = 0
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROLLING_ROUNDS)
 
     def build(self, queries: Tensor) -> None:
         self._speculative = 0
+        self._due = None
         self._tokens_since_refresh = 0
         self._rounds.clear()
         self.refreshes += 1
@@ -96,11 +98,20 @@ class RetrievedCache(BoundedCache):
         self._tokens_since_refresh += count
         self._rounds.append((count - 1, verified.proposed))
         free = self.budget - self.entries + max(0, self._next_victim + 1 - self.chunk)
-        if count > free or (self._source.length > self.budget and self._is_due()):
-            self.build(verified.queries)
+        behind = self._due is not None
+        if behind or count > free or (self._source.length > self.budget and self._is_due()):
+            # Chosen anew when it is next read, not now: while decoding is plain nobody reads it.
+            self._due = verified.queries
+            self._speculative = 0
+            self.verified_length += count
             return
         self._speculative = 0
         self._take(verified.keys, verified.values)
+
+    def begin(self, new: NewTokens) -> None:
+        if self._due is not None:
+            self.build(self._due)
+        super().begin(new)
 
     def _is_due(self) -> bool:
         if self._policy.kind == "every":

@@ -12,11 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -70,9 +74,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
     )
@@ -100,7 +102,16 @@ class Optimizers:
         self._parameters = list(model.parameters())
 
     def step(self, scale: float) -> None:
-        """One update at `scale` times the peak rate, with gradients clipped to norm 1."""
+        """One update at `scale` times the peak rate, with the workers' mean gradient clipped to norm 1."""
+        if dist.is_initialized():
+            joined = torch.cat([p.grad.flatten() for p in self._parameters if p.grad is not None])
+            dist.all_reduce(joined)
+            joined /= dist.get_world_size()
+            at = 0
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad.copy_(joined[at : at + p.numel()].view_as(p))
+                    at += p.numel()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimizer in self._all:
             for group in optimizer.param_groups:
@@ -110,30 +121,30 @@ class Optimizers:
 
 
 def rate_scale(step: int, progress: float) -> float:
-    """Linear warm-up over 60 steps, level to 45 % of the time, then linear to 3 %."""
+    """Linear warm-up over 60 steps, level to 50 % of the time, then linear to 3 %."""
     warm = min(1.0, (step + 1) / 60)
-    return warm * (1.0 if progress < 0.45 else 1.0 - 0.97 * (progress - 0.45) / 0.55)
+    return warm * (1.0 if progress < 0.5 else 1.0 - 0.97 * (progress - 0.5) / 0.5)
 
 
 def target_plan(progress: float, step: int, longest: int) -> tuple[int, int, float, float]:
-    """Batch, window length, gap share and copy share of a training step.
+    """Batch, window length, gap share and copy share of a worker's training step.
 
-    Short windows first, because the model learns the language there six times faster; then every few
-    steps a real long window, longer towards the end.
+    Short windows first, because the model learns the language there many times faster; then every few
+    steps a real long window, longer towards the end. Diluted windows stay short: their mask costs the
+    causal half of attention.
     """
-    if progress < 0.30:
-        return 8, 1024, 0.5, 0.4
+    short = (4, 1024, 0.6, 0.5)
+    if progress < 0.40:
+        return short
     if progress < 0.55:
-        return 4, 2048, 0.6, 0.5
-    if progress < 0.72:
-        return (1, 8192, 0.0, 0.6) if step % 2 else (4, 2048, 0.6, 0.5)
-    length = min(longest, 16_384 if progress < 0.86 else 32_768)
-    return (1, length, 0.0, 0.7) if step % 3 == 0 else (4, 2048, 0.7, 0.5)
+        return (1, 4096, 0.0, 0.6) if step % 2 else short
+    if progress < 0.75:
+        return (1, 8192, 0.0, 0.7) if step % 3 == 0 else short
+    length = min(longest, 16_384 if progress < 0.85 else 32_768)
+    return (1, length, 0.0, 0.8) if step % 4 == 0 else short
 
 
-def hidden_states(
-    model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None
-) -> Tensor:
+def hidden_states(model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
     output: Tensor = model.model(
         input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
     ).last_hidden_state
@@ -153,13 +164,25 @@ def next_token_loss(
     return total / len(goal)
 
 
-def steps_within(seconds: float) -> Iterator[tuple[int, float]]:
-    """(step, progress from 0 to 1) until the time is over."""
+def steps_within(seconds: float, begin: float = 0.0) -> Iterator[tuple[int, float]]:
+    """(step, progress from `begin` to 1) until the time is over; the same for every worker."""
     start = time.monotonic()
     step = 0
-    while (elapsed := time.monotonic() - start) < seconds:
-        yield step, elapsed / seconds
+    while True:
+        progress = begin + (1.0 - begin) * (time.monotonic() - start) / seconds
+        if dist.is_initialized():
+            agreed = torch.tensor([progress])
+            dist.broadcast(agreed, 0)
+            progress = float(agreed)
+        if progress >= 1.0:
+            return
+        yield step, progress
         step += 1
+
+
+def is_first() -> bool:
+    """Whether this worker speaks and writes for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -173,31 +196,30 @@ def train_target(
     longest: int,
     save: Path,
     device: torch.device,
+    begin: float,
 ) -> None:
-    """Trains in place; writes a checkpoint to `save` every ten minutes."""
+    """Trains in place from progress `begin`; writes a checkpoint to `save` every ten minutes."""
     optimizers = Optimizers(model, rate=3e-3)
     running: dict[int, float] = {}
     seen, last_save, started = 0, time.monotonic(), time.monotonic()
-    for step, progress in steps_within(seconds):
+    for step, progress in steps_within(seconds, begin):
         batch, length, gaps, copies = target_plan(progress, step, longest)
         windows = [sampler.draw(length, gaps, copies) for _ in range(batch)]
         tokens = torch.stack([w.tokens for w in windows]).to(device)
         positions = torch.stack([w.positions for w in windows]).to(device)
         mask = attention_bias(windows, torch.bfloat16)
         with autocast(device):
-            loss = next_token_loss(
-                model, tokens, positions, None if mask is None else mask.to(device)
-            )
+            loss = next_token_loss(model, tokens, positions, None if mask is None else mask.to(device))
         loss.backward()
         optimizers.step(rate_scale(step, progress))
         seen += batch * length
         value = float(loss.detach())
         running[length] = 0.95 * running.get(length, value) + 0.05 * value
-        if step % 25 == 0:
+        if step % 25 == 0 and is_first():
             losses = " ".join(f"{n}:{v:.3f}" for n, v in running.items())
             rate = seen / (time.monotonic() - started)
             print(f"step {step} {progress:.1%} loss {losses} tok/s {rate:.0f} M {seen / 1e6:.2f}", flush=True)
-        if time.monotonic() - last_save > 600:
+        if time.monotonic() - last_save > 600 and is_first():
             save_model(model, save)
             last_save = time.monotonic()
 
@@ -214,7 +236,7 @@ def train_draft(
     target.eval()
     running = 0.0
     for step, progress in steps_within(seconds):
-        windows = [sampler.draw(512, 0.0, 0.1) for _ in range(16)]
+        windows = [sampler.draw(512, 0.0, 0.1) for _ in range(8)]
         tokens = torch.stack([w.tokens for w in windows]).to(device)
         positions = torch.stack([w.positions for w in windows]).to(device)
         with autocast(device):
@@ -231,20 +253,65 @@ def train_draft(
         loss.backward()
         optimizers.step(rate_scale(step, progress))
         running = 0.95 * running + 0.05 * float(loss.detach()) if step else float(loss.detach())
-        if step % 25 == 0:
+        if step % 25 == 0 and is_first():
             print(f"draft step {step} {progress:.1%} kl {running:.3f}", flush=True)
 
 
+def placed(model: Any, device: torch.device) -> Any:
+    """`model.to(device)`, whose annotation in transformers is of no use."""
+    return model.to(device)
+
+
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Weights as bfloat16 safetensors with their config, written beside and moved into place."""
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    """Weights as bfloat16 safetensors with their config."""
+    copy: Any = LlamaForCausalLM(model.config)
+    copy.to(torch.bfloat16)
     copy.load_state_dict({k: v.detach().to("cpu", torch.bfloat16) for k, v in model.state_dict().items()})
     copy.tie_weights()
     copy.save_pretrained(folder)
 
 
+def train(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
+    """One worker: trains the target, then the draft; the first one writes them."""
+    if options.workers > 1:
+        # A worker a core, each with one thread: they meet once a step, not at every operation.
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=options.workers
+        )
+    torch.set_flush_denormal(True)
+    torch.manual_seed(options.seed)
+    device = torch.device(options.device)
+    target_folder, draft_folder = options.out / "target", options.out / "draft"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_folder)
+    texts = read_corpus(options.corpus)
+    books = [torch.tensor(tokenizer.encode(t, add_special_tokens=False)) for t in texts]
+    if is_first():
+        print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
+    generator = torch.Generator().manual_seed(options.seed + 1000 * rank)
+    sampler = WindowSampler(books, 0, VOCABULARY, 2, TRAINED_POSITIONS, generator)
+    if options.init:
+        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+    else:
+        target = LlamaForCausalLM(target_config())
+    target.config._attn_implementation = "sdpa"
+    target = placed(target, device)
+    train_target(
+        target, sampler, options.minutes * 60, options.longest_window, target_folder, device, options.begin
+    )
+    if is_first():
+        save_model(target, target_folder)
+    draft = placed(LlamaForCausalLM(draft_config()), device)
+    draft.config._attn_implementation = "sdpa"
+    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
+    if is_first():
+        save_model(draft, draft_folder)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m offload_rt.demo.train", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m offload_rt.demo.train", description="Train the demo pair on a folder of text files."
+    )
     parser.add_argument("--corpus", type=Path, required=True, help="folder of .txt files")
     parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/")
     parser.add_argument("--minutes", type=float, default=120.0, help="for the target")
@@ -252,36 +319,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--longest-window", type=int, default=32_768)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", type=Path, help="continue from this target instead of random weights")
+    parser.add_argument("--begin", type=float, default=0.0, help="with --init: progress to go on from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes of one thread each that share the work (CPU)"
+    )
     options = parser.parse_args(arguments)
 
-    torch.manual_seed(options.seed)
-    device = torch.device(options.device)
-    target_folder, draft_folder = options.out / "target", options.out / "draft"
-    texts = read_corpus(options.corpus)
     if options.init:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
     else:
-        tokenizer = train_tokenizer(texts)
-    for folder in (target_folder, draft_folder):
+        tokenizer = train_tokenizer(read_corpus(options.corpus))
+    for folder in (options.out / "target", options.out / "draft"):
         tokenizer.save_pretrained(folder)
-    books = [torch.tensor(tokenizer.encode(t, add_special_tokens=False)) for t in texts]
-    print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
-    sampler = WindowSampler(
-        books, 0, VOCABULARY, 2, TRAINED_POSITIONS, torch.Generator().manual_seed(options.seed)
-    )
-    if options.init:
-        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-    else:
-        target = LlamaForCausalLM(target_config())
-    target.config._attn_implementation = "sdpa"
-    target.to(device)
-    train_target(target, sampler, options.minutes * 60, options.longest_window, target_folder, device)
-    save_model(target, target_folder)
-    draft = LlamaForCausalLM(draft_config()).to(device)
-    draft.config._attn_implementation = "sdpa"
-    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
-    save_model(draft, draft_folder)
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
+        if options.workers == 1:
+            train(0, options, rendezvous)
+        else:
+            spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+            spawn(train, (options, rendezvous), nprocs=options.workers)
     return 0
 
 

@@ -117,9 +117,7 @@ class WindowSampler:
         sources = []
         cursor = local_start + self._integer(0, 64)
         for _ in range(self._integer(1, 5)):
-            size = min(
-                int(math.exp(math.log(16) + self._chance() * math.log(16))), local_start - 2
-            )
+            size = min(int(math.exp(math.log(16) + self._chance() * math.log(16))), local_start - 2)
             if cursor + size >= length or size < 8:
                 break
             source = self._integer(1, local_start - size)
@@ -134,7 +132,7 @@ class WindowSampler:
 
 
 def attention_bias(windows: list[Window], dtype: torch.dtype) -> Tensor | None:
-    """Causal additive mask `[batch, 1, length, length]` with the dilution bias; None if nothing is diluted."""
+    """Causal additive mask `[batch, 1, length, length]` with the dilution bias; None where there is none."""
     if all(window.key_bias is None for window in windows):
         return None
     length = len(windows[0].tokens)

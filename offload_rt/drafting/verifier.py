@@ -191,9 +191,7 @@ class VerifierDrafter:
         stop_tokens: no use to draft beyond one of these.
     """
 
-    def __init__(
-        self, verifier: Verifier, draft_count: int, stop_tokens: Collection[int] = ()
-    ) -> None:
+    def __init__(self, verifier: Verifier, draft_count: int, stop_tokens: Collection[int] = ()) -> None:
         self.verifier = verifier
         self.draft_count = draft_count
         self.stop_tokens = stop_tokens
@@ -237,9 +235,7 @@ class SmallModelDrafter(VerifierDrafter):
 
     LEAD = 2
 
-    def __init__(
-        self, verifier: Verifier, cache: StreamingCache, stop_tokens: Collection[int] = ()
-    ) -> None:
+    def __init__(self, verifier: Verifier, cache: StreamingCache, stop_tokens: Collection[int] = ()) -> None:
         super().__init__(verifier, 0, stop_tokens)
         self._cache = cache
 

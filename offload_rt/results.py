@@ -1,0 +1,140 @@
+"""What a user gives to a generation and what comes back: parameters, events, results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from offload_rt.errors import UsageError
+from offload_rt.sampling import SamplingLaw
+
+FinishReason = Literal["length", "eos", "stop", "interrupted"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens and when to stop.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: keep the fewest most likely tokens whose probabilities reach this sum; in (0, 1].
+        top_k: keep the k most likely tokens; 0 keeps all.
+        max_tokens: generate at most so many.
+        stop: strings that end the text where they begin.
+        seed: repeats the same tokens on the same machine; None: a different text each time, and measured
+            times may decide how much is drafted.
+        ignore_eos: do not stop at the model's end-of-text tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: Sequence[str] = ()
+    seed: int | None = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        SamplingLaw(self.temperature, self.top_p, self.top_k)  # says what is out of range
+        if self.max_tokens < 1:
+            raise UsageError(f"max tokens {self.max_tokens} is out of range: use 1 or more")
+        if isinstance(self.stop, str):
+            raise UsageError(f"stop {self.stop!r} must be a sequence of strings, not one string")
+        if any(not text for text in self.stop):
+            raise UsageError("a stop string is empty: leave it out")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed {self.seed} is out of range: use 0 to {2**63 - 1}")
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token as it is made. `text` is what became certain with it: it may be empty, or reach back."""
+
+    token: int
+    text: str
+    from_draft: bool
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Tokens and times in ms: `prompt` is the prefill, `draft_n` what was proposed to the target."""
+
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Level:
+    """What one level did: its passes, the tokens it proposed to the next level and those accepted there.
+
+    The last level is the target over its full cache, which proposes nothing. `ms` is the level's own time.
+    """
+
+    name: str
+    rounds: int
+    proposed: int
+    accepted: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What crossed the link while this text was made; nothing does where the store is attended in place."""
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    wait_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: KV in the store and reserved for it, and the peaks of the process on host and device."""
+
+    kv_bytes: int = 0
+    kv_reserved_bytes: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A text and how it came about.
+
+    Attributes:
+        tokens: generated ids, an end-of-text token included.
+        text: their text, up to a stop string.
+        levels: the composition's levels, the cheapest first, the target over its full cache last.
+        plain_tokens: decoded without drafts because speculation did not pay.
+    """
+
+    model: str
+    draft: str | None
+    config: str
+    device: str
+    dtype: str
+    seed: int | None
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    timings: Timings
+    rounds: int
+    levels: list[Level]
+    transfer: Transfer
+    memory: Memory
+    plain_tokens: int = 0
+    notices: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `offload-rt generate --json` writes them."""
+        values = asdict(self)
+        del values["plain_tokens"], values["notices"]
+        for level in values["levels"]:
+            del level["rounds"]
+        return values

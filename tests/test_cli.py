@@ -1,0 +1,344 @@
+"""The command line: what it asks of the runtime, what it writes where, and what it says about mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offload_rt import cli
+from offload_rt.errors import UsageError
+
+WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
+TEXT = "".join(WORDS)
+
+
+class FakeLLM:
+    """Encodes a character as a token and always writes `TEXT`, a word a token."""
+
+    made: FakeLLM
+    interrupted_at: int | None = None
+
+    def __init__(self, model: str | None, **options: Any) -> None:
+        type(self).made = self
+        self.options = {"model": model, **options}
+        self.last_result: SimpleNamespace | None = None
+        self.closed = False
+        options["on_notice"]("memory is not pinned")
+
+    def encode(self, text: str, last: int | None = None) -> list[int]:
+        return [ord(character) for character in text][-(last or 0) :]
+
+    def stream(self, prompt: Sequence[int], params: SimpleNamespace) -> Iterator[SimpleNamespace]:
+        self.prompt, self.params = prompt, params
+        self.options["on_progress"]("prefill", 1, 1)
+        made, finish_reason = 0, "interrupted"
+        try:
+            for token, word in enumerate(WORDS):
+                if token == self.interrupted_at:
+                    raise KeyboardInterrupt
+                made += 1
+                yield SimpleNamespace(token=token, text=word)
+            finish_reason = "length"
+        finally:
+            self.last_result = self.result(made, finish_reason)
+
+    def result(self, made: int, finish_reason: str) -> SimpleNamespace:
+        tokens = list(range(made))
+        timings = SimpleNamespace(
+            prompt_n=len(self.prompt),
+            prompt_ms=500.0,
+            predicted_n=4,
+            predicted_ms=8.0,
+            predicted_per_second=500.0,
+        )
+        return SimpleNamespace(
+            tokens=tokens,
+            text="".join(WORDS[:made]) + " (held)" * (finish_reason == "interrupted"),
+            finish_reason=finish_reason,
+            timings=timings,
+            rounds=2,
+            levels=[
+                SimpleNamespace(name="draft:streaming", proposed=0, accepted=0),
+                SimpleNamespace(name="target:full", proposed=8, accepted=6),
+            ],
+            memory=SimpleNamespace(kv_bytes=2**30, host_peak_bytes=3 * 2**29, device_peak_bytes=0),
+            notices=["memory is not pinned", "speculation stepped down"],
+            seed=self.params.seed,
+            prompt_tokens=len(self.prompt),
+            to_json=lambda: {"tokens": tokens, "finish_reason": finish_reason},
+        )
+
+    def plain(self, params: SimpleNamespace) -> SimpleNamespace:
+        result = self.result(len(WORDS), "length")
+        result.timings.predicted_ms = 20.0
+        return result
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    """The runtime is replaced by a class of its own for each test."""
+
+    class LLM(FakeLLM):
+        pass
+
+    api: Any = ModuleType("offload_rt.api")
+    api.LLM, api.SamplingParams = LLM, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "offload_rt.api", api)
+    return LLM
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "--prompt", "abc", "--seed", "7"]) == 0
+    out, err = capsys.readouterr()
+    assert out == TEXT + "\n"
+    for said in [
+        "prompt     3 tokens, prefill 0.5 s (6 tokens/s)",
+        "9 tokens, 2.0 ms/token, 500.0 tokens/s; finish: length; seed 7",
+        "2, 4.50 tokens a round; target:full accepted 75% of 8",
+        "KV 1.00 GiB; peak on the host 1.50 GiB",
+        "speculation stepped down",
+    ]:
+        assert said in err
+    assert err.count("memory is not pinned") == 1
+    assert llm.made.closed
+
+
+def test_what_is_asked_of_the_runtime(llm: type[FakeLLM]) -> None:
+    arguments = (
+        "generate --model m --draft none --config lookup --prompt abc --max-prompt-tokens 2 -n 5 --quiet"
+        " --temperature 0.5 --top-p 0.9 --top-k 3 --seed 1 --stop x --stop yz --ignore-eos"
+        " --device cpu --dtype float32 --retrieval-budget 512 --chunk-size 16 --gamma1 3 --gamma2 4"
+        " --refresh stride:2 --set draft.window=100 --set retrieval.budget=1024"
+    )
+    assert cli.main(arguments.split()) == 0
+    made = llm.made
+    expected = {"model": "m", "draft": "none", "config": "lookup", "device": "cpu", "dtype": "float32"}
+    assert expected.items() <= made.options.items()
+    assert made.options["overrides"] == {
+        "retrieval.budget": 1024,
+        "retrieval.chunk": 16,
+        "speculation.gamma1": 3,
+        "speculation.gamma2": 4,
+        "retrieval.refresh": "stride:2",
+        "draft.window": 100,
+    }
+    assert made.prompt == [ord("b"), ord("c")]
+    assert vars(made.params) == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "max_tokens": 5,
+        "stop": ("x", "yz"),
+        "seed": 1,
+        "ignore_eos": True,
+    }
+
+
+def test_without_a_seed_one_is_drawn_and_told(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = set()
+    for _ in range(3):
+        assert cli.main(["generate", "--prompt", "abc"]) == 0
+        seeds.add(llm.made.params.seed)
+        assert f"seed {llm.made.params.seed}" in capsys.readouterr().err
+    assert len(seeds) > 1  # the same one three times: 1 in 2**64
+
+
+def test_quiet(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--prompt", "abc", "--max-prompt-tokens", "1", "--quiet"]) == 0
+    assert capsys.readouterr() == (TEXT + "\n", "")
+
+
+def test_the_demo_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate"]) == 0
+    assert len(llm.made.prompt) == cli.DEMO_PROMPT_TOKENS
+    assert "kept the last 32,768 of the demo prompt's" in capsys.readouterr().err
+    assert cli.main(["generate", "--max-prompt-tokens", "1000000"]) == 0
+    assert len(llm.made.prompt) > 300_000
+
+
+def test_prompts_from_a_file_and_from_stdin(
+    llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("é\r\n".encode())
+    assert cli.main(["generate", "--prompt-file", str(path)]) == 0
+    assert llm.made.prompt == [0xE9, 13, 10]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("ß\n".encode())))
+    assert cli.main(["generate", "-"]) == 0
+    assert llm.made.prompt == [0xDF, 10]
+
+
+def test_json_and_the_comparison(
+    llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]) == 0
+    assert json.loads(path.read_text()) == {
+        "tokens": list(range(9)),
+        "finish_reason": "length",
+        "plain": {"predicted_ms": 20.0, "ratio": 2.5, "tokens_equal": True},
+    }
+    assert "2.50 times as fast as plain decoding; tokens equal" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_draws_need_not_be_equal_above_temperature_zero(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--temperature", "1"]) == 0
+    assert "the laws are equal, the draws need not be" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_written(
+    llm: type[FakeLLM],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llm, "interrupted_at", 2)
+    path = tmp_path / "out.json"
+    arguments = ["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]
+    assert cli.main(arguments) == 130
+    out, err = capsys.readouterr()
+    assert out == "some words (held)\n"
+    assert "finish: interrupted" in err
+    assert "compared" not in err
+    assert json.loads(path.read_text()) == {"tokens": [0, 1], "finish_reason": "interrupted"}
+    assert llm.made.closed
+
+
+def test_ctrl_c_while_comparing_keeps_the_result(
+    llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain(self: FakeLLM, params: SimpleNamespace) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "plain", plain)
+    path = tmp_path / "out.json"
+    arguments = ["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]
+    assert cli.main(arguments) == 130
+    assert json.loads(path.read_text()) == {"tokens": list(range(9)), "finish_reason": "length"}
+    assert llm.made.closed
+
+
+def test_ctrl_c_while_loading(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(self: FakeLLM, text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "encode", encode)
+    assert cli.main(["generate", "--prompt", "abc"]) == 130
+    assert llm.made.closed
+    assert capsys.readouterr().err.endswith("offload-rt: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["chat"], "'chat'"),
+        (["generate", "--promt", "abc"], "--promt"),
+        (["generate", "abc"], "'abc'; a prompt is given with --prompt"),
+        (["generate", "--prompt", ""], "--prompt: the prompt is empty"),
+        (["generate", "--prompt", "caf\udce9"], "--prompt: not UTF-8 (byte 3)"),
+        (["generate", "--prompt", "a", "-"], "--prompt and -: give one prompt only"),
+        (["generate", "--prompt-file", "{folder}/no.txt"], "no.txt: cannot be read (No such file"),
+        (["generate", "--prompt-file", "{folder}"], "cannot be read (Is a directory)"),
+        (["generate", "--prompt-file", "{folder}/latin.txt"], "latin.txt: not UTF-8 (byte 3)"),
+        (["generate", "--prompt-file", "{folder}/empty.txt"], "empty.txt: the prompt is empty"),
+        (["generate", "-n", "many"], "'many'"),
+        (["generate", "--max-prompt-tokens", "0"], "'0' is not a whole number of at least 1"),
+        (["generate", "--device", "tpu"], "'tpu'"),
+        (["generate", "--set", "retrieval.budget"], "section.key=value"),
+        (["generate", "--json", "{folder}"], "is a folder"),
+        (["generate", "--json", "{folder}/no/out.json"], "its folder does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_loaded(
+    arguments: list[str],
+    said: str,
+    llm: type[FakeLLM],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").touch()
+    assert cli.main([argument.format(folder=tmp_path) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("offload-rt: error: ")
+    assert err.count("\n") == 1
+    assert said in err
+    assert not hasattr(llm, "made")
+
+
+def test_an_error_of_the_runtime_is_one_line_and_leaves_no_file(
+    llm: type[FakeLLM],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def encode(self: FakeLLM, text: str) -> None:
+        raise UsageError("the prompt\nis too long")
+
+    monkeypatch.setattr(llm, "encode", encode)
+    assert cli.main(["generate", "--prompt", "abc", "--json", str(tmp_path / "out.json"), "--quiet"]) == 2
+    assert capsys.readouterr().err == "offload-rt: error: the prompt is too long\n"
+    assert not os.listdir(tmp_path)
+    assert llm.made.closed
+
+
+def test_json_into_a_device_leaves_the_device(llm: type[FakeLLM]) -> None:
+    assert cli.main(["generate", "--prompt", "abc", "--json", os.devnull]) == 0
+    assert not Path(os.devnull).is_file()
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    script = (
+        "import sys; from tests import test_cli; from types import ModuleType, SimpleNamespace\n"
+        "api = sys.modules['offload_rt.api'] = ModuleType('offload_rt.api')\n"
+        "api.LLM, api.SamplingParams = test_cli.FakeLLM, SimpleNamespace\n"
+        "sys.exit(test_cli.cli.main(['generate', '--prompt', 'abc', '--quiet']))"
+    )
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as stdout:
+        ended = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+        )
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    clock = iter([0.0, 1.0, 1.01, 3.0])
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
+    console = cli._Console(quiet=False)
+    console.tokens["prefill"] = 1000
+    for done in (1, 2, 3):
+        console.progress("prefill", done, 4)
+    console.clear()
+    bar = "█" * 22 + "░" * 8
+    assert capsys.readouterr().err == f"\r\x1b[Kprefill     75%  375 tokens/s  {bar}\r\x1b[K"

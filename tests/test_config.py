@@ -1,0 +1,212 @@
+"""Configs by name and by file, overrides, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from offload_rt.config import Config, RefreshPolicy, config_names, load_config, parse_override
+from offload_rt.errors import UsageError
+
+ROOT = Path(__file__).parent.parent
+
+COMPOSITIONS = {
+    "lookup": ("lookup",),
+    "naive": ("draft:streaming",),
+    "plain": (),
+    "retrieval": ("target:retrieved",),
+    "streaming": ("target:streaming",),
+    "triforce": ("draft:streaming", "target:retrieved"),
+}
+
+
+def test_the_shipped_configs_are_the_known_compositions() -> None:
+    assert {name: load_config(name).speculation.levels for name in config_names()} == COMPOSITIONS
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_shipped_config_states_only_what_differs(name: str) -> None:
+    text = (ROOT / "configs" / f"{name}.toml").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    defaults = load_config("plain")
+    for section, table in tomllib.loads(text).items():
+        for key, value in table.items():
+            if name != "plain":
+                assert getattr(getattr(defaults, section), key) != value
+
+
+def test_defaults() -> None:
+    config = load_config("triforce")
+    assert config.name == "triforce"
+    assert (config.retrieval.budget, config.retrieval.chunk, config.retrieval.recent) == (4096, 8, 256)
+    assert config.retrieval.refresh == RefreshPolicy("every")
+    assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 8)
+    assert config.speculation.step_down
+
+
+def test_a_file_is_named_by_its_stem_and_overrides_win(tmp_path: Path) -> None:
+    config = written(
+        tmp_path,
+        '[speculation]\nlevels = ["lookup"]\ngamma2 = 5\n[retrieval]\nbudget = 512\nrefresh = "stride:4"',
+        {"retrieval.budget": 1024, "speculation.step_down": False, "lookup.max_ngram": 7},
+    )
+    assert config.name == "mine"
+    assert config.speculation.levels == ("lookup",)
+    assert config.speculation.gamma2 == 5
+    assert config.retrieval.budget == 1024
+    assert config.retrieval.refresh == RefreshPolicy("stride", 4)
+    assert not config.speculation.step_down
+    assert config.lookup.max_ngram == 7
+
+
+def written(folder: Path, text: str, overrides: dict[str, object]) -> Config:
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(str(path), overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("retrieval.budgte", 4, ["unknown key", "did you mean retrieval.budget?"]),
+        ("budget", 4, ["unknown key budget", "retrieval.budget"]),
+        ("retrieval.budget", "many", ["'many'", "whole number"]),
+        ("retrieval.budget", 512.0, ["512.0", "whole number"]),
+        ("retrieval.budget", True, ["true", "whole number"]),
+        ("retrieval.budget", 4, ["= 4", "retrieval.chunk = 8"]),
+        ("retrieval.budget", 263, ["= 263", "at least 264", "first chunk", "recent"]),
+        ("retrieval.chunk", 0, ["= 0", "at least 1"]),
+        ("retrieval.chunk", 12, ["= 12", "divide store.page = 256"]),
+        ("retrieval.recent", 0, ["= 0", "at least 1"]),
+        ("retrieval.refresh", 4, ["= 4", "stride:N"]),
+        ("retrieval.refresh", "sometimes", ["'sometimes'", "every", "stride:N", "acceptance:X"]),
+        ("retrieval.refresh", "stride:0", ["'stride:0'", "at least 1"]),
+        ("retrieval.refresh", "stride:", ["'stride:'"]),
+        ("retrieval.refresh", "every:2", ["'every:2'"]),
+        ("retrieval.refresh", "acceptance:1.5", ["'acceptance:1.5'", "(0, 1]"]),
+        ("retrieval.refresh", "acceptance:nan", ["'acceptance:nan'"]),
+        ("speculation.levels", "lookup", ["'lookup'", "list of strings"]),
+        ("speculation.levels", [1], ["[1]", "list of strings"]),
+        ("speculation.levels", ["look-up"], ["'look-up'", "did you mean lookup?"]),
+        ("speculation.levels", ["target:retrieved", "draft:streaming"], ["cheaper", "draft:streaming"]),
+        ("speculation.levels", ["lookup", "lookup"], ["cheaper"]),
+        ("speculation.levels", ["lookup", "draft:streaming", "target:streaming"], ["at most 2"]),
+        ("speculation.gamma1", 0, ["= 0", "at least 1"]),
+        ("speculation.gamma2", -3, ["= -3", "at least 1"]),
+        ("speculation.step_down", 1, ["= 1", "true or false"]),
+        ("draft.sinks", -1, ["= -1", "at least 0"]),
+        ("draft.window", 0, ["= 0", "at least 1"]),
+        ("lookup.min_ngram", 0, ["= 0", "at least 1"]),
+        ("lookup.max_ngram", 0, ["= 0", "lookup.min_ngram = 1"]),
+        ("prefill.chunk", 0, ["= 0", "at least 1"]),
+        ("store.page", 0, ["= 0", "at least 1"]),
+        ("store.slab_tokens", 300, ["= 300", "multiple of store.page = 256"]),
+        ("store.segment_tokens", 0, ["= 0", "at least 1"]),
+        ("store.ring_buffers", 1, ["= 1", "at least 2"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key_and_the_remedy(
+    tmp_path: Path, key: str, value: object, said: list[str]
+) -> None:
+    with pytest.raises(UsageError) as override_error:
+        load_config("triforce", {key: value})
+    message = str(override_error.value)
+    for part in ["override", key, *said]:
+        assert part in message
+    assert "\n" not in message
+
+    if "." not in key:
+        return
+    levels = "" if key == "speculation.levels" else "speculation.levels = []\n"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    with pytest.raises(UsageError) as file_error:
+        written(tmp_path, f"{levels}{key} = {shown}", {})
+    assert str(file_error.value) == message.replace("override", str(tmp_path / "mine.toml"), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[speculation]\nlevels = lookup", ["not valid TOML", "line 2"]),
+        ("[speculate]\nlevels = []", ["unknown section speculate", "did you mean speculation?"]),
+        ("retrieval = 3\n[speculation]\nlevels = []", ["retrieval = 3", "must be a table"]),
+        ("", ["speculation.levels is missing"]),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, text: str, said: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        written(tmp_path, text, {})
+    for part in [str(tmp_path / "mine.toml"), *said]:
+        assert part in str(error.value)
+
+
+def test_a_default_that_no_longer_fits_is_called_a_default() -> None:
+    with pytest.raises(UsageError, match=r"^default: retrieval.chunk = 8: must divide store.page = 4"):
+        load_config("plain", {"store.page": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("trifroce", ["unknown config 'trifroce'", "did you mean triforce?", *COMPOSITIONS]),
+        ("", ["unknown config ''", *COMPOSITIONS]),
+        ("x" * 5000, ["unknown config", *COMPOSITIONS]),
+        ("no/such.toml", ["no/such.toml", "no such file", *COMPOSITIONS]),
+        ("{folder}", ["is a folder", *COMPOSITIONS]),
+    ],
+)
+def test_a_config_that_is_not_there(tmp_path: Path, name: str, said: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        load_config(name.format(folder=tmp_path))
+    for part in said:
+        assert part in str(error.value)
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(UsageError, match="latin.toml: not UTF-8"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("retrieval.budget=4096", "retrieval.budget", 4096),
+        (" retrieval.budget = 4_096 ", "retrieval.budget", 4096),
+        ("retrieval.refresh=every", "retrieval.refresh", "every"),
+        ("retrieval.refresh=stride:4", "retrieval.refresh", "stride:4"),
+        ('retrieval.refresh="acceptance:0.5"', "retrieval.refresh", "acceptance:0.5"),
+        ("speculation.step_down=false", "speculation.step_down", False),
+        ('speculation.levels=["lookup"]', "speculation.levels", ["lookup"]),
+        ("a.b=0.5", "a.b", 0.5),
+        ("a.b=c=d", "a.b", "c=d"),
+        ("a.b=1\nc=2", "a.b", "1\nc=2"),
+    ],
+)
+def test_an_override_on_the_command_line(text: str, key: str, value: object) -> None:
+    assert parse_override(text) == (key, value)
+
+
+@pytest.mark.parametrize("text", ["", "retrieval.budget", "=3", "retrieval.budget="])
+def test_an_override_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="section.key=value"):
+        parse_override(text)
+
+
+@pytest.mark.parametrize("text", ["every", "stride:16", "acceptance:0.75"])
+def test_a_refresh_policy_is_written_as_it_is_read(text: str) -> None:
+    assert str(RefreshPolicy.parse(text)) == text
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    """The list in pyproject.toml is explicit, because `configs/` lies beside the packages."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for package in ("offload_rt", "cpu_kv", "bench")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert folders < set(settings["packages"])

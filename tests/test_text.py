@@ -1,0 +1,181 @@
+"""Incremental text against decoding everything at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from offload_rt.errors import UsageError
+from offload_rt.text import TextStream
+
+CORPUS = [
+    "the cat and the hat",
+    "naïve café über straße",
+    "日本語の文字 中文",
+    "emoji 🙂🙃 and 👩‍👩‍👧",
+    "aaa aab aba baa",
+]
+ALPHABET = "ab cthe日本語🙂é\ufffd\n"
+TEXTS = st.text(ALPHABET, max_size=40) | st.text(max_size=20)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3)
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS * 3, BpeTrainer(vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Llama's kind: a word carries its space in front, the first loses it; unknown characters in bytes."""
+    pieces = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "hat", "s", "▁a", "é"]
+    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+SENTENCEPIECE = sentencepiece_tokenizer()
+PIECES = {piece: index for piece, index in BYTE_LEVEL.get_vocab().items() if piece != "</s>"}
+LONGEST_PIECE = max(map(len, PIECES))
+
+
+def byte_characters(text: str) -> str:
+    """The text's UTF-8 bytes in the printable alphabet that byte-level tokens are written in."""
+    return "".join(
+        piece for piece, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
+    )
+
+
+def until_stop(text: str, stops: list[str]) -> str:
+    """What a reader who sees one character after another writes before the first complete stop string."""
+    for end in range(1, len(text) + 1):
+        complete = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(complete)]
+    return text
+
+
+def streamed(tokenizer: PreTrainedTokenizerFast, tokens: list[int], stops: list[str]) -> TextStream:
+    """Pushes all tokens, checking that what is returned is what `text` holds."""
+    stream = TextStream(tokenizer, stops)
+    returned = ""
+    for token in tokens:
+        returned += stream.push(token)
+        assert stream.text == returned
+        if stream.stopped:
+            break
+    returned += stream.finish()
+    assert stream.text == returned
+    return stream
+
+
+@given(text=TEXTS, stops=STOPS, data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_tokenisation_of_a_text_gives_the_text_up_to_the_first_stop_string(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    characters, tokens = byte_characters(text), []
+    while characters:
+        sizes = [size for size in range(1, LONGEST_PIECE + 1) if characters[:size] in PIECES]
+        size = data.draw(st.sampled_from(sizes))
+        tokens.append(PIECES[characters[:size]])
+        characters = characters[size:]
+    stream = streamed(BYTE_LEVEL, tokens, stops)
+    assert stream.text == until_stop(text, stops)
+    assert stream.stopped == any(stop in text for stop in stops)
+
+
+@given(tokens=st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=60), stops=STOPS)
+@settings(max_examples=300, deadline=None)
+def test_tokens_that_are_no_text_at_all_give_what_decoding_everything_gives(
+    tokens: list[int], stops: list[str]
+) -> None:
+    whole = BYTE_LEVEL.decode(tokens, skip_special_tokens=True)
+    assert streamed(BYTE_LEVEL, tokens, []).text == whole
+    assert streamed(BYTE_LEVEL, tokens, stops).text == until_stop(whole, stops)
+
+
+WORDS = st.sampled_from(["▁", "▁the", "▁cat", "hat", "s", "▁a", "é", "</s>"]).map(lambda piece: [piece])
+CHARACTERS = st.sampled_from("日🙂ß").map(lambda char: [f"<0x{byte:02X}>" for byte in char.encode()])
+
+
+@given(groups=st.lists(WORDS | CHARACTERS, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_leading_spaces_and_byte_fallback(groups: list[list[str]]) -> None:
+    tokens = [SENTENCEPIECE.convert_tokens_to_ids(piece) for group in groups for piece in group]
+    whole = SENTENCEPIECE.decode(tokens, skip_special_tokens=True)
+    assert streamed(SENTENCEPIECE, tokens, []).text == whole
+
+
+def test_no_half_character_is_returned() -> None:
+    stream = TextStream(BYTE_LEVEL, [])
+    pieces = [stream.push(PIECES[char]) for char in byte_characters("é🙂")]
+    assert pieces == ["", "é", "", "", "", "🙂"]
+
+
+@pytest.mark.parametrize("stray", range(12))
+def test_a_character_after_many_stray_bytes_is_whole(stray: int) -> None:
+    last_byte = byte_characters("é")[1]
+    tokens = [PIECES[char] for char in last_byte * stray + byte_characters("🙂")]
+    assert streamed(BYTE_LEVEL, tokens, []).text == "\ufffd" * stray + "🙂"
+
+
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
+    stream = TextStream(BYTE_LEVEL, ["abc"])
+    assert [stream.push(PIECES[char]) for char in "xabab"] == ["x", "", "", "ab", ""]
+    assert stream.push(PIECES["c"]) == ""
+    assert stream.stopped and stream.text == "xab"
+    assert stream.push(PIECES["d"]) == stream.finish() == ""
+
+
+def test_held_text_comes_at_the_end() -> None:
+    stream = TextStream(BYTE_LEVEL, ["abc"])
+    assert [stream.push(PIECES[char]) for char in "ab"] == ["", ""]
+    assert stream.finish() == "ab"
+    assert not stream.stopped
+
+
+def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
+    assert streamed(BYTE_LEVEL, [PIECES[char] for char in "xabc"], ["c", "abc"]).text == "x"
+
+
+def test_the_stop_string_that_is_complete_first_counts_however_the_text_is_cut() -> None:
+    assert streamed(BYTE_LEVEL, [PIECES[char] for char in "abcd"], ["abcd", "bc"]).text == "a"
+
+
+@pytest.mark.parametrize(
+    "token", [PIECES["a"], PIECES[byte_characters("é")[0]], 0], ids=["text", "byte", "special"]
+)
+def test_only_a_short_window_is_decoded(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded = BYTE_LEVEL.decode, []
+    monkeypatch.setattr(
+        BYTE_LEVEL, "decode", lambda ids, **options: decoded.append(len(ids)) or decode(ids, **options)
+    )
+    stream = TextStream(BYTE_LEVEL, [])
+    for _ in range(200):
+        stream.push(token)
+    assert max(decoded) <= 16
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    stream = TextStream(None, [])
+    assert stream.push(3) == stream.finish() == stream.text == ""
+
+
+@pytest.mark.parametrize(("tokenizer", "stop"), [(None, ["x"]), (BYTE_LEVEL, ["x", ""])])
+def test_stop_strings_that_cannot_be(tokenizer: PreTrainedTokenizerFast | None, stop: list[str]) -> None:
+    with pytest.raises(UsageError, match="stop string"):
+        TextStream(tokenizer, stop)
