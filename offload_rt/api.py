@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -127,9 +128,14 @@ class LLM:
         settings = load_config(config, overrides)
         if DRAFT_STREAMING not in settings.speculation.levels:
             draft = None
-        model = CausalModel(target, _name_of(target))
-        small = CausalModel(draft, _name_of(draft)) if draft is not None else None
-        llm._start(model, small, tokenizer, settings, on_progress, on_notice, link)
+        with ExitStack() as refused:
+            model, small = CausalModel(target, _name_of(target)), None
+            refused.callback(model.restore)
+            if draft is not None:
+                small = CausalModel(draft, _name_of(draft))
+                refused.callback(small.restore)
+            llm._start(model, small, tokenizer, settings, on_progress, on_notice, link)
+            refused.pop_all()
         return llm
 
     def _start(
@@ -152,7 +158,6 @@ class LLM:
         self._result: GenerationResult | None = None
         self._closed = False
         if draft is not None and draft.vocabulary != target.vocabulary:
-            self._restore_models()
             raise UsageError(
                 f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
                 f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
@@ -318,7 +323,8 @@ class LLM:
             source.close()
             if finish == "interrupted":
                 stream.finish()
-            self._result = self._summary(session, verifier, governor, params, tokens, stream, finish, ms)
+            if self._session in (session, None):  # a stream that was abandoned for another tells nothing
+                self._result = self._summary(session, verifier, governor, params, tokens, stream, finish, ms)
 
     def _summary(
         self,
@@ -421,9 +427,9 @@ class LLM:
             self._session = None
 
     def _restore_models(self) -> None:
-        self._target.restore()
         if self._draft is not None:
             self._draft.restore()
+        self._target.restore()  # last: it may be its own draft
 
     def close(self) -> None:
         """Gives memory back and leaves models as they were given. Idempotent."""

@@ -250,9 +250,11 @@ def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _C
                     console.progress("decode", made, params.max_tokens)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
         # Python flushes stdout once more when it exits: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise UsageError(f"stdout: cannot be written ({error.strerror}); send it elsewhere") from None
         status = READER_GONE
     finally:
         console.clear()

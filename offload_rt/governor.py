@@ -1,7 +1,8 @@
 """Whether speculation pays, round by round.
 
 Speculation that yields fewer tokens per second than plain decoding steps down to it for a while, then
-tries again, with longer breaks each time it fails. What a round costs is measured, or fixed by the shapes
+tries again, with longer breaks each time it fails. Where the usual acceptance would not make it pay (a
+short text), decoding begins with such a break. What a round costs is measured, or fixed by the shapes
 of its passes (`costs.py`). Fixed costs leave nothing to the clock, so that a seed repeats its tokens:
 which random numbers are drawn depends on how much is drafted.
 """
@@ -9,13 +10,24 @@ which random numbers are drawn depends on how much is drafted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from statistics import median
+from typing import Protocol
 
 WINDOW = 6  # rounds that are judged together
-FIRST_BREAK = 32  # tokens of plain decoding after the first verdict against speculation
+CLEAR_WINDOW = 3  # rounds after which a clear loss is enough
+CLEAR_MARGIN = 1.25  # what a clear loss is
+FIRST_BREAK = 64  # tokens of plain decoding after the first verdict against speculation
+FORESEEN_BREAK = 256  # where it was not expected to pay at all
 LONGEST_BREAK = 1024
 MARGIN = 1.03  # how much dearer speculation must be before it stops: noise is no reason
+
+
+class Forecast(Protocol):
+    """What rounds cost by their shapes and usually yield (see `drafting.verifier.Verifier`)."""
+
+    def expected_ms(self, length: int, count: int) -> float: ...
+
+    def expected_tokens(self, count: int) -> float: ...
 
 
 class Governor:
@@ -24,7 +36,7 @@ class Governor:
     Args:
         draft_count: tokens to draft a round while speculation pays; 0: always plain.
         step_down: False keeps drafting whatever it costs.
-        least_ms: fixed cost in ms of a round at (text length, tokens drafted), every draft accepted.
+        forecast: of rounds by (text length, tokens drafted); 0 drafted is a plain round.
         clock: whether rounds are judged by measured time, or by their fixed costs.
     """
 
@@ -33,12 +45,12 @@ class Governor:
         draft_count: int,
         *,
         step_down: bool,
-        least_ms: Callable[[int, int], float],
+        forecast: Forecast,
         clock: bool,
     ) -> None:
         self._draft_count = draft_count
         self._watches = step_down and draft_count > 0
-        self._least_ms = least_ms
+        self._forecast = forecast
         self._clock = clock
         self._plain_ms: deque[float] = deque(maxlen=WINDOW)
         self._judged: deque[tuple[int, float]] = deque(maxlen=WINDOW)
@@ -50,8 +62,10 @@ class Governor:
 
     def begin(self, length: int) -> None:
         """A text of `length` tokens is about to be continued."""
-        best = self._least_ms(length, self._draft_count) / (self._draft_count + 1)
-        if self._watches and best > self._least_ms(length, 0):
+        count = self._draft_count
+        expected = self._forecast.expected_ms(length, count) / self._forecast.expected_tokens(count)
+        if self._watches and expected > self._forecast.expected_ms(length, 0):
+            self._break = FORESEEN_BREAK
             self._step_down()
 
     def _step_down(self) -> None:
@@ -87,12 +101,13 @@ class Governor:
             return
         if self._rounds > 1:  # the first round pays for memory that is touched for the first time
             self._judged.append((tokens, ms if self._clock else fixed_ms))
-        if len(self._judged) < WINDOW:
+        if len(self._judged) < CLEAR_WINDOW:
             return
-        plain = median(self._plain_ms) if self._clock else self._least_ms(length, 0)
+        plain = median(self._plain_ms) if self._clock else self._forecast.expected_ms(length, 0)
         yielded = sum(tokens for tokens, _ in self._judged)
-        spent = sum(ms for _, ms in self._judged)
-        if spent > MARGIN * plain * yielded:
+        loss = sum(ms for _, ms in self._judged) / (plain * yielded)
+        whole = len(self._judged) == WINDOW
+        if loss > (MARGIN if whole else CLEAR_MARGIN):
             self._step_down()
-        else:
+        elif whole:
             self._break = FIRST_BREAK

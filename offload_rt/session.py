@@ -96,7 +96,7 @@ class Session:
         return Governor(
             speculation.gamma2 if speculation.levels else 0,
             step_down=speculation.step_down,
-            least_ms=self.verifier.least_ms,
+            forecast=self.verifier,
             clock=clock,
         )
 

@@ -76,7 +76,8 @@ class RetrievedCache(BoundedCache):
 
     def _choose(self, length: int, queries: Tensor) -> None:
         chunk, source = self.chunk, self._source
-        recent_start = (length - self.recent) // chunk * chunk
+        # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
+        recent_start = max((length - self.recent) // chunk * chunk, length - (self.budget - chunk))
         count = (self.budget - chunk - (length - recent_start)) // chunk
         chosen_end = chunk * (1 + count)
         self.entries = chosen_end + length - recent_start

@@ -43,7 +43,6 @@ class StreamingCache(BoundedCache):
         self._frequencies = inverse_frequencies.to(device, torch.float32)
         self._sink_keys = self.keys[:, :, :sinks].clone()  # as rotated by the model, at positions 0..
         self._oldest = 0  # overwritten next, counted from the first slot of the window
-        self._skipped = 0
         self._source = source
 
     def skip(self, tokens: int) -> None:
@@ -55,11 +54,11 @@ class StreamingCache(BoundedCache):
         if self.entries != self.sinks or self._speculative:
             raise ValueError("only a cache that holds its sinks alone can skip text")
         self.verified_length += tokens
-        self._skipped = tokens
+        self._move_sinks()
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.entries = self.verified_length = self._speculative = self._oldest = self._skipped = 0
+        self.entries = self.verified_length = self._speculative = self._oldest = 0
 
     def build(self, queries: Tensor) -> None:
         """Takes the sinks and the window from the full cache's store; `queries` are not needed."""

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,22 +127,41 @@ def rate_scale(step: int, progress: float) -> float:
     return warm * (1.0 if progress < 0.5 else 1.0 - 0.97 * (progress - 0.5) / 0.5)
 
 
-def target_plan(progress: float, step: int, longest: int) -> tuple[int, int, float, float]:
-    """Batch, window length, gap share and copy share of a worker's training step.
+@dataclass(frozen=True)
+class Step:
+    """What a worker trains on in one step.
 
-    Short windows first, because the model learns the language there many times faster; then every few
-    steps a real long window, longer towards the end. Diluted windows stay short: their mask costs the
-    causal half of attention.
+    Attributes:
+        batch, length: windows and their tokens.
+        gaps, copies: shares of windows with a position gap and with copied passages.
+        repeats: share of windows that are one segment over and over.
     """
-    short = (4, 1024, 0.6, 0.5)
+
+    batch: int
+    length: int
+    gaps: float = 0.0
+    copies: float = 0.0
+    repeats: float = 0.0
+
+
+def target_plan(progress: float, step: int, longest: int) -> Step:
+    """The language first, then copying, then distance.
+
+    Short windows come first, because the model learns the language there many times faster. Diluted
+    windows stay short: their mask costs the causal half of attention. Real long windows come last, longer
+    towards the end.
+    """
+    diluted = Step(4, 1024, gaps=0.6, copies=0.8, repeats=0.1)
     if progress < 0.40:
-        return short
-    if progress < 0.55:
-        return (1, 4096, 0.0, 0.6) if step % 2 else short
-    if progress < 0.75:
-        return (1, 8192, 0.0, 0.7) if step % 3 == 0 else short
-    length = min(longest, 16_384 if progress < 0.85 else 32_768)
-    return (1, length, 0.0, 0.8) if step % 4 == 0 else short
+        return Step(4, 1024, gaps=0.6, copies=0.5)
+    if progress < 0.60:
+        return Step(16, 256, repeats=0.7)
+    if progress < 0.70:
+        return diluted
+    if progress < 0.85:
+        return Step(1, 8192, copies=0.9) if step % 3 == 0 else diluted
+    length = min(longest, 16_384 if progress < 0.92 else 32_768)
+    return Step(1, length, copies=0.9) if step % 4 == 0 else diluted
 
 
 def hidden_states(model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -203,8 +223,14 @@ def train_target(
     running: dict[int, float] = {}
     seen, last_save, started = 0, time.monotonic(), time.monotonic()
     for step, progress in steps_within(seconds, begin):
-        batch, length, gaps, copies = target_plan(progress, step, longest)
-        windows = [sampler.draw(length, gaps, copies) for _ in range(batch)]
+        plan = target_plan(progress, step, longest)
+        length = plan.length
+        windows = [
+            sampler.draw_repeats(length)
+            if torch.rand((), generator=sampler.generator) < plan.repeats
+            else sampler.draw(length, plan.gaps, plan.copies)
+            for _ in range(plan.batch)
+        ]
         tokens = torch.stack([w.tokens for w in windows]).to(device)
         positions = torch.stack([w.positions for w in windows]).to(device)
         mask = attention_bias(windows, torch.bfloat16)
@@ -212,7 +238,7 @@ def train_target(
             loss = next_token_loss(model, tokens, positions, None if mask is None else mask.to(device))
         loss.backward()
         optimizers.step(rate_scale(step, progress))
-        seen += batch * length
+        seen += plan.batch * length
         value = float(loss.detach())
         running[length] = 0.95 * running.get(length, value) + 0.05 * value
         if step % 25 == 0 and is_first():

@@ -111,6 +111,22 @@ class WindowSampler:
                 key_bias[start:end] = 0.0
         return Window(tokens, positions, key_bias, local_start)
 
+    def draw_repeats(self, length: int) -> Window:
+        """One segment over and over, of text or of random tokens: what makes a model learn to copy at all.
+
+        Copies are rare in books, and the circuit that copies forms only where they are not; once it is
+        there, `draw` carries it to far distances.
+        """
+        size = int(math.exp(math.log(6) + self._chance() * math.log(16)))
+        if self._chance() < 0.6:
+            segment = torch.randint(self.first_text_token, self.vocabulary, (size,), generator=self.generator)
+        else:
+            segment = self._text(size)
+        tokens = segment.repeat(-(-length // size))[: length - 1]
+        positions = torch.arange(length)
+        positions[1:] += self._integer(0, self.max_positions - length)
+        return Window(torch.cat([torch.tensor([self.bos]), tokens]), positions, None, 0)
+
     def _plant_copies(self, tokens: Tensor, local_start: int) -> list[tuple[int, int]]:
         """Repeats far passages behind `local_start`; returns where their sources lie."""
         length = len(tokens)

@@ -81,8 +81,12 @@ class Drafter(Protocol):
     def settle(self, text: Text) -> None:
         """All of `text` is verified; the KV of all but its last token is in the full cache."""
 
-    def least_ms(self, length: int, count: int) -> float:
-        """Fixed cost of proposing `count` tokens at a text of `length`, if every draft below is accepted."""
+    @property
+    def expected_acceptance(self) -> float:
+        """Share of its tokens that a verifier usually accepts, before anything has been seen."""
+
+    def expected_ms(self, length: int, count: int) -> float:
+        """Fixed cost of proposing `count` tokens at a text of `length`, at the usual acceptance below."""
 
 
 class NoDrafter:
@@ -102,5 +106,9 @@ class NoDrafter:
     def settle(self, text: Text) -> None:
         pass
 
-    def least_ms(self, length: int, count: int) -> float:
+    @property
+    def expected_acceptance(self) -> float:
+        return 0.0
+
+    def expected_ms(self, length: int, count: int) -> float:
         return 0.0

@@ -56,5 +56,9 @@ class LookupDrafter:
         self._stats.ms += 1e3 * (perf_counter() - started)
         return Draft.chain(tokens)
 
-    def least_ms(self, length: int, count: int) -> float:
+    @property
+    def expected_acceptance(self) -> float:
+        return 0.3
+
+    def expected_ms(self, length: int, count: int) -> float:
         return 0.0

@@ -21,6 +21,10 @@ from offload_rt.drafting.base import Drafter, LevelStats, Text
 from offload_rt.sampling import Draws, SamplingLaw, choices
 from offload_rt.verification import ROOT, Draft, verify, verify_matching
 
+# What papers and our own runs see; used only until a text has shown its own.
+SAME_MODEL_ACCEPTANCE = 0.9
+SMALL_MODEL_ACCEPTANCE = 0.5
+
 
 class Model(Protocol):
     """What a verifier asks of a model (see `model.CausalModel`)."""
@@ -145,9 +149,13 @@ class Verifier:
             laws = laws[[0, *(1 + node for node in verdict.path)]]
         return Round([*tokens, verdict.token], len(tokens), len(draft.tokens), laws)
 
-    def least_ms(self, length: int, count: int) -> float:
-        """Fixed cost of a round of `count` drafted tokens, if every draft below is accepted."""
-        return self._pass_cost(length, count + 1) + self.drafter.least_ms(length, count)
+    def expected_ms(self, length: int, count: int) -> float:
+        """Fixed cost of a round of `count` drafted tokens, at the usual acceptance of the levels below."""
+        return self._pass_cost(length, count + 1) + self.drafter.expected_ms(length, count)
+
+    def expected_tokens(self, count: int) -> float:
+        """What a round of `count` drafted tokens usually yields: 1 + a + … + a^count."""
+        return sum(self.drafter.expected_acceptance**i for i in range(count + 1))
 
     def _roll_back(self, text: Text) -> None:
         """Truncates the cache to what it shares with `text`, whose last token it must not hold."""
@@ -221,9 +229,13 @@ class VerifierDrafter:
         self.verifier.settle(text)
         self.verifier.drafter.settle(text)
 
-    def least_ms(self, length: int, count: int) -> float:
-        rounds = -(-count // (self.draft_count + 1))
-        return rounds * self.verifier.least_ms(length, self.draft_count)
+    @property
+    def expected_acceptance(self) -> float:
+        return SAME_MODEL_ACCEPTANCE
+
+    def expected_ms(self, length: int, count: int) -> float:
+        rounds = count / self.verifier.expected_tokens(self.draft_count)
+        return rounds * self.verifier.expected_ms(length, self.draft_count)
 
 
 class SmallModelDrafter(VerifierDrafter):
@@ -234,6 +246,10 @@ class SmallModelDrafter(VerifierDrafter):
     """
 
     LEAD = 2
+
+    @property
+    def expected_acceptance(self) -> float:
+        return SMALL_MODEL_ACCEPTANCE
 
     def __init__(self, verifier: Verifier, cache: StreamingCache, stop_tokens: Collection[int] = ()) -> None:
         super().__init__(verifier, 0, stop_tokens)

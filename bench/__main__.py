@@ -1,0 +1,47 @@
+"""`python -m bench COMMAND`: tables to stdout, progress to stderr, results as JSON.
+
+The last line on stdout is the result as one JSON object. Exit codes: 0 done; 2 the request cannot be
+fulfilled (one line on stderr); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import bench.model_card
+import bench.speedup
+from offload_rt.errors import UsageError
+
+COMMANDS = (bench.speedup, bench.model_card)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes its errors to the one place where errors are printed."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: that of the process); returns the exit code."""
+    parser = _Parser(prog="bench", description="Measures offload-rt.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    try:
+        arguments = parser.parse_args(argv)
+        arguments.run(arguments)
+        return 0
+    except UsageError as error:
+        print(f"bench: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

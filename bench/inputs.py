@@ -1,0 +1,199 @@
+"""What the commands share: models, texts and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench import machine
+from offload_rt.api import NO_DRAFT
+from offload_rt.config import parse_override
+from offload_rt.errors import UsageError
+from offload_rt.loading import (
+    DEMO,
+    DEVICES,
+    choose_device,
+    choose_dtype,
+    demo_model,
+    load_model,
+    load_tokenizer,
+)
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and what to call it."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Models:
+    """Loaded models; `names` of target and draft, as reports write them."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    names: tuple[str, str | None]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
+    """The arguments of every command."""
+    parser.add_argument("--model", metavar="PATH|ID", help="target model (default: the demo pair)")
+    if draft:
+        parser.add_argument("--draft", metavar="PATH|ID|none", help="small model that drafts")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="float32",
+        help="default: float32",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
+    parser.add_argument(
+        "--set",
+        type=parse_override,
+        action="append",
+        dest="overrides",
+        default=[],
+        metavar="section.key=value",
+        help="sets a configuration key of every composition",
+    )
+
+
+def counts(minimum: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument type: whole numbers with commas between them, each once, rising."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        parts = text.split(",")
+        if not all(part.isdecimal() and int(part) >= minimum for part in parts):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: write whole numbers of at least {minimum}, e.g. 4096,8192"
+            )
+        return tuple(sorted({int(part) for part in parts}))
+
+    return parse
+
+
+def count(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
+def demo_text() -> Text:
+    """The demo prompt of the command line: what every Python installation carries."""
+    from pydoc_data.topics import topics
+
+    return Text("pydoc_data.topics", "\n".join(topics[name] for name in sorted(topics)))
+
+
+def read_texts(paths: Sequence[Path]) -> list[Text]:
+    """The files' texts.
+
+    Raises:
+        UsageError: a file is missing, empty or not UTF-8.
+    """
+    texts = []
+    for path in paths:
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"text {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+        except OSError as error:
+            raise UsageError(f"text {path}: cannot be read ({error.strerror}); give a text file") from None
+        if not text:
+            raise UsageError(f"text {path}: is empty")
+        texts.append(Text(path.name, text))
+    return texts
+
+
+def load(arguments: argparse.Namespace) -> Models:
+    """The models that the arguments name.
+
+    Raises:
+        UsageError: as `loading` does, and where there is no tokenizer.
+    """
+    device = choose_device(arguments.device)
+    dtype = choose_dtype(arguments.dtype, device)
+    source: str | Path = demo_model("target") if arguments.model is None else arguments.model
+    named: str | None = getattr(arguments, "draft", NO_DRAFT)
+    draft_source: str | Path | None = named
+    if named is None and arguments.model is None:
+        draft_source = demo_model("draft")
+    elif named == NO_DRAFT:
+        draft_source = None
+    target = load_model(source, device, dtype)
+    draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise UsageError(f"model {source} has no tokenizer, and a text needs one")
+    return Models(
+        target, draft, tokenizer, (_name(source), None if draft_source is None else _name(draft_source))
+    )
+
+
+def _name(source: str | Path) -> str:
+    """A hub id as it is; of a folder the end alone, for a report goes elsewhere."""
+    if isinstance(source, Path):
+        return DEMO
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a whole text."""
+    longest, tokenizer.model_max_length = tokenizer.model_max_length, 10**12  # its warning does not apply
+    tokens: list[int] = tokenizer(text)["input_ids"]
+    tokenizer.model_max_length = longest
+    return tokens
+
+
+def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:
+    """Where the JSON goes; checked before anything is measured.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    path = given
+    if path is None:
+        today = datetime.date.today().isoformat()
+        path = RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
+        RESULTS.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise UsageError(f"--out {path}: is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--out {path}: its folder does not exist; create it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"--out {path}: may not be written; name a file elsewhere")
+    return path
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def free(device: torch.device) -> None:
+    """Hands memory back before the next case: what transformers holds in cycles, and cached device memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

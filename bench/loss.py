@@ -1,0 +1,94 @@
+"""The target's loss along a long prompt, and with more and more context before the same tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_rt.model import CausalModel
+
+HEAD_SLICE = 2048  # rows of logits at a time
+
+
+@torch.inference_mode()
+def token_losses(model: CausalModel, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Loss in nats of each token but the first: `[tokens - 1]`, float64 on the CPU.
+
+    Args:
+        hidden: `[1, tokens, hidden_size]`, what the last layer put out.
+    """
+    goal = torch.tensor(tokens[1:], device=model.device)
+    losses = []
+    for start in range(0, len(goal), HEAD_SLICE):
+        wanted = goal[start : start + HEAD_SLICE]
+        logits = model.logits(hidden[:, start : start + len(wanted)]).float()
+        losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
+    return torch.cat(losses).double().cpu()
+
+
+def step_means(losses: Tensor, step: int) -> list[float]:
+    """Mean loss of the tokens at positions `0 .. step`, `step .. 2 step`, …; the first token has no loss."""
+    ends = range(step, len(losses) + 2, step)
+    return [float(losses[max(end - step - 1, 0) : end - 1].mean()) for end in ends]
+
+
+def without_rise(values: Sequence[float], contexts: Sequence[int]) -> int:
+    """The largest of `contexts` such that no value up to there exceeds the first one."""
+    largest = contexts[0]
+    for value, context in zip(values, contexts, strict=True):
+        if value > values[0]:
+            break
+        largest = context
+    return largest
+
+
+@dataclass(frozen=True)
+class PairedLoss:
+    """Losses of the same tokens with contexts of different length before them.
+
+    Attributes:
+        windows: prompt lengths, the tokens themselves included, rising.
+        means: mean loss with each.
+        changes: mean change against the window before it, 0 for the first.
+        errors: standard error of that change; its tokens are taken for independent.
+    """
+
+    windows: list[int]
+    means: list[float]
+    changes: list[float]
+    errors: list[float]
+
+    @classmethod
+    def of(cls, windows: Sequence[int], losses: Sequence[Tensor]) -> PairedLoss:
+        """From the losses `[tokens]` with each window, the texts behind one another."""
+        changes = [torch.zeros_like(losses[0])]
+        changes += [after - before for before, after in itertools.pairwise(losses)]
+        return cls(
+            list(windows),
+            [float(loss.mean()) for loss in losses],
+            [float(change.mean()) for change in changes],
+            [float(change.std() / len(change) ** 0.5) for change in changes],
+        )
+
+    @property
+    def without_rise(self) -> int:
+        """The largest window up to which no change is above zero by more than two standard errors."""
+        largest = self.windows[0]
+        for window, change, error in zip(self.windows, self.changes, self.errors, strict=True):
+            if change > 2 * error:
+                break
+            largest = window
+        return largest
+
+
+def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list[int]:
+    """The last tokens of `prompt`, `window` in all; a beginning-of-text token stays in front of them."""
+    if window >= len(prompt):
+        return list(prompt)
+    if prompt[0] == beginning:
+        return [prompt[0], *prompt[len(prompt) - window + 1 :]]
+    return list(prompt[len(prompt) - window :])

@@ -1,0 +1,243 @@
+"""Attention in pieces against attention in one piece, and both against the reference in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from offload_rt.attention import (
+    AttentionBackend,
+    FlashAttnBackend,
+    ReferenceBackend,
+    TorchCpuBackend,
+    TorchCudaBackend,
+    attend,
+    causal_mask,
+    choose_backend,
+    fold,
+    merge,
+    unfold,
+)
+from offload_rt.caches.base import NewTokens
+
+DIM = 32
+SCALE = DIM**-0.5
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+ON_CPU = [
+    pytest.param(backend, dtype, CPU, id=f"{backend.name}-{str(dtype)[6:]}")
+    for backend in {b.name: b for b in (ReferenceBackend(), TorchCpuBackend(), choose_backend(CPU))}.values()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+]
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NO_FLASH = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="no flash-attn")
+ON_CUDA = [
+    pytest.param(
+        kind, dtype, CUDA, id=f"{kind.name}-{str(dtype)[6:]}", marks=[pytest.mark.gpu, NO_CUDA, *more]
+    )
+    for kind, more in ((TorchCudaBackend, []), (FlashAttnBackend, [NO_FLASH]))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+BACKENDS = pytest.mark.parametrize(("made", "dtype", "device"), [*ON_CPU, *ON_CUDA])
+HEADS = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+QUERIES = [1, 2, 7, 16, 33, 64]
+
+Made = AttentionBackend | type[AttentionBackend]
+"""A backend; those for CUDA are made where they are used, since that may need their package."""
+
+
+def ready(made: Made) -> AttentionBackend:
+    return made() if isinstance(made, type) else made
+
+
+def random_parts(
+    heads: int, kv_heads: int, queries: int, tokens: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values; keys are scaled so that attention is neither flat nor a single spike."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, queries, DIM), (kv_heads, tokens, DIM), (kv_heads, tokens, DIM))
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    drawn[1] *= 2.0
+    q, k, v = (part.to(dtype).to(device) for part in drawn)
+    return q, k, v
+
+
+def exact(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In float64, every head apart; owes nothing to the code under test."""
+    q, k, v = (part.double().cpu() for part in (queries, keys, values))
+    group = len(q) // len(k)
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = torch.einsum("hqd,htd->hqt", q, k) * SCALE
+    if mask is not None:
+        scores = scores + mask.double().cpu()
+    return torch.einsum("hqt,htd->hqd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def torch_itself(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """torch's own attention, in one piece and in the same dtype."""
+    group = len(queries) // len(keys)
+    k, v = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    bias = None if mask is None else mask.to(queries)
+    out: Tensor = scaled_dot_product_attention(queries[None], k[None], v[None], bias, scale=SCALE)[0]
+    return out
+
+
+def assert_close(
+    found: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    in_one_piece: Tensor | None = None,
+) -> None:
+    """At most twice the error of attention in one piece, and lse to the dtype's precision.
+
+    Args:
+        in_one_piece: by the same backend; torch's own attention counts anyway.
+    """
+    out, lse = found
+    assert out.dtype == q.dtype and out.shape == q.shape and lse.shape == q.shape[:2]
+    assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+    wanted, wanted_lse = exact(q, k, v, mask)
+    scale = float(wanted.abs().max())
+    whole = [torch_itself(q, k, v, mask)] + ([] if in_one_piece is None else [in_one_piece])
+    usual = max(float((one.double().cpu() - wanted).abs().max()) for one in whole)
+    # torch may be lucky, over a few queries most of all: its error counts as no less than rounding brings,
+    # that of the result in 16 bits, that of the scores beside it in wider dtypes.
+    least = (1 if q.dtype.itemsize == 2 else 4) * torch.finfo(q.dtype).eps * scale
+    assert float((out.double().cpu() - wanted).abs().max()) <= 2 * max(usual, least)
+    tolerance = 1e-10 if q.dtype == torch.float64 else 1e-5 if q.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(lse.double().cpu(), wanted_lse, rtol=0, atol=tolerance)
+
+
+def tree_mask(queries: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of a chain of some tokens and a random tree below it, as the verifier makes it."""
+    source = random.Random(seed)
+    chain = source.randint(1, queries)
+    parents = [source.randint(-1, node - 1) for node in range(queries - chain)]
+    mask = NewTokens.chain_and_tree(chain, parents, device, dtype).mask
+    if mask is None:
+        return torch.zeros(1, 1, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    return mask
+
+
+@BACKENDS
+@HEADS
+@pytest.mark.parametrize("queries", QUERIES)
+def test_one_piece(
+    made: Made, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, queries: int
+) -> None:
+    for tokens in (1, 5, 300):
+        q, k, v = random_parts(heads, kv_heads, queries, tokens, dtype, device, seed=queries + tokens)
+        assert_close(attend(ready(made), q, k, v, SCALE), q, k, v)
+
+
+@BACKENDS
+@HEADS
+@pytest.mark.parametrize("queries", QUERIES)
+def test_pieces_cut_anywhere_merge_to_the_whole(
+    made: Made, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, queries: int
+) -> None:
+    """History in segments without a mask, then the new tokens under theirs, as the full cache attends."""
+    backend, source = ready(made), random.Random(queries)
+    history = 400
+    q, k, v = random_parts(heads, kv_heads, queries, history + queries, dtype, device, seed=queries)
+    new_mask = tree_mask(queries, queries, dtype, device)
+    cuts = [0, *sorted(source.sample(range(1, history), 6)), history]
+    parts = [attend(backend, q, k[:, start:end], v[:, start:end], SCALE) for start, end in pairwise(cuts)]
+    parts.append(attend(backend, q, k[:, history:], v[:, history:], SCALE, new_mask))
+    mask = torch.cat([new_mask.new_zeros(queries, history), new_mask], dim=1)
+    whole = attend(backend, q, k, v, SCALE, mask)
+    assert_close(whole, q, k, v, mask)
+    assert_close(merge(parts), q, k, v, mask, whole[0])
+    assert_close(merge(parts[::-1]), q, k, v, mask, whole[0])
+
+
+@BACKENDS
+@HEADS
+@pytest.mark.parametrize("queries", QUERIES)
+def test_causal(
+    made: Made, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, queries: int
+) -> None:
+    q, k, v = random_parts(heads, kv_heads, queries, queries, dtype, device, seed=queries)
+    mask = causal_mask(queries, q)
+    assert_close(ready(made).causal(q, k, v, SCALE), q, k, v, mask)
+    assert_close(attend(ready(made), q, k, v, SCALE, mask), q, k, v, mask)
+
+
+@BACKENDS
+def test_keys_are_read_where_they_lie(made: Made, dtype: torch.dtype, device: torch.device) -> None:
+    """Segments are strided views of the store's slabs."""
+    q, k, v = random_parts(4, 2, 5, 300, dtype, device, seed=1)
+    slab = torch.full((2, 2, 512, DIM), torch.nan, dtype=dtype, device=device)
+    slab[0, :, 100:400], slab[1, :, 100:400] = k, v
+    assert_close(attend(ready(made), q, slab[0, :, 100:400], slab[1, :, 100:400], SCALE), q, k, v)
+
+
+@BACKENDS
+def test_other_scales(made: Made, dtype: torch.dtype, device: torch.device) -> None:
+    q, k, v = random_parts(4, 2, 3, 50, dtype, device, seed=2)
+    out, _ = attend(ready(made), q, k, v, 2 * SCALE)
+    wanted, _ = exact(2 * q, k, v, None)
+    assert float((out.double().cpu() - wanted).abs().max()) <= 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_merging_pieces_of_very_different_weight(offset: float) -> None:
+    """Nothing overflows where one piece outweighs the other by exp(200)."""
+    q, k, v = random_parts(2, 2, 3, 40, torch.float32, CPU, seed=3)
+    near, far = (
+        attend(TorchCpuBackend(), q, k[:, part], v[:, part], SCALE) for part in (slice(20), slice(20, 40))
+    )
+    out, lse = merge([near, (far[0], far[1] + offset)])
+    heavier, weight = (near[0], near[1]) if offset < 0 else (far[0], far[1] + offset)
+    torch.testing.assert_close(out, heavier)
+    torch.testing.assert_close(lse, weight)
+
+
+def test_one_part_is_itself() -> None:
+    part = (torch.ones(2, 1, 4), torch.zeros(2, 1))
+    assert merge([part]) == part
+
+
+def test_folding_is_undone() -> None:
+    queries = torch.arange(6 * 5 * 2.0).reshape(6, 5, 2)
+    folded = fold(queries, 2)
+    assert folded.shape == (2, 15, 2)
+    assert torch.equal(folded[1, 5:10], queries[4])  # heads 3, 4 and 5 read key head 1
+    out, lse = unfold(folded, folded[..., 0], 6)
+    assert torch.equal(out, queries) and torch.equal(lse, queries[..., 0])
+
+
+def ancestors(chain: int, parents: Sequence[int], token: int) -> set[int]:
+    if token < chain:
+        return set(range(token + 1))
+    return {token} | ancestors(chain, parents, chain + parents[token - chain])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_node_sees_the_chain_and_its_ancestors(seed: int) -> None:
+    source = random.Random(seed)
+    chain = source.randint(1, 5)
+    parents = [source.randint(-1, node - 1) for node in range(source.randint(0, 9))]
+    new = NewTokens.chain_and_tree(chain, parents, CPU, torch.float32)
+    assert new.count == chain + len(parents)
+    if new.mask is None:
+        assert new.count == 1
+        return
+    for token in range(new.count):
+        sees = {other for other in range(new.count) if new.mask[token, other] == 0}
+        assert sees == ancestors(chain, parents, token)
+    assert set(new.mask.unique().tolist()) <= {0.0, -torch.inf}
+
+
+def test_the_backend_for_a_cpu() -> None:
+    assert isinstance(choose_backend(CPU), TorchCpuBackend)  # or the native one, which is one of these

@@ -1,0 +1,539 @@
+"""The benchmarks: what they compare, what they time and what they report. No time is checked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from transformers import DynamicCache, PreTrainedModel
+
+import bench.__main__ as command_line
+import bench.model_card
+from bench import acceptance, inputs, loss, machine, needles, report, speedup
+from bench.cases import MODEL_CARD
+from bench.context import ContextReader
+from bench.peers import Peers
+from offload_rt import LLM, SamplingParams
+from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.config import Config, load_config
+from offload_rt.errors import UsageError
+from offload_rt.model import CausalModel
+
+SMALL: dict[str, object] = {
+    "retrieval.budget": 64,
+    "retrieval.recent": 16,
+    "retrieval.refresh": "stride:1000",
+    "draft.sinks": 4,
+    "draft.window": 28,
+    "speculation.gamma2": 5,
+    "speculation.step_down": False,
+    "store.page": 16,
+    "store.slab_tokens": 64,
+    "store.segment_tokens": 64,
+}
+SETTINGS = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
+CONFIGS = ("plain", "retrieval", "triforce", "lookup", "streaming", "naive")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target with a tokenizer and of its draft."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("target", "draft")]
+    target = tiny_target("llama-gqa", seed=3)
+    for folder, model in zip(folders, (target, noisy_copy(target)), strict=True):
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    return str(folders[0]), str(folders[1])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_bytes(real_text().encode()[:6000])
+    return path
+
+
+@pytest.fixture
+def rate(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Memory that is read at 10 GB/s."""
+    monkeypatch.setattr(machine, "read_rate", lambda device: 10.0)
+    return 10.0
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+# speedup
+
+
+def test_speedup_compares_all_systems_on_the_same_tokens(
+    pair: tuple[str, str], text: Path, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "speedup.json"
+    arguments = f"--contexts 100,48 -n 12 --peer-tokens 7 --repeats 2 --out {out} --text {text}".split()
+    model = ["--model", pair[0], "--draft", pair[1]]
+    assert command_line.main(["speedup", *model, *SETTINGS, *arguments]) == 0
+    printed = last_line(capsys)
+    assert printed == json.loads(out.read_text())
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    assert str(tmp_path) not in out.read_text(), "a report goes elsewhere: no paths in it"
+    assert [case["context"] for case in printed["contexts"]] == [48, 100]
+    target = tiny_target("llama-gqa", seed=3)
+    ids = byte_tokenizer()(text.read_text())["input_ids"]
+    for case in printed["contexts"]:
+        prompt = torch.tensor([ids[: case["context"]]])
+        expected = target.generate(prompt, max_new_tokens=7, do_sample=False)[0, prompt.shape[1] :]
+        assert case["reference_tokens"] == expected.tolist()
+        names = [f"ours {name}" for name in CONFIGS]
+        names += [f"transformers {name}" for name in ("plain", "lookup", "assisted")]
+        systems = {system["system"]: system for system in case["systems"]}
+        assert list(systems) == names
+        # 2 layers, 2 key heads of 16, keys and values, float32.
+        assert case["kv_bytes"] == (case["context"] - 1) * 2 * 2 * 2 * 16 * 4
+        weights = sum(parameter.nbytes for parameter in target.parameters())
+        assert case["pass_bound_ms"] == pytest.approx((case["kv_bytes"] + weights) / rate / 1e6)
+        for name, system in systems.items():
+            assert system["agreement"] == {"compared": 7, "first_difference": None, "logit_gap": None}
+            assert system["steady"]
+            assert system.get("equals_our_plain", True)
+            times = system["ms_per_token"]
+            assert len(times["runs"]) == 2 and times["min"] <= times["median"] <= times["max"]
+            for other in ("transformers", "ours"):
+                key = f"over_{other.replace('ours', 'our')}_plain"
+                plain = systems[f"{other} plain"]["ms_per_token"]["median"]
+                assert system[key] == pytest.approx(plain / times["median"])
+            bound = case["pass_bound_ms"] / system["tokens_per_round"]
+            assert system["share_of_bound"] == pytest.approx(bound / times["median"])
+            speculates = name not in ("ours plain", "transformers plain")
+            assert system["tokens_per_round"] >= 1 if speculates else system["tokens_per_round"] == 1
+        levels = [level["name"] for level in systems["ours triforce"]["levels"]]
+        assert levels == ["draft:streaming", "target:retrieved"]
+    # At 48 tokens the retrieved cache holds everything: only the end of the text cuts a round short.
+    triforce = printed["contexts"][0]["systems"][CONFIGS.index("triforce")]
+    assert triforce["tokens_per_round"] == 6 and triforce["levels"][1]["acceptance"] == 1
+
+
+def test_speedup_without_a_draft(
+    pair: tuple[str, str], text: Path, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "speedup.json"
+    arguments = (
+        f"--configs retrieval --contexts 40 -n 2 --repeats 1 --no-plot --out {out} --text {text}".split()
+    )
+    assert command_line.main(["speedup", "--model", pair[0], *SETTINGS, *arguments]) == 0
+    systems = last_line(capsys)["contexts"][0]["systems"]
+    assert [s["system"] for s in systems] == ["ours retrieval", "transformers plain", "transformers lookup"]
+    assert systems[0]["over_our_plain"] is None
+    assert not out.with_suffix(".png").exists()
+
+
+def test_peers_are_transformers_own_generation_over_one_prefill() -> None:
+    target = tiny_target(seed=5)
+    draft = noisy_copy(target)
+    prompt = byte_ids(150) + byte_ids(30)  # something to look up
+    ids = torch.tensor([prompt])
+    fresh = target.generate(ids, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    peers = Peers(target, draft, prompt)
+    widths: list[int] = []
+    for model in (peers._target, peers._draft):
+        model.model.embed_tokens.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    for turn in range(2):
+        for system in ("plain", "lookup", "assisted"):
+            run = peers.run(system, 20)
+            assert run.tokens == fresh, (turn, system)
+            assert 1 <= run.timed < 20 and run.ms > 0
+            assert run.rounds < 20 if system == "assisted" else run.rounds <= 20
+            # Nothing of the prompt is read again, and nothing but the text is in the cache.
+            assert max(widths) <= 25, system
+            assert peers.cache.get_seq_length() == len(prompt) + 19
+            widths.clear()
+    assert peers.cache.layers[0].keys.shape[-2] == len(prompt) + 19
+    assert target.generate(ids, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist() == fresh
+
+
+def test_peers_do_not_end_at_a_token() -> None:
+    target = tiny_target(seed=5)
+    prompt = byte_ids(20)
+    free = Peers(target, None, prompt).run("plain", 10).tokens
+    target.generation_config.eos_token_id = free[3]
+    assert Peers(target, None, prompt).run("plain", 10).tokens == free
+
+
+def test_a_difference_is_told_with_its_logit_gap() -> None:
+    target = tiny_target(seed=5)
+    prompt = byte_ids(20)
+    peers = Peers(target, None, prompt)
+    reference = peers.run("plain", 6).tokens
+    other = [*reference[:4], (reference[4] + 1) % 256, 0, 0]
+    logits = target(torch.tensor([prompt + reference[:4]])).logits[0, -1].detach()
+    found = speedup.agreement(other, reference, peers)
+    assert found["compared"] == 6 and found["first_difference"] == 4
+    assert found["logit_gap"] == pytest.approx(float(logits[reference[4]] - logits[other[4]]), abs=1e-4)
+    assert found["logit_gap"] > 0
+
+
+# LLM.again, by which one prefill serves every composition
+
+
+def counted(result: Any) -> Any:
+    return (
+        result.config,
+        result.tokens,
+        result.rounds,
+        [(x.name, x.proposed, x.accepted) for x in result.levels],
+    )
+
+
+def test_again_decodes_as_a_new_reading_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama-gqa", seed=3)
+    draft, prompt, params = noisy_copy(target), byte_ids(300), SamplingParams(max_tokens=24)
+    fresh = {}
+    for config in CONFIGS:
+        with LLM.from_models(target, draft, config=config, overrides=SMALL) as llm:
+            fresh[config] = counted(llm.generate(prompt, params))
+    with LLM.from_models(target, draft, config="triforce", overrides=SMALL) as llm:
+        # Longer than what follows, so that it leaves queries and chunks behind that must not be used.
+        first = llm.generate(prompt, SamplingParams(max_tokens=40))
+        for config in CONFIGS:
+            assert counted(llm.again(params, config, SMALL)) == fresh[config]
+        monkeypatch.setattr(
+            RetrievedCache, "adopt", lambda *_: pytest.fail("a cache that is not read is kept up")
+        )
+        assert counted(llm.plain(params)) == fresh["plain"]
+        monkeypatch.undo()
+        assert llm.last_result is first
+        assert counted(llm.again(params)) == fresh["triforce"]
+
+
+def test_again_needs_a_prompt_and_its_chunks() -> None:
+    with LLM.from_models(tiny_target(), config="plain", overrides=SMALL) as llm:
+        with pytest.raises(UsageError, match="generate first"):
+            llm.again()
+        llm.generate(byte_ids(100), SamplingParams(max_tokens=2))
+        with pytest.raises(
+            UsageError, match="chunks of 8 tokens, and the prompt was read with none summarised"
+        ):
+            llm.again(SamplingParams(max_tokens=2), "retrieval", SMALL)
+        with pytest.raises(UsageError, match="more than the 8192 positions"):
+            llm.again(SamplingParams(max_tokens=9000))
+        assert len(llm.plain(SamplingParams(max_tokens=3)).tokens) == 3
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("speedup --contexts 7000 --text TEXT", "--contexts 7000: the text has 6000 tokens"),
+        ("speedup --contexts 4k", "'4k': write whole numbers of at least 2, e.g. 4096,8192"),
+        ("speedup --configs plain,warp", "'warp' is none of plain, retrieval"),
+        ("speedup --peers beam", "'beam' is none of plain, lookup, assisted"),
+        ("speedup --repeats 0", "'0' is not a whole number of at least 1"),
+        ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),
+        ("speedup --text missing.txt", "text missing.txt: cannot be read"),
+        ("speedup --configs naive --contexts 16 --text TEXT", "drafts with a small model, and there is none"),
+        ("speedup --out missing/folder.json --contexts 16 --text TEXT", "its folder does not exist"),
+        ("model-card --context 5000 --step 512 --text TEXT", "--context 5000 is no multiple of --step 512"),
+        (
+            "model-card --context 256 --text TEXT",
+            "--context 256 is too short: it must be at least 1024 tokens",
+        ),
+        ("model-card --context 6000 --text TEXT", "text book.txt: has 6000 tokens, and 6256 are needed"),
+        ("model-card --positions 12 --context 2048 --text TEXT", "--positions 12 is no multiple of 8"),
+        ("model-card --parts loss,luck --text TEXT", "'luck' is none of loss, needle, acceptance"),
+        ("model-card", "the following arguments are required: --text"),
+        ("fly", "invalid choice: 'fly'"),
+    ],
+)
+def test_bad_input(
+    arguments: str,
+    message: str,
+    pair: tuple[str, str],
+    text: Path,
+    rate: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(inputs, "RESULTS", tmp_path / "results")
+    given = arguments.replace("TEXT", str(text)).split()
+    if given[0] in ("speedup", "model-card"):
+        given += ["--model", pair[0]]
+    assert command_line.main(given) == 2
+    out, err = capsys.readouterr()
+    # Loading weights draws a bar of its own.
+    error = next(line for line in err.splitlines() if line.startswith("bench: error: "))
+    assert message in error and out == ""
+    assert not list(tmp_path.glob("**/*.json"))
+
+
+# model-card
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa", seed=3)
+
+
+@pytest.fixture
+def config() -> Config:
+    return load_config("retrieval", SMALL)
+
+
+def transformers_losses(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none").double()
+
+
+def test_model_card(
+    pair: tuple[str, str],
+    text: Path,
+    tmp_path: Path,
+    target: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = dataclasses.replace(
+        MODEL_CARD,
+        windows=(256,),
+        tail=100,
+        needle_contexts=(700, 1024),
+        acceptance_contexts=(512,),
+        shares=(8,),
+        depths=3,
+    )
+    monkeypatch.setattr(bench.model_card, "MODEL_CARD", case)
+    other = tmp_path / "other.txt"
+    other.write_text(real_text()[20_000:23_000], encoding="utf-8")
+    out = tmp_path / "card.json"
+    arguments = f"--context 1024 --step 256 --positions 128 --out {out} --text {text} --text {other}".split()
+    assert command_line.main(["model-card", "--model", pair[0], *SETTINGS, *arguments]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found == json.loads(out.read_text())
+    prompts = {path.name: list(path.read_bytes()[:1024]) for path in (text, other)}
+    losses = {name: transformers_losses(target, tokens) for name, tokens in prompts.items()}
+    along = found["loss"]["along"]
+    assert along["ends"] == [256, 512, 768, 1024]
+    for name, expected in losses.items():
+        steps = [expected[:255], *expected[255:].split(256)]
+        assert along["by_text"][name] == pytest.approx([float(part.mean()) for part in steps], abs=1e-4)
+    means = [(a + b) / 2 for a, b in zip(*along["by_text"].values(), strict=True)]
+    assert along["mean"] == pytest.approx(means)
+    paired = found["loss"]["paired"]
+    assert paired["windows"] == [256, 1024] and paired["tail"] == 100
+    short = torch.cat([transformers_losses(target, tokens[-256:])[-100:] for tokens in prompts.values()])
+    long = torch.cat([expected[-100:] for expected in losses.values()])
+    assert paired["means"] == pytest.approx([float(short.mean()), float(long.mean())], abs=1e-4)
+    assert paired["changes"] == pytest.approx([0, float((long - short).mean())], abs=1e-4)
+    assert paired["errors"] == pytest.approx([0, float((long - short).std()) / 200**0.5], abs=1e-4)
+    assert [len(c["score"]) for c in found["needle"]["contexts"]] == [3, 3]
+    assert found["needle"]["depths"] == [0, 0.5, 1]
+    kinds = [acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE, acceptance.TOP_K, acceptance.STREAMING]
+    assert [c["context"] for c in found["acceptance"]] == [512, 1024]
+    for contexts in found["acceptance"]:
+        caches = {(c["cache"], c["budget"]): c for c in contexts["caches"]}
+        assert set(caches) == {(kind, share) for kind in kinds for share in ("1/8",)}
+        for (kind, share), cache in caches.items():
+            assert cache["entries"] == contexts["context"] // int(share[2:])
+            assert 0 < cache["mean"] < 1
+            assert cache["mean"] == pytest.approx(sum(cache["by_text"]) / 2)
+            assert len(cache["by_distance"]) == 8
+            if kind != acceptance.RETRIEVAL_STRIDE:
+                assert cache["mean"] == pytest.approx(sum(cache["by_distance"]) / 8)
+    for table in ("| to 256 ", "| 256 ", "| 700 ", "| StreamingLLM, 1/8 "):
+        assert table in printed
+
+
+def test_where_a_loss_rises() -> None:
+    assert loss.without_rise([2.0, 1.9, 1.95, 2.0, 2.1, 1.0], [1, 2, 3, 4, 5, 6]) == 4
+    assert loss.without_rise([2.0, 2.1], [1, 2]) == 1
+    steady = torch.full((50,), 2.0, dtype=torch.float64)
+    noise = torch.linspace(-1, 1, 50, dtype=torch.float64)
+    windows = [1, 2, 3, 4]
+    falling = loss.PairedLoss.of(windows, [steady, steady - 0.1, steady - 0.05 + noise, steady + 2])
+    assert falling.changes == pytest.approx([0, -0.1, 0.05, 2.05])
+    assert falling.without_rise == 3
+    assert loss.PairedLoss.of([1, 2], [steady, steady + 0.01]).without_rise == 1
+
+
+def test_a_shorter_window_keeps_the_beginning_of_text() -> None:
+    assert loss.window_of([7, 1, 2, 3, 4], 3, beginning=7) == [7, 3, 4]
+    assert loss.window_of([7, 1, 2, 3, 4], 3, beginning=None) == [2, 3, 4]
+    assert loss.window_of([7, 1, 2], 3, beginning=7) == [7, 1, 2]
+
+
+def test_needles_lie_at_their_depths() -> None:
+    text, generator = [*range(1000, 4000)], torch.Generator().manual_seed(0)
+    planted = needles.plant(text, 2000, depths=5, each=2, alphabet=range(1000), generator=generator)
+    assert len(planted.tokens) == 2000
+    # Without the passages the text is as it was.
+    assert [t for t in planted.tokens if t >= 1000] == text[: 2000 - 10 * needles.PASSAGE]
+    for depth, (starts, passages) in enumerate(zip(planted.starts, planted.passages, strict=True)):
+        for start, passage in zip(starts, passages, strict=True):
+            assert planted.tokens[start : start + needles.PASSAGE] == passage
+        assert starts[0] == pytest.approx(1 + depth / 4 * (2000 - 1 - 128), abs=1)
+    assert planted.starts[0][0] == 1
+    assert planted.starts[-1][-1] == 2000 - needles.PASSAGE
+    with pytest.raises(ValueError, match="do not fit"):
+        needles.plant(text, 400, depths=5, each=2, alphabet=range(1000), generator=generator)
+
+
+def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, config: Config) -> None:
+    text, generator = byte_ids(500), torch.Generator().manual_seed(0)
+    planted = needles.plant(text, 400, depths=2, each=2, alphabet=range(256), generator=generator)
+    cued = [planted.tokens + passage for passages in planted.passages for passage in passages]
+    chosen = []
+    for tokens in cued:
+        choices = target(torch.tensor([tokens])).logits[0].argmax(-1)
+        chosen.append(choices[400 + needles.CUE - 1 : -1].tolist())
+    # This model recalls nothing by itself: let a passage continue as it does, here and there.
+    for passages, at in ((planted.passages[0], 0), (planted.passages[1], 3)):
+        for passage, own in zip(passages, chosen[at : at + 2], strict=False):
+            passage[needles.CUE] = own[0]
+    expected = []
+    for passages in planted.passages:
+        right = 0
+        for passage in passages:
+            choices = target(torch.tensor([planted.tokens + passage])).logits[0].argmax(-1)
+            wanted = torch.tensor(passage[needles.CUE :])
+            right += int((choices[400 + needles.CUE - 1 : -1] == wanted).sum())
+        expected.append(right / 2 / (needles.PASSAGE - needles.CUE))
+    model = CausalModel(target, "tiny")
+    try:
+        with ContextReader(model, config, 400) as reader:
+            reader.read(planted.tokens)
+            assert needles.recall(reader, planted) == pytest.approx(expected)
+            assert reader.full.length == 400
+    finally:
+        model.restore()
+    assert expected[0] > 0
+
+
+def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, config: Config) -> None:
+    text = byte_ids(240)
+    model = CausalModel(target, "tiny")
+    try:
+        with ContextReader(model, config, 240) as reader:
+            reader.read(text[:220])
+            reader.cut(text[:200])
+            found = acceptance.acceptance(reader, text[200:240], {"all": 256, "some": 48})
+            assert reader.full.length == 240
+            keys = reader.full.sequence.views(1, 0, 240)
+    finally:
+        model.restore()
+    cache = DynamicCache(config=target.config)
+    target(torch.tensor([text]), past_key_values=cache)
+    torch.testing.assert_close(
+        torch.cat([k for k, _ in keys], 1), cache.layers[1].keys[0], atol=1e-4, rtol=1e-4
+    )
+    for (_, budget), values in found.items():
+        assert values.shape == (40,)
+        if budget == "all":
+            assert values.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
+        else:
+            assert 0 < float(values.mean()) < 0.999
+
+
+def test_a_context_cut_shorter_is_as_if_read_so(target: PreTrainedModel, config: Config) -> None:
+    text, found = byte_ids(340), []
+    model = CausalModel(target, "tiny")
+    try:
+        for length in (200, 300):
+            with ContextReader(model, config, 340) as reader:
+                reader.read(text[:length])
+                if length > 200:
+                    acceptance.acceptance(reader, text[300:340], {"some": 48})
+                    reader.cut(text[:200])
+                found.append(acceptance.acceptance(reader, text[200:240], {"some": 48}))
+    finally:
+        model.restore()
+    for key, values in found[0].items():
+        torch.testing.assert_close(values, found[1][key], atol=1e-4, rtol=0)
+
+
+def test_acceptance_of_exact_top_k_against_transformers(config: Config) -> None:
+    model = tiny_target(seed=4, layers=1, spread=0.1)
+    context, budget = 120, 30
+    text = byte_ids(context + 8)
+    block = model.model.layers[0].self_attn
+    # The queries of the last 8 tokens over all keys, from transformers' own attention weights.
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        out = model(torch.tensor([text]), output_attentions=True)
+        weights = out.attentions[0][0, :, context:, :context]
+        mass = (weights / weights.sum(-1, keepdim=True)).sum(1)
+        mask = torch.full((1, block.config.num_attention_heads, 8, context + 8), -torch.inf)
+        for head, kept in enumerate(mass.topk(budget).indices):
+            mask[0, head, :, kept] = 0
+        mask[..., context:] = torch.full((8, 8), -torch.inf).triu(1)
+        hidden = model.model.embed_tokens(torch.tensor([text]))
+        full = torch.full((1, mask.shape[1], context + 8, context + 8), -torch.inf).triu(1)
+        full[:, :, context:] = mask
+        rotation = model.model.rotary_emb(hidden, position_ids=torch.arange(context + 8)[None])
+        layer = model.model.layers[0](hidden, attention_mask=full, position_embeddings=rotation)
+        small = model.lm_head(model.model.norm(layer))[0, context:].softmax(-1)
+        expected = torch.minimum(small, out.logits[0, context:].softmax(-1)).sum(-1)
+    runner = CausalModel(model, "tiny")
+    with ContextReader(runner, config, len(text)) as reader:
+        reader.read(text[:context])
+        found = acceptance.acceptance(reader, text[context:], {"1/4": budget})
+    assert found[acceptance.TOP_K, "1/4"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert float(expected.mean()) < 0.99
+
+
+def test_caches_are_refreshed_as_their_policy_says(
+    target: PreTrainedModel, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshes: list[str] = []
+    build = RetrievedCache.build
+    # Once for the first round, then whenever it is due and read again.
+    monkeypatch.setattr(
+        RetrievedCache,
+        "build",
+        lambda self, queries: (refreshes.append(str(self._policy)), build(self, queries))[1],
+    )
+    text = byte_ids(512 + 256)
+    model = CausalModel(target, "tiny")
+    try:
+        with ContextReader(model, config, len(text)) as reader:
+            reader.read(text[:512])
+            acceptance.acceptance(reader, text[512:], {"1/2": 256})
+    finally:
+        model.restore()
+    assert refreshes.count("every") == 256 // acceptance.ROUND
+    assert refreshes.count("stride:128") == 256 // acceptance.STRIDE
+
+
+def test_means_by_distance() -> None:
+    values = torch.arange(12, dtype=torch.float64)
+    assert acceptance.by_distance(values, 4) == [4, 5, 6, 7]
+    assert acceptance.by_distance(values, 4, 2) == [4.5, 6.5]
+    assert acceptance.by_distance(values[:11], 4) == [2, 3, 4, 5]
+
+
+# reports
+
+
+def test_table() -> None:
+    assert report.table(["name", "n"], [["a", 1], ["long name", 22]]) == (
+        "| name      |   n |\n|-----------|----:|\n| a         |   1 |\n| long name |  22 |"
+    )
+
+
+def test_machine() -> None:
+    described = machine.describe(torch.device("cpu"))
+    assert described["threads"] == torch.get_num_threads() and described["processor"]
+    assert machine.read_rate(torch.device("cpu"), size=2**20) > 0
+    named = machine.slug({"processor": "Intel(R) Xeon(R) CPU @ 2.20GHz", "threads": 2})
+    assert named == "intel-xeon-cpu-2-20ghz-2-threads"

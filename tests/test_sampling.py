@@ -1,0 +1,123 @@
+"""Laws against transformers' own logits processors; draws against their law and their seed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from offload_rt.errors import UsageError
+from offload_rt.sampling import GeneratorDraws, SamplingLaw, choices
+
+
+def transformers_laws(law: SamplingLaw, logits: Tensor) -> Tensor:
+    """In the order in which its `generate` applies them."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(law.temperature)])
+    if law.top_k > 0:
+        processors.append(TopKLogitsWarper(law.top_k))
+    if law.top_p < 1:
+        processors.append(TopPLogitsWarper(law.top_p))
+    ids: Any = torch.zeros(len(logits), 1, dtype=torch.long)
+    warped: Tensor = processors(ids, logits)
+    return warped.softmax(-1)
+
+
+SAMPLING = st.builds(
+    SamplingLaw,
+    temperature=st.sampled_from([0.2, 0.6, 1.0, 1.7]),
+    top_p=st.sampled_from([1e-6, 0.1234, 0.5017, 0.8003, 0.9507, 1.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40, 1000]),
+)
+
+
+@given(law=SAMPLING, seed=st.integers(0, 10**6), spread=st.sampled_from([0.1, 1.0, 5.0]))
+@settings(derandomize=True, deadline=None, max_examples=80)
+def test_laws_are_those_of_transformers(law: SamplingLaw, seed: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    found = law.laws(logits)
+    torch.testing.assert_close(found, transformers_laws(law, logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.sum(-1), torch.ones(3, dtype=torch.float64))
+
+
+@given(law=SAMPLING, seed=st.integers(0, 10**6))
+@settings(derandomize=True, deadline=None, max_examples=80)
+def test_laws_with_ties(law: SamplingLaw, seed: int) -> None:
+    """Top-p may cut between equals, and which of them stay is nobody's promise: how many is."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, 4, (3, 50), generator=generator).double()
+    found, expected = law.laws(logits), transformers_laws(law, logits)
+    torch.testing.assert_close(found.sort(-1).values, expected.sort(-1).values, rtol=1e-9, atol=1e-12)
+    if law.top_p == 1.0:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_narrow_logits_give_wide_laws(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1)).to(dtype)
+    laws = SamplingLaw(0.7, 0.9, 20).laws(logits)
+    assert laws.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    wide = SamplingLaw(0.7, 0.9, 20).laws(logits.double())
+    torch.testing.assert_close(laws.double(), wide, rtol=1e-5, atol=1e-6)
+
+
+def test_greedy_choices() -> None:
+    assert SamplingLaw().greedy and not SamplingLaw(0.1).greedy
+    assert choices(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"temperature": -0.1}, "-0.1"),
+        ({"temperature": math.inf}, "inf"),
+        ({"temperature": math.nan}, "nan"),
+        ({"top_p": 0.0}, "0.0"),
+        ({"top_p": 1.01}, "1.01"),
+        ({"top_p": math.nan}, "nan"),
+        ({"top_k": -1}, "-1"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(values: dict[str, float], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        SamplingLaw(**values)  # type: ignore[arg-type]
+
+
+def drawn(seed: int) -> list[int]:
+    draws = GeneratorDraws(seed)
+    law = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    return [value for _ in range(50) for value in (draws.categorical(law), int(draws.accept(0.5)))]
+
+
+def test_a_seed_repeats_its_draws() -> None:
+    state = torch.get_rng_state()
+    assert drawn(5) == drawn(5)
+    assert drawn(5) != drawn(6)
+    assert torch.equal(torch.get_rng_state(), state)  # nobody else's randomness is touched
+
+
+def test_coins_leave_the_tokens_alone() -> None:
+    law = torch.ones(1000)
+    tossing, plain = GeneratorDraws(3), GeneratorDraws(3)
+    for _ in range(20):
+        tossing.accept(0.5)
+        assert tossing.categorical(law) == plain.categorical(law)
+
+
+def test_draws_follow_their_law() -> None:
+    """Hoeffding: a fair source strays so far with probability 2 exp(-2 n d^2) < 1e-8, six times over."""
+    draws, n, allowed = GeneratorDraws(0), 20_000, 0.022
+    law = torch.tensor([1.0, 0.0, 3.0, 2.0])  # need not be normalised
+    tokens = [draws.categorical(law) for _ in range(n)]
+    for token, weight in enumerate(law.tolist()):
+        assert abs(tokens.count(token) / n - weight / 6) < allowed
+    assert 1 not in tokens
+    for probability in (0.0, 0.25, 1.0, 1.5):
+        share = sum(draws.accept(probability) for _ in range(n)) / n
+        assert share == min(1.0, probability) if probability != 0.25 else abs(share - 0.25) < allowed

@@ -1,0 +1,151 @@
+"""Small random checkpoints of every supported architecture, and text for them.
+
+Their weights are drawn wide enough that a greedy continuation varies instead of repeating one token, and a
+draft is a noisy copy of its target, so that some drafts are accepted and some are not.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 256
+MAX_POSITIONS = 8192
+HEAD_DIM = 16
+ROTARY_BASE = 10_000.0
+
+Architecture = tuple[type[Any], type[Any], dict[str, Any]]
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-gqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2}),
+    "llama-yarn": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": ROTARY_BASE,
+                "factor": 8.0,
+                "original_max_position_embeddings": MAX_POSITIONS // 8,
+            }
+        },
+    ),
+    "llama3": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": MAX_POSITIONS // 8,
+            },
+        },
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_key_value_heads": 1}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None}),
+}
+
+
+def tiny_target(
+    arch: str = "llama",
+    *,
+    vocabulary: int = VOCABULARY,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    spread: float = 0.2,
+    **config: Any,
+) -> PreTrainedModel:
+    """A float32 model of `ARCHITECTURES[arch]`; `spread` is the deviation of its weights.
+
+    The nearest tokens say more than the far ones, as in real models. There is no end-of-text token unless
+    `config` names one.
+    """
+    config_class, model_class, settings = ARCHITECTURES[arch]
+    settings = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": hidden // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "initializer_range": spread,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **copy.deepcopy(settings),
+        **config,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = model_class(config_class(**settings))
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight *= 0.15
+    return model.float().eval()
+
+
+def tiny_draft(vocabulary: int = VOCABULARY, *, seed: int = 1) -> PreTrainedModel:
+    """A smaller model of its own, which agrees with no target."""
+    return tiny_target("llama", vocabulary=vocabulary, seed=seed, hidden=32, layers=1)
+
+
+def noisy_copy(model: PreTrainedModel, *, noise: float = 0.02, seed: int = 7) -> PreTrainedModel:
+    """`model` with every weight off by a share `noise` of its parameter's deviation: it agrees mostly."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            deviation = parameter.std() if parameter.numel() > 1 else torch.tensor(0.0)
+            parameter += noise * deviation * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+@cache
+def real_text() -> str:
+    """English text of some 600,000 characters that every Python installation carries."""
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def byte_ids(count: int, *, start: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
+    """`count` bytes of `real_text` as token ids."""
+    return [byte % vocabulary for byte in real_text().encode()[start : start + count]]
+
+
+@cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, numbered as `byte_ids` numbers them; no special tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
