@@ -160,7 +160,7 @@ def test_it_begins_plainly_where_speculation_is_not_expected_to_pay(clock: bool)
 
 def test_it_foresees_by_the_length_of_the_text() -> None:
     for length, drafts in ((100, 0), (100_000, DRAFT)):
-        forecast = Table(lambda length: 1e6 * PLAIN_MS / length)
+        forecast = Table(lambda length: 1e5 * PLAIN_MS / length)
         subject = Governor(DRAFT, step_down=True, forecast=forecast, clock=False)
         subject.begin(length)
         assert subject.draft_count() == drafts
