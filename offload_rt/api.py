@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -289,7 +290,7 @@ class LLM:
 
     def _sampling(self, params: SamplingParams) -> Sampling:
         law = SamplingLaw(params.temperature, params.top_p, params.top_k)
-        seed = params.seed if params.seed is not None else torch.seed()
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
         return Sampling(law, GeneratorDraws(seed, self._target.device))
 
     def _stop_tokens(self, params: SamplingParams) -> frozenset[int]:
@@ -390,7 +391,7 @@ class LLM:
         if params.stop and self._tokenizer is None:
             raise UsageError(f"model {self._target.name} has no tokenizer: stop strings cannot be used")
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        if not prompt or not tokens:
+        if not tokens or (isinstance(prompt, str) and not prompt):
             raise UsageError("the prompt is empty: give it at least one token")
         outside = next((t for t in tokens if not 0 <= t < self._target.vocabulary), None)
         if outside is not None:

@@ -170,8 +170,9 @@ class LayerPrefill:
         count = keys.shape[1]
         self._done += count
         cache.scale = scale
+        newest = queries if start == 0 else torch.cat([self.last_queries, queries[:, -LAST_QUERIES:]], dim=1)
         # Copied: a view would keep the whole chunk's projections alive.
-        self.last_queries = queries[:, -LAST_QUERIES:].clone()
+        self.last_queries = newest[:, -LAST_QUERIES:].clone()
         if self._resident is not None:
             self._resident[0][:, start : self._done] = keys
             self._resident[1][:, start : self._done] = values

@@ -1,0 +1,470 @@
+"""`LLM` and `SamplingParams`: checks, streams and their ends, seeds, results, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams, api, decoding, governor
+from offload_rt.drafting import lookup, verifier
+from offload_rt.errors import UsageError
+
+ASCII = 128
+CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
+SMALL: dict[str, object] = {
+    "retrieval.budget": 64,
+    "retrieval.recent": 16,
+    "draft.sinks": 4,
+    "draft.window": 60,
+    "speculation.gamma2": 5,
+    "speculation.step_down": False,
+    "store.page": 16,
+    "store.slab_tokens": 64,
+}
+PROMPT = byte_ids(100, vocabulary=ASCII)
+PARAMS = SamplingParams(max_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    # A token is an ASCII character, so that every text is text.
+    return tiny_target("llama-gqa", vocabulary=ASCII)
+
+
+@pytest.fixture(scope="module")
+def draft(target: PreTrainedModel) -> PreTrainedModel:
+    return noisy_copy(target)
+
+
+@pytest.fixture
+def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
+    """Makes LLMs of the pair, and closes them."""
+    made: list[LLM] = []
+
+    def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
+        options = {"tokenizer": byte_tokenizer(), **options}
+        overrides = SMALL | {"speculation.step_down": step_down}
+        made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
+        return made[-1]
+
+    yield llm
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(target: PreTrainedModel) -> list[int]:
+    """60 greedy tokens after `PROMPT`."""
+    with LLM.from_models(target, config="plain") as llm:
+        return llm.generate(PROMPT, PARAMS).tokens
+
+
+# --- what is checked before anything is done
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"top_p": 0.0}, "top-p 0.0"),
+        ({"top_p": 1.01}, "top-p 1.01"),
+        ({"top_p": float("nan")}, "top-p nan"),
+        ({"top_k": -1}, "top-k -1"),
+        ({"max_tokens": 0}, "max tokens 0"),
+        ({"stop": "end"}, "stop 'end' must be a sequence"),
+        ({"stop": ("a", "")}, "a stop string is empty"),
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 2**63}, "seed 9223372036854775808"),
+    ],
+)
+def test_sampling_params_out_of_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        SamplingParams(**values)
+
+
+def test_sampling_params_at_the_ends_of_their_ranges() -> None:
+    SamplingParams(temperature=0, top_p=1.0, top_k=0, max_tokens=1, stop=[], seed=2**63 - 1)
+    SamplingParams(temperature=100.0, top_p=1e-9, seed=None)
+
+
+@pytest.mark.parametrize("prompt", ["", [], ()])
+def test_an_empty_prompt(make: Any, prompt: Any) -> None:
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        make().generate(prompt)
+
+
+@pytest.mark.parametrize("token", [-1, ASCII, 10**9])
+def test_a_token_outside_the_vocabulary(make: Any, token: int) -> None:
+    with pytest.raises(UsageError, match=f"token {token} is outside the vocabulary of {ASCII}"):
+        make().generate([1, token, 2])
+
+
+def test_more_tokens_than_positions(make: Any) -> None:
+    llm = make("plain")
+    with pytest.raises(UsageError, match="8190 prompt tokens and 3 new ones .* 8192 positions .* 8189 or"):
+        llm.generate([1] * 8190, SamplingParams(max_tokens=3))
+    assert len(llm.generate([1] * 8190, SamplingParams(max_tokens=2)).tokens) == 2
+
+
+def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = tiny_target("llama", max_position_embeddings=10**7)
+    with LLM.from_models(wide, config="plain") as llm:
+        before = llm.generate(byte_ids(20), SamplingParams(max_tokens=5))
+        reserved = llm._store.reserved_bytes
+        monkeypatch.setattr(api.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+        # 1 KiB a token: 2 layers, 4 heads of 16, keys and values in float32.
+        with pytest.raises(
+            UsageError, match=r"KV of 4000020 tokens needs 3\.8 GiB .* 1\.0 GiB are"
+        ) as caught:
+            llm.stream(byte_ids(20), SamplingParams(max_tokens=4_000_000))
+        found = re.search(r"longest context that fits is (\d+) tokens", str(caught.value))
+        assert found is not None and 0.9 * 2**20 < int(found[1]) < 2**20
+        # Nothing was taken, and what was there is still there.
+        assert llm._store.reserved_bytes == reserved
+        assert llm.last_result == before
+        assert llm.plain(SamplingParams(max_tokens=5)).tokens == before.tokens
+
+
+def test_nothing_was_generated_yet(make: Any) -> None:
+    llm = make()
+    with pytest.raises(UsageError, match="nothing has been generated"):
+        _ = llm.last_result
+    with pytest.raises(UsageError, match="generate first"):
+        llm.plain()
+
+
+# --- prompts
+
+
+def test_a_prompt_is_text_or_tokens(make: Any, plain_tokens: list[int]) -> None:
+    llm = make("plain")
+    text = real_text()[:100]
+    for prompt in (text, PROMPT, tuple(PROMPT)):
+        result = llm.generate(prompt, PARAMS)
+        assert result.tokens == plain_tokens and result.prompt_tokens == 100
+    assert llm.encode(text) == PROMPT
+    assert llm.encode(text, last=7) == PROMPT[-7:]
+
+
+def test_long_prompts_keep_their_beginning_of_text(target: PreTrainedModel) -> None:
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1, *text.encode()]}
+
+    tokenizer = Tokenizer(bos_token_id=1, model_max_length=3)
+    with LLM.from_models(target, config="plain", tokenizer=tokenizer) as llm:  # type: ignore[arg-type]
+        assert llm.encode("abcdef", last=3) == [1, *b"ef"]
+        assert llm.encode("abcdef", last=1) == [*b"f"]
+        assert llm.encode("ab", last=3) == [1, *b"ab"]
+    assert tokenizer.model_max_length == 3
+
+
+# --- streams and their ends
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_stream_is_the_text(make: Any, plain_tokens: list[int], config: str) -> None:
+    llm = make(config)
+    events = list(llm.stream(PROMPT, PARAMS))
+    result = llm.last_result
+    assert [event.token for event in events] == result.tokens == plain_tokens
+    assert "".join(event.text for event in events) == result.text == bytes(plain_tokens).decode()
+    assert result.finish_reason == "length"
+    assert sum(event.from_draft for event in events) == result.timings.draft_n_accepted
+    # Each round ends with a token of the target's own.
+    assert result.rounds + result.timings.draft_n_accepted == len(result.tokens) == 60
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_not_a_token_more_than_asked_for(make: Any, plain_tokens: list[int], config: str, count: int) -> None:
+    result = make(config).generate(PROMPT, SamplingParams(max_tokens=count))
+    assert result.tokens == plain_tokens[:count] and result.finish_reason == "length"
+
+
+@pytest.fixture(scope="module")
+def drafted_token(target: PreTrainedModel) -> tuple[int, int]:
+    """(index, token) of an accepted draft that another accepted one follows, and that is new in the text."""
+    with LLM.from_models(target, config="retrieval", overrides=SMALL) as llm:
+        events = list(llm.stream(PROMPT, PARAMS))
+    tokens = [event.token for event in events]
+    for index, (event, following) in enumerate(pairwise(events)):
+        if event.from_draft and following.from_draft and tokens.index(event.token) == index:
+            return index, event.token
+    raise AssertionError("no draft of two tokens was accepted")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_end_token_inside_a_draft_ends_the_text(
+    make: Any,
+    target: PreTrainedModel,
+    plain_tokens: list[int],
+    drafted_token: tuple[int, int],
+    config: str,
+) -> None:
+    index, end = drafted_token
+    target.generation_config.eos_token_id = [end, ASCII - 1]
+    try:
+        llm = make(config)
+        assert llm.end_tokens == {end, ASCII - 1}
+        events = list(llm.stream(PROMPT, PARAMS))
+        result = llm.last_result
+        assert result.tokens == plain_tokens[: index + 1] and result.finish_reason == "eos"
+        # The end token has no text of its own.
+        assert result.text == bytes(plain_tokens[:index]).decode() == "".join(e.text for e in events)
+        ignored = llm.generate(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True))
+        assert ignored.tokens == plain_tokens and ignored.finish_reason == "length"
+        assert llm.generate(PROMPT, PARAMS).tokens == result.tokens
+    finally:
+        target.generation_config.eos_token_id = None
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_stop_string_inside_a_draft_ends_the_text(
+    make: Any, plain_tokens: list[int], drafted_token: tuple[int, int], config: str, length: int
+) -> None:
+    text = bytes(plain_tokens).decode()
+    index, _ = drafted_token
+    stop = text[index : index + length]
+    llm = make(config)
+    events = list(llm.stream(PROMPT, SamplingParams(max_tokens=60, stop=("never this", stop))))
+    result = llm.last_result
+    end = text.index(stop)
+    assert result.text == text[:end] == "".join(event.text for event in events)
+    assert result.finish_reason == "stop"
+    assert result.tokens == plain_tokens[: end + length]
+
+
+def test_a_stop_string_that_is_not_completed_stays_in_the_text(make: Any, plain_tokens: list[int]) -> None:
+    text = bytes(plain_tokens).decode()
+    result = make().generate(PROMPT, SamplingParams(max_tokens=60, stop=(text[-2:] + "and no more",)))
+    assert result.text == text and result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_closed_stream_is_an_interrupted_text(make: Any, plain_tokens: list[int], config: str) -> None:
+    llm = make(config)
+    stream = llm.stream(PROMPT, PARAMS)
+    begun = [next(stream) for _ in range(4)]
+    stream.close()
+    result = llm.last_result
+    assert result.finish_reason == "interrupted"
+    assert result.tokens == plain_tokens[:4] == [event.token for event in begun]
+    assert result.text == bytes(plain_tokens[:4]).decode()
+    assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+
+
+def test_an_abandoned_stream_gives_way_to_the_next(make: Any, plain_tokens: list[int]) -> None:
+    llm = make()
+    abandoned = llm.stream(PROMPT, PARAMS)
+    next(abandoned)
+    result = llm.generate(PROMPT, PARAMS)
+    assert result.tokens == plain_tokens
+    del abandoned
+    assert llm.last_result.tokens == plain_tokens
+
+
+def test_one_prompt_after_another_owes_nothing_to_the_first(make: Any) -> None:
+    prompts = [byte_ids(length, start=length, vocabulary=ASCII) for length in (1, 300, 2, 64, 65)]
+    llm, params = make(), SamplingParams(max_tokens=15)
+    in_turn = [llm.generate(prompt, params).tokens for prompt in prompts]
+    assert in_turn == [make().generate(prompt, params).tokens for prompt in prompts]
+
+
+def test_progress_is_told(make: Any) -> None:
+    told: list[tuple[str, int, int]] = []
+    make(on_progress=lambda *report: told.append(report)).generate(PROMPT, SamplingParams(max_tokens=1))
+    assert told[-1] == ("prefill", 198, 198)  # two layers of all tokens but the last
+
+
+def test_a_missing_draft_is_told(target: PreTrainedModel, plain_tokens: list[int]) -> None:
+    told: list[str] = []
+    with LLM.from_models(target, config="triforce", overrides=SMALL, on_notice=told.append) as llm:
+        result = llm.generate(PROMPT, PARAMS)
+    assert told == ["no draft model: target:retrieved drafts alone"] == result.notices
+    assert [level.name for level in result.levels] == ["target:retrieved", "target:full"]
+    assert result.draft is None and result.tokens == plain_tokens
+
+
+# --- seeds
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
+    make: Any, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Left alone, so small a model does without drafts from the start: here it never ceases to reconsider.
+    monkeypatch.setattr(governor.Governor, "begin", lambda self, length: None)
+    monkeypatch.setattr(governor, "FIRST_BREAK", 4)
+    monkeypatch.setattr(governor, "LONGEST_BREAK", 4)
+    params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, seed=11)
+    expected = make(config, step_down=True).generate(PROMPT, params)
+    if config != "plain":
+        assert expected.timings.draft_n > 0
+    for load in (1, 2):
+        clock = random.Random(load)
+        now = 0.0
+
+        def wild() -> float:
+            nonlocal now
+            now += clock.choice([1e-6, 1e-3, 10.0])  # noqa: B023
+            return now
+
+        with monkeypatch.context() as patch:
+            for module in (decoding, verifier, lookup, api):
+                patch.setattr(module, "perf_counter", wild)
+            assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
+
+
+def test_another_seed_is_another_text(make: Any) -> None:
+    llm = make()
+    texts = {
+        tuple(llm.generate(PROMPT, SamplingParams(temperature=1.0, max_tokens=30, seed=seed)).tokens)
+        for seed in (0, 1, 2)
+    }
+    assert len(texts) == 3
+
+
+def test_without_a_seed_every_text_is_another(make: Any) -> None:
+    llm, params = make(), SamplingParams(temperature=1.5, max_tokens=30, seed=None)
+    first = llm.generate(PROMPT, params)
+    assert first.seed is None
+    assert first.tokens != llm.generate(PROMPT, params).tokens
+
+
+def test_greedy_needs_no_seed(make: Any, plain_tokens: list[int]) -> None:
+    assert make().generate(PROMPT, SamplingParams(max_tokens=60, seed=None)).tokens == plain_tokens
+
+
+# --- again, plainly
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_plain_decodes_the_same_prompt(make: Any, plain_tokens: list[int], config: str) -> None:
+    llm = make(config)
+    result = llm.generate(PROMPT, PARAMS)
+    plain = llm.plain(PARAMS)
+    assert plain.tokens == plain_tokens and plain.config == "plain"
+    assert (plain.timings.draft_n, plain.rounds) == (0, 60)
+    assert llm.last_result == result
+    assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+
+
+def test_plain_draws_by_its_own_params(make: Any) -> None:
+    hot = SamplingParams(temperature=1.3, top_k=20, max_tokens=40, seed=5)
+    expected = make("plain").generate(PROMPT, hot).tokens
+    llm = make("retrieval")
+    llm.generate(PROMPT, PARAMS)
+    assert llm.plain(hot).tokens == expected
+    assert llm.plain(PARAMS).tokens == make("plain").generate(PROMPT, PARAMS).tokens
+
+
+def test_plain_after_an_interruption(make: Any, plain_tokens: list[int]) -> None:
+    llm = make()
+    stream = llm.stream(PROMPT, PARAMS)
+    next(stream)
+    stream.close()
+    assert llm.plain(PARAMS).tokens == plain_tokens
+
+
+# --- results
+
+
+FIELDS = {
+    "model", "draft", "config", "device", "dtype", "seed", "prompt_tokens", "tokens", "text",
+    "finish_reason", "timings", "rounds", "levels", "transfer", "memory",
+}  # fmt: skip
+TIMINGS = {
+    "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n",
+    "draft_n_accepted",
+}  # fmt: skip
+MEMORY = {"kv_bytes", "kv_reserved_bytes", "host_peak_bytes", "device_peak_bytes"}
+
+
+def test_json_has_exactly_the_fields_of_the_contract(make: Any) -> None:
+    result = make().generate(PROMPT, PARAMS)
+    values = json.loads(json.dumps(result.to_json()))
+    assert set(values) == FIELDS
+    assert set(values["timings"]) == TIMINGS
+    assert set(values["transfer"]) == {"bytes_to_device", "bytes_to_host", "wait_ms"}
+    assert set(values["memory"]) == MEMORY
+    assert [set(level) for level in values["levels"]] == [{"name", "proposed", "accepted", "ms"}] * 3
+    names = [level["name"] for level in values["levels"]]
+    assert names == ["draft:streaming", "target:retrieved", "target:full"]
+    assert values["prompt_tokens"] == values["timings"]["prompt_n"] == 100
+    assert values["timings"]["predicted_n"] == len(values["tokens"]) == 60
+    assert (values["config"], values["device"], values["dtype"]) == ("triforce", "cpu", "float32")
+    assert values["seed"] == 0 and values["draft"] is not None
+    assert values["memory"]["kv_reserved_bytes"] >= values["memory"]["kv_bytes"] > 0
+
+
+def test_counts_of_a_result_agree(make: Any) -> None:
+    result = make().generate(PROMPT, PARAMS)
+    draft, middle, top = result.levels
+    assert middle.proposed == result.timings.draft_n
+    assert middle.accepted == result.timings.draft_n_accepted
+    assert (top.proposed, top.accepted, top.rounds) == (0, 0, result.rounds)
+    assert 0 < draft.accepted < draft.proposed
+    assert 0 < middle.accepted < middle.proposed
+    # KV of everything but what was emitted last, in whole pages where it is reserved.
+    token_bytes = 2 * 2 * 2 * 16 * 4
+    assert result.memory.kv_bytes == (100 + 60 - 1) * token_bytes
+    assert result.memory.kv_reserved_bytes == 160 * token_bytes
+
+
+# --- the end
+
+
+def test_close_gives_everything_back(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    before = set(threading.enumerate())
+    llm = LLM.from_models(target, draft, config="triforce", overrides=SMALL)
+    llm.generate(PROMPT, PARAMS)
+    assert llm._store.reserved_bytes > 0
+    llm.close()
+    llm.close()
+    assert llm._store.reserved_bytes == llm._store.used_bytes == 0
+    assert set(threading.enumerate()) == before
+
+
+def test_close_in_the_middle_of_a_stream(make: Any, plain_tokens: list[int]) -> None:
+    llm = make()
+    before = set(threading.enumerate())
+    stream = llm.stream(PROMPT, PARAMS)
+    tokens = [next(stream).token for _ in range(3)]
+    llm.close()
+    stream.close()
+    assert tokens == plain_tokens[:3]
+    assert llm.last_result.finish_reason == "interrupted"
+    assert set(threading.enumerate()) <= before
+
+
+def test_use_after_close(make: Any) -> None:
+    llm = make()
+    result = llm.generate(PROMPT, PARAMS)
+    llm.close()
+    for use in (lambda: llm.generate(PROMPT), lambda: llm.stream(PROMPT), llm.plain):
+        with pytest.raises(UsageError):
+            use()
+    with pytest.raises(UsageError, match="closed: make a new one"):
+        llm.generate(PROMPT)
+    assert llm.last_result == result
+
+
+def test_a_with_block_closes(target: PreTrainedModel) -> None:
+    with pytest.raises(ZeroDivisionError), LLM.from_models(target, config="plain") as llm:
+        raise ZeroDivisionError
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate(PROMPT)

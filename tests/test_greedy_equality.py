@@ -1,0 +1,110 @@
+"""Greedy tokens of every composition are those of transformers' own `generate`, for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.config import config_names
+
+NEW_TOKENS = 200
+PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
+CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
+TIE = 1e-4
+
+# A Latin square: every architecture and every config meets every prompt length.
+CASES = [
+    (arch, config, PROMPT_LENGTHS[(row + column) % len(PROMPT_LENGTHS)])
+    for row, arch in enumerate(ARCHITECTURES)
+    for column, config in enumerate(CONFIGS)
+]
+
+
+@dataclass
+class Record:
+    """What all cases did together: drafted tokens by config, and differences excused by a tie."""
+
+    proposed: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+    ties: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[Record]:
+    record = Record()
+    yield record
+    # Checked here and not in a test of its own, which would know nothing where cases were deselected.
+    assert len(record.ties) <= 1, f"too many ties to believe: {record.ties}"
+    for config, proposed in record.proposed.items():
+        if proposed > 1000:
+            assert 0 < record.accepted[config] < proposed, f"{config} drafts teach nothing"
+
+
+def overrides(number: int) -> dict[str, object]:
+    """Small caches, so that they overflow, of sizes that differ from case to case."""
+    chunk = (4, 8)[number % 2]
+    return {
+        "retrieval.budget": (64, 128, 256)[number % 3],
+        "retrieval.recent": 24,
+        "retrieval.chunk": chunk,
+        "retrieval.refresh": ("every", "stride:20", "acceptance:0.4")[number // 2 % 3],
+        "speculation.gamma1": (2, 3)[number % 2],
+        "speculation.gamma2": (5, 4, 7)[number % 3],
+        "speculation.step_down": False,
+        "draft.sinks": (4, 0, 16)[number % 3],
+        "draft.window": (60, 33)[number % 2],
+        "prefill.chunk": (2048, 96)[number % 2],
+        "store.page": (256, 16)[number // 2 % 2],
+        "store.slab_tokens": 256,
+        "store.segment_tokens": 256,
+    }
+
+
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def is_tie(model: PreTrainedModel, text: list[int]) -> bool:
+    """Whether the two most likely tokens after `text` are as good as equal."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([text])).logits[0, -1]
+    best, second = logits.topk(2).values.tolist()
+    return best - second < TIE
+
+
+def test_the_configs_are_all_there() -> None:
+    assert sorted(CONFIGS) == config_names()
+
+
+@pytest.mark.parametrize(("arch", "config", "length"), CASES)
+def test_equals_generate(arch: str, config: str, length: int, record: Record) -> None:
+    number = CASES.index((arch, config, length))
+    target = tiny_target(arch, seed=number)
+    draft = noisy_copy(target)
+    prompt = byte_ids(length, start=1000 * number)
+    expected = transformers_greedy(target, prompt, NEW_TOKENS)
+    assert len(set(expected)) > 5, "this checkpoint repeats itself: choose another seed"
+
+    with LLM.from_models(target, draft, config=config, overrides=overrides(number)) as llm:
+        result = llm.generate(prompt, SamplingParams(max_tokens=NEW_TOKENS))
+
+    timings = result.timings
+    record.proposed[config] = record.proposed.get(config, 0) + timings.draft_n
+    record.accepted[config] = record.accepted.get(config, 0) + timings.draft_n_accepted
+    assert len(result.tokens) == NEW_TOKENS and result.finish_reason == "length"
+    if result.tokens != expected:
+        pairs = zip(result.tokens, expected, strict=True)
+        first = next(i for i, (found, wanted) in enumerate(pairs) if found != wanted)
+        assert is_tie(target, [*prompt, *expected[:first]]), (
+            f"token {first} is {result.tokens[first]}, transformers has {expected[first]}"
+        )
+        record.ties.append(f"{arch} {config} {length}")

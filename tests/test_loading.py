@@ -1,0 +1,189 @@
+"""Models from folders and ids: what is wrong is said in one line that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_draft, tiny_target
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import UsageError
+from offload_rt.loading import choose_device, choose_dtype, load_model, load_tokenizer
+
+CPU = torch.device("cpu")
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_target("llama-gqa").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "tiny"))
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_folder_gives_the_model_and_its_tokenizer(saved: Path) -> None:
+    model = load_model(saved, CPU, torch.float32)
+    original = tiny_target("llama-gqa").state_dict()
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    tokenizer = load_tokenizer(saved)
+    assert tokenizer is not None and tokenizer(real_text()[:50])["input_ids"] == byte_ids(50)
+    assert load_model(saved, CPU, torch.bfloat16).dtype == torch.bfloat16
+    assert load_model(saved, CPU, None).dtype == torch.float32  # the checkpoint's own
+
+
+def test_an_llm_from_folders(saved: Path, tmp_path: Path) -> None:
+    tiny_draft().save_pretrained(tmp_path / "draft")
+    params = SamplingParams(max_tokens=10)
+    with LLM(saved, str(tmp_path / "draft"), config="naive", device="cpu", dtype="float32") as llm:
+        result = llm.generate(real_text()[:40], params)
+    with LLM.from_models(tiny_target("llama-gqa"), config="plain") as plain:
+        assert plain.generate(byte_ids(40), params).tokens == result.tokens
+    assert (result.model, result.draft) == (str(saved), str(tmp_path / "draft"))
+    assert (result.dtype, result.device, result.prompt_tokens) == ("float32", "cpu", 40)
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def truncated(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def empty_weights(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"")
+
+
+def corrupt(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"not at all what it should be" * 100)
+
+
+def corrupt_second_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"\0" * 7)
+
+
+def missing_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def wrong_shape(folder: Path) -> None:
+    edit_config(folder, intermediate_size=96)
+
+
+def broken_json(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+def unknown_architecture(folder: Path) -> None:
+    edit_config(folder, model_type="perceptron9000", architectures=["Perceptron9000ForCausalLM"])
+
+
+def not_causal(folder: Path) -> None:
+    edit_config(folder, model_type="vit", architectures=["ViTForImageClassification"])
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (no_config, r"there is no config\.json in it"),
+    (no_weights, r"there are no weights in it"),
+    (truncated, r"model\.safetensors is truncated or corrupt"),
+    (empty_weights, r"model\.safetensors is truncated or corrupt"),
+    (corrupt, r"model\.safetensors is truncated or corrupt"),
+    (corrupt_second_shard, r"model-00002-of-00002\.safetensors is truncated or corrupt"),
+    (missing_tensor, r"1 weights are missing.*model\.layers\.1\.self_attn\.k_proj\.weight"),
+    (wrong_shape, r"LlamaForCausalLM\): cannot be loaded: .*(shape|size|mismatch)"),
+    (broken_json, r"its config cannot be read"),
+    (unknown_architecture, r"perceptron9000"),
+    (not_causal, r"ViTForImageClassification"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_folder_is_refused(damage: Callable[[Path], None], message: str, folder: Path) -> None:
+    damage(folder)
+    with pytest.raises(UsageError, match=message) as caught:
+        load_model(folder, CPU, torch.float32)
+    assert str(caught.value).startswith(f"model {folder}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
+    tied: PreTrainedModel = tiny_target("qwen2", tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
+    load_model(tmp_path, CPU, torch.float32)
+
+
+def test_a_file_is_no_model(saved: Path) -> None:
+    with pytest.raises(UsageError, match="is a file; name the folder"):
+        load_model(saved / WEIGHTS, CPU, None)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./not-here", "../not/here", "~/not-here", "a/b/c"])
+def test_a_path_that_does_not_exist(name: str) -> None:
+    with pytest.raises(UsageError, match=f"model {name}: there is no such folder"):
+        load_model(name, CPU, None)
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
+def test_an_id_that_cannot_be_fetched(name: str) -> None:
+    with pytest.raises(UsageError, match=f"model {name}: its config cannot be read") as caught:
+        load_model(name, CPU, None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
+    tiny_target("llama").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path) is None
+    with LLM(tmp_path, config="plain", device="cpu") as llm:
+        result = llm.generate(byte_ids(5), SamplingParams(max_tokens=3))
+        assert len(result.tokens) == 3 and result.text == ""
+        with pytest.raises(UsageError, match="no tokenizer: give the prompt as token ids"):
+            llm.generate("text")
+        with pytest.raises(UsageError, match="no tokenizer: stop strings"):
+            llm.generate(byte_ids(5), SamplingParams(stop=("x",)))
+
+
+def test_devices_and_dtypes() -> None:
+    assert choose_device("cpu") == CPU
+    assert choose_dtype("auto", CPU) == torch.float32
+    assert choose_dtype("auto", torch.device("cuda")) is None
+    assert choose_dtype("bfloat16", CPU) == torch.bfloat16
+    with pytest.raises(UsageError, match="device 'tpu' is not known: use one of auto, cpu, cuda"):
+        choose_device("tpu")
+    with pytest.raises(UsageError, match="dtype 'int8' is not known"):
+        choose_dtype("int8", CPU)
+
+
+def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == CPU
+    with pytest.raises(UsageError, match="no CUDA device; use --device cpu"):
+        choose_device("cuda")

@@ -1,0 +1,262 @@
+"""What the runner takes and refuses, that it leaves models as found, and how it reports NaN."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_draft, tiny_target
+from torch import Tensor
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaModel,
+    PreTrainedModel,
+)
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import UsageError
+from offload_rt.model import CausalModel, NotANumber
+
+SHORT = SamplingParams(max_tokens=12)
+SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
+
+
+def other(config_class: type[Any], model_class: type[Any], **settings: Any) -> PreTrainedModel:
+    """A tiny model of an architecture that is not in `ARCHITECTURES`."""
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(0)
+    model: PreTrainedModel = model_class(config_class(**sizes | settings))
+    return model.float().eval()
+
+
+def sliding_mistral() -> PreTrainedModel:
+    return tiny_target("mistral", sliding_window=128)
+
+
+def partly_sliding_qwen() -> PreTrainedModel:
+    return tiny_target("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1)
+
+
+def dynamic_llama() -> PreTrainedModel:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return tiny_target("llama", rope_parameters=rope)
+
+
+class ScaledLlamaModel(LlamaModel):
+    """Scales its embeddings between its modules, as Gemma does in some versions of transformers."""
+
+    def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> Any:
+        return super().forward(**inputs | {"inputs_embeds": 8 * self.embed_tokens(input_ids)})
+
+
+def scaled_embeddings() -> PreTrainedModel:
+    model = tiny_target("llama")
+    body = ScaledLlamaModel(model.config)
+    body.load_state_dict(model.model.state_dict())
+    model.model = body
+    return model
+
+
+def gemma() -> PreTrainedModel:
+    return other(GemmaConfig, GemmaForCausalLM, eos_token_id=None, bos_token_id=None, initializer_range=0.3)
+
+
+def granite() -> PreTrainedModel:
+    return other(GraniteConfig, GraniteForCausalLM, embedding_multiplier=3.0, logits_scaling=2.0)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2)).eval()
+
+
+REFUSED = [
+    (sliding_mistral, r"MistralForCausalLM .*sliding window of 128"),
+    (partly_sliding_qwen, r"Qwen2ForCausalLM .*sliding_attention"),
+    (dynamic_llama, r"LlamaForCausalLM .*\(dynamic\)"),
+    (scaled_embeddings, r"LlamaForCausalLM is not supported: it does more than plain full attention"),
+    (granite, r"GraniteForCausalLM is not supported"),
+    (gpt2, r"GPT2LMHeadModel is not supported: it has no model.embed_tokens"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[make.__name__ for make, _ in REFUSED])
+def test_refused_by_name_and_left_as_found(make: Any, message: str) -> None:
+    model = make().train()
+    given = model.config._attn_implementation
+    with pytest.raises(UsageError, match=message) as caught:
+        CausalModel(model, "some/model")
+    assert str(caught.value).startswith("some/model: ") and "\n" not in str(caught.value)
+    assert model.training and model.config._attn_implementation == given
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_taken(arch: str, dtype: torch.dtype) -> None:
+    model = CausalModel(tiny_target(arch).to(dtype), arch)
+    assert (model.vocabulary, model.layers, model.head_dim, model.dtype) == (256, 2, 16, dtype)
+
+
+def test_the_check_decides_and_not_a_list_of_names() -> None:
+    """Gemma's scaled embeddings fit where they are a module of their own, and are refused where not."""
+    model = gemma()
+    ids = torch.tensor([byte_ids(30)])
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    try:
+        llm = LLM.from_models(model, config="lookup")
+    except UsageError as error:
+        assert "GemmaForCausalLM is not supported" in str(error)
+        return
+    with llm:
+        assert llm.generate(byte_ids(30), SHORT).tokens == out[0, 30:].tolist()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_models_are_left_as_found(attention: str) -> None:
+    target = tiny_target("llama-gqa")
+    draft = noisy_copy(target)
+    target.train()
+    for model in (target, draft):
+        model.set_attn_implementation(attention)
+    ids = torch.tensor([byte_ids(20)])
+
+    def written(model: PreTrainedModel) -> list[int]:
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        tokens: list[int] = out[0].tolist()
+        return tokens
+
+    before = written(target), written(draft)
+    state = copy.deepcopy(target.state_dict())
+    keys = set(vars(target)), set(vars(target.config))
+    llm = LLM.from_models(target, draft, config="naive", overrides=SMALL)
+    llm.generate(byte_ids(50), SHORT)
+    llm.close()
+    assert target.training and not draft.training
+    for model in (target, draft):
+        assert model.config._attn_implementation == attention
+    assert (set(vars(target)), set(vars(target.config))) == keys
+    assert all(torch.equal(value, state[name]) for name, value in target.state_dict().items())
+    assert (written(target), written(draft)) == before
+
+
+def test_models_are_left_as_found_where_no_llm_comes_of_them() -> None:
+    target = tiny_target("llama").train()
+    with pytest.raises(UsageError, match="vocabulary"):
+        LLM.from_models(target, tiny_draft(300), config="naive")
+    assert target.training
+    with pytest.raises(UsageError, match="sliding window"):
+        LLM.from_models(target, sliding_mistral(), config="naive")
+    assert target.training
+    with pytest.raises(UsageError, match="drafts with a small model"):
+        LLM.from_models(target, None, config="naive")
+    assert target.training
+
+
+def test_a_draft_of_another_vocabulary_is_refused() -> None:
+    target = tiny_target("llama")
+    with pytest.raises(UsageError, match="LlamaForCausalLM has 300 tokens .* has 256: a draft must share"):
+        LLM.from_models(target, tiny_draft(300), config="triforce")
+    # Where no level of the config drafts with it, nobody asks.
+    with LLM.from_models(target, tiny_draft(300), config="lookup") as llm:
+        assert llm.generate(byte_ids(5), SHORT).draft is None
+
+
+def test_two_llms_share_a_process_and_a_model() -> None:
+    target, second = tiny_target("llama", seed=3), tiny_target("qwen3", seed=4)
+    prompt = byte_ids(90)
+
+    def alone(model: PreTrainedModel, config: str) -> list[int]:
+        with LLM.from_models(model, noisy_copy(model), config=config, overrides=SMALL) as llm:
+            return llm.generate(prompt, SHORT).tokens
+
+    expected = [alone(target, "triforce"), alone(second, "naive"), alone(target, "retrieval")]
+    with (
+        LLM.from_models(target, noisy_copy(target), config="triforce", overrides=SMALL) as first,
+        LLM.from_models(second, noisy_copy(second), config="naive", overrides=SMALL) as other_model,
+        LLM.from_models(target, config="retrieval", overrides=SMALL) as same_model,
+    ):
+        streams = [llm.stream(prompt, SHORT) for llm in (first, other_model, same_model)]
+        in_turn = list(zip(*streams, strict=True))
+        first.close()
+        # Closing one takes nothing from the other.
+        assert same_model.generate(prompt, SHORT).tokens == expected[2]
+    assert [[event.token for event in events] for events in zip(*in_turn, strict=True)] == expected
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_model_may_draft_for_itself() -> None:
+    target = tiny_target("llama").train()
+    prompt = byte_ids(10)
+    with LLM.from_models(target, target, config="naive", overrides={"speculation.step_down": False}) as llm:
+        result = llm.generate(prompt, SHORT)
+        assert result.tokens == llm.plain(SHORT).tokens
+    assert result.timings.draft_n_accepted == result.timings.draft_n > 0
+    assert target.config._attn_implementation == "sdpa" and target.training
+
+
+@pytest.mark.parametrize("config", ["plain", "triforce"])
+def test_nan_in_a_weight_is_named(config: str) -> None:
+    target = tiny_target("llama")
+    draft = noisy_copy(target)
+    with torch.no_grad():
+        target.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    with (
+        LLM.from_models(target, draft, config=config, overrides=SMALL) as llm,
+        pytest.raises(NotANumber, match=r"weight model\.layers\.1\.mlp\.down_proj\.weight"),
+    ):
+        llm.generate(byte_ids(30), SHORT)
+
+
+@pytest.mark.parametrize("config", ["plain", "streaming"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nan_from_a_layer_is_named(layer: int, config: str) -> None:
+    target = tiny_target("llama")
+    with LLM.from_models(target, config=config, overrides=SMALL) as llm:
+        expected = llm.generate(byte_ids(30), SHORT).tokens
+        hook = target.model.layers[layer].mlp.register_forward_hook(
+            lambda module, inputs, output: torch.full_like(output, torch.nan)
+        )
+        with pytest.raises(NotANumber, match=f"output of layer {layer}.*--dtype"):
+            llm.generate(byte_ids(30), SHORT)
+        hook.remove()
+        # The failure leaves nothing behind.
+        assert llm.generate(byte_ids(30), SHORT).tokens == expected
+
+
+def test_nan_from_the_head_is_told_from_that_of_a_layer() -> None:
+    target = tiny_target("llama")
+    with LLM.from_models(target, config="plain") as llm:
+        hook = target.model.norm.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+        with pytest.raises(NotANumber, match="final norm and head"):
+            llm.generate(byte_ids(3), SHORT)
+        hook.remove()
+
+
+def test_a_nan_in_the_draft_names_the_draft() -> None:
+    target = tiny_target("llama")
+    draft = noisy_copy(target)
+    draft.config._name_or_path = "the/draft"
+    with torch.no_grad():
+        draft.lm_head.weight[0, 0] = torch.nan
+    with (
+        LLM.from_models(target, draft, config="naive", overrides=SMALL) as llm,
+        pytest.raises(NotANumber, match=r"^the/draft: .*weight lm_head\.weight"),
+    ):
+        llm.generate(byte_ids(30), SHORT)

@@ -1,0 +1,127 @@
+"""Prefill leaves in the store what transformers itself computes, whatever the chunks, and moves it once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, byte_ids, tiny_target
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
+from offload_rt.attention import TorchCpuBackend
+from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.model import CausalModel
+from offload_rt.prefill import prefill
+from offload_rt.session import kv_layout
+
+TOLERANCE = 1e-4
+
+
+@contextmanager
+def empty_cache(model: CausalModel, link: Link, page: int = 16) -> Iterator[FullCache]:
+    with PagedKVStore(kv_layout(model, page), slab_tokens=64) as store:
+        sequence = store.new_sequence(chunk_size=8)
+        engine = TransferEngine(sequence, link, segment_tokens=32, ring_buffers=2)
+        try:
+            yield FullCache(sequence, engine, store.layout, model.heads, model.device, TorchCpuBackend())
+        finally:
+            engine.close()
+            link.close()
+
+
+def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[DynamicCache, Tensor]:
+    """transformers' own KV and its last hidden state, `[1, tokens, hidden_size]` after the norm."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        output = model.model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+    return cache, output.last_hidden_state
+
+
+def check_store(cache: FullCache, expected: DynamicCache, length: int) -> None:
+    assert cache.length == length
+    keys, values = cache.read(0, length)
+    for number, layer in enumerate(expected.layers):
+        torch.testing.assert_close(keys[number], layer.keys[0], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(values[number], layer.values[0], rtol=0, atol=TOLERANCE)
+        means = layer.keys[0, :, : length // 8 * 8].unflatten(1, (-1, 8)).mean(2)
+        torch.testing.assert_close(cache.summaries(number), means, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("link", ["cpu", "paced"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_store_holds_transformers_kv(arch: str, link: str, outputs: bool) -> None:
+    target = tiny_target(arch)
+    model = CausalModel(target, arch)
+    for length, chunk in ((1, 2048), (2, 1), (17, 16), (33, 5), (200, 64), (200, 2048)):
+        tokens = byte_ids(length, start=length)
+        kv, hidden = reference(target, tokens)
+        made: Link = CpuLink() if link == "cpu" else PacedLink(1e9, latency_s=1e-4)
+        with empty_cache(model, made) as cache:
+            found = prefill(model, cache, tokens, chunk, outputs=outputs)
+            check_store(cache, kv, length)
+            assert cache.last_queries.shape[:2] == (model.layers, model.heads)
+            assert 1 <= cache.last_queries.shape[2] <= LAST_QUERIES
+            if not outputs:
+                assert found is None
+                continue
+            assert found is not None
+            with torch.inference_mode():
+                normed = target.model.norm(found)
+            torch.testing.assert_close(normed, hidden, rtol=0, atol=TOLERANCE)
+
+
+def test_the_last_queries_are_those_of_the_last_tokens() -> None:
+    target = tiny_target("llama-gqa")
+    model = CausalModel(target, "tiny")
+    tokens = byte_ids(40)
+    with empty_cache(model, CpuLink()) as cache, empty_cache(model, CpuLink()) as other:
+        prefill(model, cache, tokens, 64)
+        prefill(model, other, tokens[:-1], 64)
+        # Layer 0 sees nothing but its token and its position.
+        whole, shorter = cache.last_queries[0], other.last_queries[0]
+        torch.testing.assert_close(whole[:, :-1], shorter[:, 1:], rtol=0, atol=TOLERANCE)
+        projected = target.model.layers[0].self_attn.q_proj(
+            target.model.layers[0].input_layernorm(target.model.embed_tokens(torch.tensor(tokens[-1])))
+        )
+        norms = projected.view(model.heads, -1).norm(dim=-1)  # which rotation leaves as they are
+        torch.testing.assert_close(whole[:, -1].norm(dim=-1), norms, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 2048])
+def test_every_byte_crosses_the_link_once(chunk: int) -> None:
+    model = CausalModel(tiny_target("llama-gqa"), "tiny")
+    with empty_cache(model, PacedLink(1e9)) as cache:
+        prefill(model, cache, byte_ids(150), chunk)
+        assert cache.engine.counters.bytes_to_host == cache.layout.kv_bytes(150)
+        assert cache.engine.counters.bytes_to_device == 0
+
+
+def test_a_model_that_needs_no_link_moves_nothing() -> None:
+    model = CausalModel(tiny_target("llama"), "tiny")
+    with empty_cache(model, CpuLink()) as cache:
+        prefill(model, cache, byte_ids(50), 16)
+        assert (cache.engine.counters.bytes_to_host, cache.engine.counters.copies) == (0, 0)
+
+
+def test_progress_reaches_its_end_and_never_goes_back() -> None:
+    model = CausalModel(tiny_target("llama"), "tiny")
+    seen: list[tuple[int, int]] = []
+    with empty_cache(model, CpuLink()) as cache:
+        prefill(model, cache, byte_ids(50), 16, lambda done, of: seen.append((done, of)))
+    assert [done for done, _ in seen] == [16, 32, 48, 50, 66, 82, 98, 100]
+    assert {of for _, of in seen} == {100}
+
+
+def test_only_an_empty_cache_is_filled() -> None:
+    model = CausalModel(tiny_target("llama"), "tiny")
+    with empty_cache(model, CpuLink()) as cache:
+        with pytest.raises(ValueError, match="at least one token"):
+            prefill(model, cache, [], 16)
+        prefill(model, cache, byte_ids(3), 16)
+        with pytest.raises(ValueError, match="empty cache"):
+            prefill(model, cache, byte_ids(3), 16)
