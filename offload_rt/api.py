@@ -11,7 +11,6 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
-import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,8 +18,9 @@ from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.config import Config, load_config
 from offload_rt.decoding import decode
+from offload_rt.devices import available_memory
 from offload_rt.drafting.base import LevelStats
-from offload_rt.drafting.compose import DRAFT_STREAMING
+from offload_rt.drafting.compose import DRAFT_STREAMING, TARGET_RETRIEVED
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
 from offload_rt.governor import Governor
@@ -163,6 +163,11 @@ class LLM:
                 f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
                 f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
             )
+        if draft is not None and draft.device != target.device:
+            raise UsageError(
+                f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
+                "put both on one device"
+            )
         self.config = self._without_missing_draft(config)
         self._backend = choose_backend(target.device)
         self._link = link or _link_for(target.device)
@@ -251,7 +256,11 @@ class LLM:
         )
         self._session = session
         report = self._on_progress
-        session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
+        try:
+            session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
+        except BaseException:
+            self._drop_session()
+            raise
         return self._run(session, params)
 
     def again(
@@ -279,10 +288,12 @@ class LLM:
         self._check_room(session.prompt_tokens, params)
         session.recompose(settings, self._sampling(params), self._stop_tokens(params))
         first = self._result
-        for _ in self._run(session, params):
-            pass
-        result, self._result = self.last_result, first
-        return result
+        try:
+            for _ in self._run(session, params):
+                pass
+            return self.last_result
+        finally:
+            self._result = first
 
     def plain(self, params: SamplingParams = GREEDY) -> GenerationResult:
         """Decodes the last prompt again, plainly."""
@@ -378,7 +389,9 @@ class LLM:
                 kv_reserved_bytes=self._store.reserved_bytes,
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 device_peak_bytes=(
-                    torch.cuda.max_memory_allocated() if self._target.device.type == "cuda" else 0
+                    torch.cuda.max_memory_allocated(self._target.device)
+                    if self._target.device.type == "cuda"
+                    else 0
                 ),
             ),
             plain_tokens=governor.plain_tokens,
@@ -411,15 +424,21 @@ class LLM:
 
     def _check_memory(self, tokens: int) -> None:
         layout = self._store.layout
-        held = self._store.reserved_bytes  # is given back, or used again, before more is asked for
-        needed = layout.reserved_bytes(tokens)
-        available = psutil.virtual_memory().available + held
+        token_bytes = layout.token_bytes
+        if TARGET_RETRIEVED in self.config.speculation.levels:
+            token_bytes += layout.token_bytes // (2 * self.config.retrieval.chunk)  # a mean key a chunk
+        if self._target.device.type == "cpu":
+            token_bytes += (
+                self._target.hidden_size * self._target.dtype.itemsize
+            )  # the prompt's hidden states
+        # What the store holds is given back, or used again, before more is asked for.
+        available = available_memory() + self._store.reserved_bytes
+        needed = tokens * token_bytes
         if needed > available:
-            longest = int(available * 0.95) // layout.token_bytes
             raise UsageError(
                 f"the KV of {tokens} tokens needs {needed / 2**30:.1f} GiB of memory and "
-                f"{available / 2**30:.1f} GiB are available: the longest context that fits is {longest} "
-                "tokens"
+                f"{available / 2**30:.1f} GiB are available: the longest context that fits is "
+                f"{available // token_bytes} tokens"
             )
 
     def _drop_session(self) -> None:

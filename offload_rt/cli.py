@@ -7,12 +7,13 @@ the reader of stdout is gone.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -148,17 +149,23 @@ def _generate(arguments: argparse.Namespace) -> int:
         seed=int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed,
         ignore_eos=arguments.ignore_eos,
     )
+    # A character that the reader's encoding lacks is no reason to lose the rest.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     console = _Console(arguments.quiet)
-    with LLM(
-        arguments.model,
-        draft=arguments.draft,
-        config=arguments.config,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        overrides=dict(arguments.overrides),
-        on_progress=console.progress,
-        on_notice=console.notice,
-    ) as llm:
+    with (
+        _told_in_a_line(),
+        LLM(
+            arguments.model,
+            draft=arguments.draft,
+            config=arguments.config,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            overrides=dict(arguments.overrides),
+            on_progress=console.progress,
+            on_notice=console.notice,
+        ) as llm,
+    ):
         prompt = _encode(llm, text, arguments, console)
         status = _write_text(llm, prompt, params, console)
         result = llm.last_result
@@ -176,6 +183,22 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         _write_json(arguments.json, report)
     return status
+
+
+@contextmanager
+def _told_in_a_line() -> Iterator[None]:
+    """What the machine refuses while it works, as a line to the user."""
+    import torch
+
+    from cpu_kv import CopyFailed, TransferStalled
+
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"out of memory: {reason}; give a shorter prompt or fewer new tokens") from error
+    except (CopyFailed, TransferStalled) as error:
+        raise UsageError(f"{error}; check the GPU and its driver (nvidia-smi)") from error
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -307,6 +330,8 @@ def _write_json(path: Path, report: dict[str, object]) -> None:
         try:
             partial.write_text(text, encoding="utf-8")
             partial.replace(target)
+        except OSError:
+            target.write_text(text, encoding="utf-8")  # a file in a folder that is not ours to write
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:

@@ -66,10 +66,15 @@ def demo_model(part: str) -> Path:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model; None where there is none (the model then works with token ids)."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, ImportError):
+    folder = Path(source)
+    if folder.is_dir() and not any(folder.glob("*token*")):
         return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for one thing
+        raise UsageError(
+            f"model {source}: its tokenizer cannot be read ({_first_line(error)}); download it again"
+        ) from error
     return tokenizer
 
 
@@ -86,7 +91,7 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     elif folder.is_absolute() or where.startswith(("./", "../", "~")) or where.count("/") > 1:
         raise UsageError(f"model {where}: there is no such folder")
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
         raise UsageError(f"model {where}: its config cannot be read: {_first_line(error)}") from error
     wanted: Any = dtype if dtype is not None else "auto"
@@ -96,7 +101,12 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     loader: Any = AutoModelForCausalLM.from_pretrained  # what it returns hangs on its arguments
     try:
         model, report = loader(
-            source, config=config, dtype=wanted, attn_implementation="sdpa", output_loading_info=True
+            source,
+            config=config,
+            dtype=wanted,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UsageError(

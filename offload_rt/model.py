@@ -28,7 +28,7 @@ class AttentionPass(Protocol):
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor: ...
 
 
-class NotANumber(RuntimeError):
+class NotANumber(UsageError):
     """Logits contain NaN; the message names the first layer whose output does."""
 
 
@@ -40,15 +40,21 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     attention_pass: AttentionPass | None = None,
-    **_: Any,
+    **extra: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
     if attention_pass is None:
         raise RuntimeError(f"attention {ATTENTION_NAME!r} works only for a model that offload_rt runs")
+    # What would change the result and is not asked for by name must not be dropped in silence.
+    unknown = [name for name in _CHANGES_ATTENTION if extra.get(name) is not None]
+    if unknown:
+        raise ValueError(f"its attention uses {', '.join(unknown)}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
+
+_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
@@ -181,13 +187,15 @@ class CausalModel:
         """
         tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
         positions = torch.arange(5, device=self.device)
-        with torch.inference_mode(), _attention_through(self.module, "sdpa"):
-            expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
-        probe = _Probe(self.layers)
+        probe = _Probe(self.kv_heads, self.head_dim)
         try:
             with torch.inference_mode():
+                with _attention_through(self.module, "sdpa"):
+                    expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
                 found = self.logits(self._run(range(self.layers), self.embed(tokens), positions, probe))
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(f"{self.name}: {_kind(self.module)} is not supported: {error}") from error
         if bool(expected.isnan().any()):
             return  # reported where it matters, by layer, at the first real pass
@@ -203,12 +211,16 @@ class CausalModel:
 class _Probe:
     """Attention of a few tokens over themselves."""
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    def __init__(self, kv_heads: int, head_dim: int) -> None:
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.calls = 0
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         self.calls += 1
+        expected = (self.kv_heads, keys.shape[1], self.head_dim)
+        if keys.shape != expected or values.shape != expected:
+            raise ValueError(f"its KV has shapes {list(keys.shape)} and {list(values.shape)}")
         return torch.nn.functional.scaled_dot_product_attention(
             queries[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
         )[0]

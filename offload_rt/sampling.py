@@ -46,7 +46,9 @@ class SamplingLaw:
 
         Not defined for a greedy law: there the argmax alone is needed, see `choices`.
         """
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # The largest becomes 0 first: a tiny temperature must not make it infinite.
+        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < wide.shape[-1]:
             kth = wide.topk(self.top_k, dim=-1).values[..., -1:]
             wide = wide.masked_fill(wide < kth, -torch.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from time import perf_counter
 
 import torch
@@ -50,16 +51,21 @@ class Session:
         self._draft = draft
         self._backend = backend
         self._sequence = store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
-        self._sequence.reserve(len(self.text) + max_tokens)
-        self.engine = TransferEngine(
-            self._sequence,
-            link,
-            segment_tokens=config.store.segment_tokens,
-            ring_buffers=config.store.ring_buffers,
-        )
-        self.full = FullCache(self._sequence, self.engine, store.layout, target.heads, target.device, backend)
-        self._prompt_queries = self.full.last_queries
-        self.verifier = self._compose(sampling)
+        with ExitStack() as failed:
+            failed.callback(self._sequence.close)
+            self._sequence.reserve(len(self.text) + max_tokens)
+            self.engine = TransferEngine(
+                self._sequence,
+                link,
+                segment_tokens=config.store.segment_tokens,
+                ring_buffers=config.store.ring_buffers,
+            )
+            self.full = FullCache(
+                self._sequence, self.engine, store.layout, target.heads, target.device, backend
+            )
+            self._prompt_queries = self.full.last_queries
+            self.verifier = self._compose(sampling)
+            failed.pop_all()
 
     def _compose(self, sampling: Sampling) -> Verifier:
         return compose(

@@ -52,10 +52,6 @@ class BoundedCache(ABC):
         return self.verified_length + self._speculative
 
     @property
-    def device_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-    @property
     def _end(self) -> int:
         return self.entries + self._speculative
 

@@ -99,10 +99,10 @@ class StreamingCache(BoundedCache):
         distance = self.verified_length - self.sinks - held
         if distance <= 0:
             return
-        angles = (distance * self._frequencies.double()).float()
-        cos = torch.cat([angles.cos(), angles.cos()])
-        sin = torch.cat([angles.sin(), angles.sin()])
-        keys = self._sink_keys.float()
-        half = keys.shape[-1] // 2
-        turned = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
-        self.keys[:, :, : self.sinks] = (keys * cos + turned * sin).to(self.keys.dtype)
+        angles = distance * self._frequencies.double()
+        cos = torch.cat([angles.cos(), angles.cos()]).float()
+        sin = torch.cat([angles.sin(), angles.sin()]).float()
+        rotary = len(cos)  # less than head_dim where a model rotates only a part
+        keys = self._sink_keys[..., :rotary].float()
+        turned = torch.cat([-keys[..., rotary // 2 :], keys[..., : rotary // 2]], dim=-1)
+        self.keys[:, :, : self.sinks, :rotary] = (keys * cos + turned * sin).to(self.keys.dtype)

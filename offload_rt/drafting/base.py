@@ -18,7 +18,6 @@ class LevelStats:
         rounds: verification passes.
         proposed: tokens that the level below proposed to it.
         accepted: how many of them it accepted.
-        emitted: tokens it put out, its own included.
         ms: time in its own passes and verdicts, without that of the levels below.
         fixed_ms: the same by the shapes of its passes, at nominal rates (`costs.py`).
     """
@@ -27,7 +26,6 @@ class LevelStats:
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0
-    emitted: int = 0
     ms: float = 0.0
     fixed_ms: float = 0.0
 

@@ -52,7 +52,6 @@ class LookupDrafter:
                 tokens = text.part(end, end + count)
                 break
         self._stats.rounds += 1
-        self._stats.emitted += len(tokens)
         self._stats.ms += 1e3 * (perf_counter() - started)
         return Draft.chain(tokens)
 

@@ -144,7 +144,6 @@ class Verifier:
         self.stats.rounds += 1
         self.stats.proposed += len(draft.tokens)
         self.stats.accepted += len(tokens)
-        self.stats.emitted += len(tokens) + 1
         if laws is not None:
             laws = laws[[0, *(1 + node for node in verdict.path)]]
         return Round([*tokens, verdict.token], len(tokens), len(draft.tokens), laws)

@@ -95,7 +95,7 @@ class Kernel:
 @functools.cache
 def load_kernel() -> Kernel | None:
     """The kernel for this machine, built if need be; None where it cannot be had."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = os.environ.get("CXX") or shutil.which("g++")
     if os.environ.get(SWITCH) == "0" or compiler is None:
         return None
     try:
@@ -103,7 +103,7 @@ def load_kernel() -> Kernel | None:
         if not path.exists():
             _build(compiler, path)
         return Kernel(path)
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
         return None
 
 
