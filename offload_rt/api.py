@@ -26,6 +26,7 @@ from offload_rt.errors import UsageError
 from offload_rt.governor import Governor
 from offload_rt.loading import (
     DEMO,
+    check_same_tokens,
     choose_device,
     choose_dtype,
     demo_model,
@@ -95,10 +96,12 @@ class LLM:
         if DRAFT_STREAMING not in settings.speculation.levels:
             draft_name = None
         target = load_model(model_source, place, wanted)
+        tokenizer = load_tokenizer(model_source)
+        if draft_name is not None:
+            check_same_tokens(tokenizer, model_name, load_tokenizer(draft_name), draft_name)
         small = load_model(draft_name, place, target.dtype) if draft_name is not None else None
         if draft_name is not None and model is None:
             draft_name = DEMO if Path(draft_name) == demo_model("draft") else draft_name
-        tokenizer = load_tokenizer(model_source)
         self._start(
             CausalModel(target, model_name),
             None if small is None else CausalModel(small, draft_name or ""),

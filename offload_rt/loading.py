@@ -78,6 +78,30 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
+def check_same_tokens(
+    target: PreTrainedTokenizerBase | None,
+    target_name: str,
+    draft: PreTrainedTokenizerBase | None,
+    draft_name: str,
+) -> None:
+    """Refuses a draft in whose tokenizer a token of the target has another number.
+
+    The output would follow the target's law all the same, but no draft would ever be accepted.
+
+    Raises:
+        UsageError: naming the token.
+    """
+    if target is None or draft is None:
+        return
+    theirs = draft.get_vocab()
+    for token, number in target.get_vocab().items():
+        if theirs.get(token, number) != number:
+            raise UsageError(
+                f"draft {draft_name} has another vocabulary than the target {target_name}: {token!r} is "
+                f"token {theirs[token]} there and {number} here; a draft must share the target's tokenizer"
+            )
+
+
 def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
     """Weights from a local folder or a hub id, on `device`.
 

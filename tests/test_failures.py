@@ -92,6 +92,22 @@ def test_a_session_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyP
         assert llm._store.reserved_bytes == reserved  # its pages were free
 
 
+def test_a_draft_with_other_tokens_of_the_same_number(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = tmp_path / "draft"
+    tiny_target("llama").save_pretrained(draft)
+    byte_tokenizer().save_pretrained(draft)
+    swapped = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = swapped["model"]["vocab"]
+    first, second = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(swapped))
+    arguments = ["--model", str(saved), "--draft", str(draft), "--config", "naive", "--prompt", "abc"]
+    assert cli.main(["generate", *arguments]) == 2
+    assert "another vocabulary" in capsys.readouterr().err
+
+
 def test_a_corrupt_tokenizer_is_not_a_missing_one(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (saved / "tokenizer.json").read_text()
     (saved / "tokenizer.json").write_text(whole[: len(whole) // 2])
