@@ -37,9 +37,16 @@ def test_a_shipped_config_states_only_what_differs(name: str) -> None:
                 assert getattr(getattr(defaults, section), key) != value
 
 
-def test_defaults() -> None:
+def test_triforce_states_what_was_measured_best() -> None:
     config = load_config("triforce")
     assert config.name == "triforce"
+    assert config.speculation.levels == ("draft:streaming", "target:retrieved")
+    assert config.retrieval.refresh == RefreshPolicy("stride", 32)
+    assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 12)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    config = written(tmp_path, '[speculation]\nlevels = ["target:retrieved"]')
     assert (config.retrieval.budget, config.retrieval.chunk, config.retrieval.recent) == (4096, 8, 256)
     assert config.retrieval.refresh == RefreshPolicy("every")
     assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 8)
