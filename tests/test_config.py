@@ -46,7 +46,7 @@ def test_triforce_states_what_was_measured_best() -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    config = written(tmp_path, '[speculation]\nlevels = ["target:retrieved"]')
+    config = written(tmp_path, '[speculation]\nlevels = ["target:retrieved"]', {})
     assert (config.retrieval.budget, config.retrieval.chunk, config.retrieval.recent) == (4096, 8, 256)
     assert config.retrieval.refresh == RefreshPolicy("every")
     assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 8)
