@@ -16,11 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
-from offload_rt.config import Config, load_config
+from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config, load_config
 from offload_rt.decoding import decode
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import LevelStats
-from offload_rt.drafting.compose import DRAFT_STREAMING, TARGET_RETRIEVED
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
 from offload_rt.governor import Governor

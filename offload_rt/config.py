@@ -17,7 +17,12 @@ from typing import Any, Literal, get_type_hints
 
 from offload_rt.errors import UsageError
 
-LEVELS = ("lookup", "draft:streaming", "target:streaming", "target:retrieved")
+LOOKUP = "lookup"
+DRAFT_STREAMING = "draft:streaming"
+TARGET_STREAMING = "target:streaming"
+TARGET_RETRIEVED = "target:retrieved"
+
+LEVELS = (LOOKUP, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
 
 MAX_LEVELS = 2

@@ -11,9 +11,9 @@ import torch
 from cpu_kv import KVLayout, Link, PagedKVStore, TransferCounters, TransferEngine
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.full import FullCache
-from offload_rt.config import Config
+from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Text
-from offload_rt.drafting.compose import TARGET_RETRIEVED, Parts, compose
+from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
 from offload_rt.governor import Governor

@@ -9,18 +9,14 @@ from offload_rt.attention import AttentionBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import Config
+from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING, Config
 from offload_rt.costs import PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
 from offload_rt.drafting.lookup import LookupDrafter
 from offload_rt.drafting.verifier import Sampling, SmallModelDrafter, Verifier, VerifierDrafter
 from offload_rt.model import CausalModel
 
-DRAFT_STREAMING = "draft:streaming"
-TARGET_STREAMING = "target:streaming"
-TARGET_RETRIEVED = "target:retrieved"
 TARGET_FULL = "target:full"
-LOOKUP = "lookup"
 
 
 @dataclass(frozen=True)
