@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from offload_rt import cli
+from offload_rt.commands import generate
 from offload_rt.errors import UsageError
 
 WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
@@ -167,7 +168,7 @@ def test_quiet(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_demo_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate"]) == 0
-    assert len(llm.made.prompt) == cli.DEMO_PROMPT_TOKENS
+    assert len(llm.made.prompt) == generate.DEMO_PROMPT_TOKENS
     assert "kept the last 32,768 of the demo prompt's" in capsys.readouterr().err
     assert cli.main(["generate", "--max-prompt-tokens", "1000000"]) == 0
     assert len(llm.made.prompt) > 300_000
@@ -334,8 +335,8 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter([0.0, 1.0, 1.01, 3.0])
-    monkeypatch.setattr(cli.time, "monotonic", lambda: next(clock))
-    console = cli._Console(quiet=False)
+    monkeypatch.setattr(generate.time, "monotonic", lambda: next(clock))
+    console = generate._Console(quiet=False)
     console.tokens["prefill"] = 1000
     for done in (1, 2, 3):
         console.progress("prefill", done, 4)
