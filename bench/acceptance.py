@@ -59,6 +59,12 @@ class ExactTopKCache(BoundedCache):
     def build(self, queries: Tensor) -> None:
         """Nothing to choose by: the queries to serve are not known yet."""
 
+    def catch_up(self) -> None:
+        """Nothing to do: it is built whenever it is read."""
+
+    def refill(self) -> None:
+        """Nothing to take."""
+
     def adopt(self, verified: Verified) -> None:
         source = self._source
         source.engine.flush()

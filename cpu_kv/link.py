@@ -176,7 +176,9 @@ class PacedLink:
             raise RuntimeError("the link was closed")
         # The pace is kept over many copies: what this thread overslept, or took to move, is made up for.
         lane.free_at = end
-        self.move(pairs)
+        # The mode of a thread: without it, tensors made in inference mode could not be written to here.
+        with torch.inference_mode():
+            self.move(pairs)
 
 
 class _Lane:

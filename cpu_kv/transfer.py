@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv.link import CopyFailed, Link, Ticket, pair_bytes
+from cpu_kv.link import CopyFailed, Link, Ticket, TransferStalled, pair_bytes
 from cpu_kv.staging import StagingRing, StagingSlot
 from cpu_kv.store import KeysValues, SequenceKV, cut_alike
 
@@ -19,11 +19,13 @@ from cpu_kv.store import KeysValues, SequenceKV, cut_alike
 class TransferCounters:
     """What crossed the link, in bytes and copies, and how long the host waited for it, in ms.
 
-    Over CUDA the compute waits instead of the host, and ``wait_ms`` stays near 0.
+    ``bytes_abandoned``: the part of ``bytes_to_device`` that belongs to streams which were closed before
+    it was read. Over CUDA the compute waits instead of the host, and ``wait_ms`` stays near 0.
     """
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
+    bytes_abandoned: int = 0
     copies: int = 0
     wait_ms: float = 0.0
 
@@ -51,8 +53,8 @@ class TransferEngine:
     """Moves the KV of one sequence over a link; used from one thread.
 
     ``segment_tokens``: tokens in a staging buffer; ``ring_buffers``: how many there are, that is, how far
-    the link may run ahead. A link that is ``in_place`` needs none: the compute is given the store's own
-    views. The engine does not close its link, which other engines may share.
+    the link may run ahead, into the next stream too. A link that is ``in_place`` needs none: the compute is
+    given the store's own views. The engine does not close its link, which other engines may share.
     """
 
     # Committed KV never changes, so the link may read it at any time, ahead of every decision. What is being
@@ -68,26 +70,31 @@ class TransferEngine:
         if not link.in_place:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
-        self._stream: LayerStream | None = None
+        self._streams: deque[LayerStream] = deque()  # neither at their end nor closed, in their order
         self._closed = False
 
-    def stream(self, length: int, layers: Sequence[int] | None = None) -> LayerStream:
-        """One pass over the first ``length`` tokens of ``layers`` (default: all), in that order.
+    def stream(self, end: int, layers: Sequence[int] | None = None, *, start: int = 0) -> LayerStream:
+        """One pass over the tokens ``start`` .. ``end`` of ``layers`` (default: all), in that order.
 
-        Prefetching starts at once, as far as the ring has room. Waits for write-backs only if they are part
-        of the pass. Raises ValueError where a layer has fewer tokens, RuntimeError while another stream of
-        this engine is neither at its end nor closed.
+        Prefetching starts at once, as far as the ring has room. While streams before it are not at their
+        end, what is left of them goes first: so the link runs ahead into the next pass. Waits for
+        write-backs only if they are part of the pass. Raises ValueError where a layer has fewer tokens.
         """
         self._check_open()
         layers = range(self.sequence.layout.layers) if layers is None else layers
-        if self._stream is not None and not self._stream.finished:
-            raise RuntimeError("the stream before this one is neither at its end nor closed")
-        if any(self.sequence.layer_length(layer) < length for layer in layers):
+        if any(self.sequence.layer_length(layer) < end for layer in layers):
             self.flush()
         for layer in layers:
-            self.sequence.views(layer, 0, length)  # raises where they are not present
-        self._stream = LayerStream(self, self._ring, length, layers)
-        return self._stream
+            self.sequence.views(layer, start, end)  # raises where they are not present
+        stream = LayerStream(self, self._ring, start, end, layers)
+        self._streams.append(stream)
+        self._prefetch()
+        return stream
+
+    def collect(self) -> None:
+        """Count the write-backs that are done, without waiting. Raises CopyFailed where one failed."""
+        while self._writes and self._writes[0].ticket.done():
+            self._finish_oldest_write()
 
     def write_back(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Append ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, asynchronously.
@@ -102,8 +109,20 @@ class TransferEngine:
         pairs = cut_alike(self.sequence.slots(layer, count, ahead), keys.detach(), values.detach())
         ticket = self._copy(pairs, after=self.link.mark(), to_host=True)
         self._writes.append(_WriteBack(layer, count, (keys, values), ticket))
-        while self._writes and self._writes[0].ticket.done():
-            self._finish_oldest_write()
+        self.collect()
+
+    def finish_compute(self) -> None:
+        """Let the host wait for all compute enqueued so far.
+
+        Raises TransferStalled, for the copy that the compute waits for.
+        """
+        try:
+            self.link.mark().synchronize()
+        except TransferStalled:
+            for stream in self._streams:
+                for _, slot in stream._copying:
+                    slot.ready.synchronize()  # raises for the first one that is not done
+            raise
 
     def flush(self) -> None:
         """Wait for all write-backs.
@@ -141,17 +160,30 @@ class TransferEngine:
         pin = self.link.device.type == "cuda"
         memory = torch.empty(2, *shape, dtype=layout.dtype, pin_memory=pin)
         packed = self.sequence.gather_chunks(layer, chunks, chunk_size, (memory[0], memory[1]))
-        # Compute enqueued before may still read what lay in the memory of `out`.
-        ticket = self._copy([(out[0], packed[0]), (out[1], packed[1])], after=self.link.mark())
-        self._wait(ticket)
+        self.send([(out[0], packed[0]), (out[1], packed[1])])
         return out
+
+    def read(self, layer: int, start: int, end: int, out: KeysValues) -> None:
+        """Copy the tokens ``start`` .. ``end`` of ``layer`` to ``out`` ``[kv_heads, end - start, head_dim]``.
+
+        ``out`` is on the link's device. Waits for write-backs; compute that follows may read it as it is.
+        """
+        self._check_open()
+        self.flush()
+        runs = self.sequence.views(layer, start, end)
+        self.send([(buffer, run) for run, buffer in cut_alike(runs, *out)])
+
+    def send(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy (destination on the device, source in host memory); compute that follows may read them."""
+        # Compute enqueued before may still read what lies at the destinations.
+        self._wait(self._copy(pairs, after=self.link.mark()))
 
     def close(self) -> None:
         """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
         self._closed = True
         try:
-            if self._stream is not None:
-                self._stream.close()
+            for stream in list(reversed(self._streams)):
+                stream.close()
             self.flush()
         finally:
             ring, self._ring = self._ring, None
@@ -161,6 +193,12 @@ class TransferEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the transfer engine is closed")
+
+    def _prefetch(self) -> None:
+        for stream in self._streams:
+            stream._fill()
+            if stream._planned:
+                break  # the ring is full, and what comes first goes first
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], after: Ticket, to_host: bool = False) -> Ticket:
         if not self.link.in_place:
@@ -190,15 +228,19 @@ class TransferEngine:
 
 
 class LayerStream:
-    """One pass over the layers of a sequence. Made by ``TransferEngine.stream``.
+    """One pass over the tokens ``start`` .. ``end`` of the layers. Made by ``TransferEngine.stream``.
 
-    Ask for the segments of the layers in the order given to it, all of one layer before the next.
+    Ask for the segments of the layers in the order given to it, all of one layer before the next, and all
+    of one stream before the next one of the engine.
     """
 
-    def __init__(self, engine: TransferEngine, ring: StagingRing | None, length: int, layers: Sequence[int]):
+    def __init__(
+        self, engine: TransferEngine, ring: StagingRing | None, start: int, end: int, layers: Sequence[int]
+    ):
+        self.start = start
+        self.end = end
         self._engine = engine
         self._ring = ring
-        self._length = length
         self._layers = deque(layers)
         self._closed = False
         # The way of a segment: planned, then being copied, then read by the compute.
@@ -208,11 +250,8 @@ class LayerStream:
         if ring is not None:
             step = ring.segment_tokens
             self._planned.extend(
-                _Segment(layer, start, min(start + step, length))
-                for layer in layers
-                for start in range(0, length, step)
+                _Segment(layer, at, min(at + step, end)) for layer in layers for at in range(start, end, step)
             )
-            self._prefetch(ring)
 
     @property
     def finished(self) -> bool:
@@ -223,14 +262,16 @@ class LayerStream:
         """K and V ``[kv_heads, n, head_dim]`` of ``layer`` on the link's device, in token order.
 
         Each pair is valid until the next one is asked for. Raises RuntimeError where it is not the layer's
-        turn, CopyFailed or TransferStalled where the link fails.
+        or the stream's turn, CopyFailed or TransferStalled where the link fails.
         """
         if not self._layers or self._layers[0] != layer or self._reading is not None:
             left = ", ".join(str(turn) for turn in self._layers) or "none"
             raise RuntimeError(f"it is not the turn of layer {layer}: the layers left are {left}")
+        if self._engine._streams[0] is not self:
+            raise RuntimeError("the stream before this one is neither at its end nor closed")
         pairs: Iterable[KeysValues]
         if self._ring is None:
-            pairs = self._engine.sequence.views(layer, 0, self._length)
+            pairs = self._engine.sequence.views(layer, self.start, self.end)
         else:
             pairs = self._through(self._ring)
         for pair in pairs:
@@ -238,33 +279,45 @@ class LayerStream:
             if self._closed:
                 raise RuntimeError("the stream was closed while its segments were read")
         self._layers.popleft()
+        if not self._layers:
+            self._engine._streams.popleft()
+            self._engine._prefetch()
 
     def close(self) -> None:
         """Abandon what is left. The ring is whole again at once. Idempotent."""
         # Copies under way into released slots do no harm: the next copy into a slot comes after them.
         self._closed = True
         if self._ring is not None:
-            for _, slot in self._copying:
+            for segment, slot in self._copying:
                 self._ring.release(slot)
+                tokens = segment.end - segment.start
+                layer_bytes = self._engine.sequence.layout.layer_token_bytes
+                self._engine.counters.bytes_abandoned += tokens * layer_bytes
             if self._reading is not None:
                 self._ring.release(self._reading)
         self._layers.clear()
         self._planned.clear()
         self._copying.clear()
         self._reading = None
+        if self in self._engine._streams:
+            self._engine._streams.remove(self)
+        if not self._engine._closed:
+            self._engine._prefetch()
 
     def _through(self, ring: StagingRing) -> Iterator[KeysValues]:
-        for _ in range(0, self._length, ring.segment_tokens):
+        for _ in range(self.start, self.end, ring.segment_tokens):
             segment, self._reading = self._copying.popleft()
             self._engine._wait(self._reading.ready)
             count = segment.end - segment.start
             yield self._reading.keys[:, :count], self._reading.values[:, :count]
             ring.release(self._reading)
             self._reading = None
-            self._prefetch(ring)
+            self._engine._prefetch()
 
-    def _prefetch(self, ring: StagingRing) -> None:
-        while self._planned and ring.room:
+    def _fill(self) -> None:
+        """Copy the next segments into the ring, as far as it has room."""
+        ring = self._ring
+        while self._planned and ring is not None and ring.room:
             segment, slot = self._planned.popleft(), ring.acquire()
             runs = self._engine.sequence.views(segment.layer, segment.start, segment.end)
             count = segment.end - segment.start

@@ -311,12 +311,13 @@ class LLM:
 
     def _run(self, session: Session, params: SamplingParams) -> Generator[TokenEvent]:
         verifier = session.verifier
-        governor = session.governor(clock=params.temperature == 0 or params.seed is None)
+        clock = params.temperature == 0 or params.seed is None
+        governor, schedule = session.governor(clock), session.schedule(clock)
         stream = TextStream(self._tokenizer, params.stop)
         tokens: list[int] = []
         finish: FinishReason = "interrupted"
         started = perf_counter()
-        source = decode(verifier, session.text, params.max_tokens, session.stop_tokens, governor)
+        source = decode(schedule, session.text, params.max_tokens, session.stop_tokens, governor)
         try:
             for token in source:
                 tokens.append(token.id)
@@ -335,6 +336,7 @@ class LLM:
         finally:
             ms = 1e3 * (perf_counter() - started)
             source.close()
+            session.full.abandon()  # the link would go on into a pass that nobody asks for
             if finish == "interrupted":
                 stream.finish()
             if self._session in (session, None):  # a stream that was abandoned for another tells nothing
@@ -385,7 +387,12 @@ class LLM:
             ),
             rounds=top.rounds,
             levels=levels,
-            transfer=Transfer(counters.bytes_to_device, counters.bytes_to_host, counters.wait_ms),
+            transfer=Transfer(
+                counters.bytes_to_device,
+                counters.bytes_to_host,
+                counters.bytes_abandoned,
+                counters.wait_ms,
+            ),
             memory=Memory(
                 kv_bytes=self._store.used_bytes,
                 kv_reserved_bytes=self._store.reserved_bytes,

@@ -225,6 +225,28 @@ class StoreConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """How the full KV cache is used over a link; where KV is attended in place, nothing of it applies.
+
+    Attributes:
+        resident_tokens: first tokens of each layer that stay on the GPU; -1: what the planner says.
+        cpu_tokens: tokens after those that the CPU attends where they lie; -1: what the planner says.
+        ahead: outcomes of a verification that are drafted for while it runs; 0: none.
+        refresh_from_stream: a refresh of the retrieved cache takes its entries as they pass by.
+    """
+
+    resident_tokens: int = -1
+    cpu_tokens: int = -1
+    ahead: int = 4
+    refresh_from_stream: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(-1, "offload.resident_tokens", self.resident_tokens)
+        _at_least(-1, "offload.cpu_tokens", self.cpu_tokens)
+        _at_least(0, "offload.ahead", self.ahead)
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole composition. `name` is the name it was found by, or the stem of its file."""
 
@@ -235,9 +257,20 @@ class Config:
     lookup: LookupConfig
     prefill: PrefillConfig
     store: StoreConfig
+    offload: OffloadConfig
 
     def __post_init__(self) -> None:
         chunk, page = self.retrieval.chunk, self.store.page
+        for key, tokens in (
+            ("offload.resident_tokens", self.offload.resident_tokens),
+            ("offload.cpu_tokens", self.offload.cpu_tokens),
+        ):
+            _require(
+                tokens == -1 or tokens % page == 0,
+                key,
+                tokens,
+                f"must be -1 (the planner decides) or a multiple of store.page = {page}",
+            )
         _require(
             page % chunk == 0,
             "retrieval.chunk",

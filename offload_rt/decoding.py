@@ -11,6 +11,7 @@ import torch
 from offload_rt.drafting.base import Text
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.governor import Governor
+from offload_rt.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Token:
 
 
 def decode(
-    verifier: Verifier,
+    schedule: Schedule,
     text: list[int],
     max_tokens: int,
     stop_tokens: Collection[int],
@@ -40,19 +41,24 @@ def decode(
     Appends to `text` what it yields, a round at a time. Ends after `max_tokens` tokens or with the first
     of `stop_tokens`, wherever in a draft it occurs.
     """
+    verifier = schedule.verifier
     left = max_tokens
+
+    def following(tokens: int) -> int:
+        return min(governor.draft_count(), left - tokens - 1)
+
     governor.begin(len(text))
     while left > 0:
         started, fixed_ms = perf_counter(), _fixed_ms(verifier)
         length = len(text)
         count = governor.draft_count()
         with torch.inference_mode():
-            result = verifier.round(Text(text), min(count, left - 1))
+            result = schedule.round(Text(text), min(count, left - 1), following)
             tokens = result.tokens
             text += tokens
             verifier.drafter.settle(Text(text))
         ms = 1e3 * (perf_counter() - started)
-        governor.observe(count, len(tokens), length, ms, _fixed_ms(verifier) - fixed_ms)
+        governor.observe(max(count, result.proposed), len(tokens), length, ms, _fixed_ms(verifier) - fixed_ms)
         for i, token in enumerate(tokens):
             ends = token in stop_tokens
             if ends:

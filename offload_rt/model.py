@@ -7,9 +7,12 @@ attention functions: the pass is handed down as a keyword, so there is no global
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -228,13 +231,41 @@ class _Probe:
 
 @contextmanager
 def _attention_through(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model's attention goes through the registered function `name`, afterwards as before."""
-    given = model.config._attn_implementation
-    model.config._attn_implementation = name
+    """The model's attention goes through the registered function `name`, afterwards as before.
+
+    Passes of one model may overlap in two threads: the first one switches, the last one switches back.
+    """
+    switch = _switch_of(model)
+    with switch.lock:
+        if switch.passes == 0:
+            switch.given = model.config._attn_implementation
+            model.config._attn_implementation = name
+        switch.passes += 1
     try:
         yield
     finally:
-        model.config._attn_implementation = given
+        with switch.lock:
+            switch.passes -= 1
+            if switch.passes == 0:
+                model.config._attn_implementation = switch.given
+
+
+@dataclass
+class _Switch:
+    """Of one model's attention: how many passes need it, and what it was before."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    passes: int = 0
+    given: str | None = None
+
+
+_SWITCHES: WeakKeyDictionary[PreTrainedModel, _Switch] = WeakKeyDictionary()
+_SWITCHES_LOCK = threading.Lock()
+
+
+def _switch_of(model: PreTrainedModel) -> _Switch:
+    with _SWITCHES_LOCK:
+        return _SWITCHES.setdefault(model, _Switch())
 
 
 def _kind(model: PreTrainedModel) -> str:

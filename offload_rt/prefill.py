@@ -56,5 +56,6 @@ def prefill(
                 progress(layer * count + min(start + chunk, count), model.layers * count)
         last_queries.append(layer_pass.last_queries)
     cache.engine.flush()
+    cache.start_from(count)
     cache.last_queries = torch.stack(last_queries)
     return hidden if outputs else None

@@ -85,10 +85,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What crossed the link while this text was made; nothing does where the store is attended in place."""
+    """What crossed the link while this text was made; nothing does where the store is attended in place.
+
+    `bytes_abandoned`: the part of `bytes_to_device` that was sent ahead for a pass which did not come.
+    """
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
+    bytes_abandoned: int = 0
     wait_ms: float = 0.0
 
 

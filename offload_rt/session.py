@@ -9,8 +9,9 @@ from time import perf_counter
 import torch
 
 from cpu_kv import KVLayout, Link, PagedKVStore, TransferCounters, TransferEngine
-from offload_rt.attention import AttentionBackend
+from offload_rt.attention import AttentionBackend, choose_backend
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Placement
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Text
 from offload_rt.drafting.compose import Parts, compose
@@ -19,6 +20,8 @@ from offload_rt.errors import UsageError
 from offload_rt.governor import Governor
 from offload_rt.model import CausalModel
 from offload_rt.prefill import Progress, prefill
+from offload_rt.schedule import PassLane, Schedule
+from offload_rt.timeline import NO_TIMELINE, Timeline
 
 
 class Session:
@@ -27,6 +30,7 @@ class Session:
     Args:
         text: the prompt; grows by what is generated.
         max_tokens: how many may be generated; room for them is reserved.
+        placement: which shares of the KV are not streamed.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Session:
         text: Sequence[int],
         max_tokens: int,
         stop_tokens: Collection[int],
+        placement: Placement = EVERYTHING_STREAMED,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.config = config
         self.text = list(text)
@@ -50,6 +56,7 @@ class Session:
         self._target = target
         self._draft = draft
         self._backend = backend
+        self._timeline = timeline
         self._sequence = store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
         with ExitStack() as failed:
             failed.callback(self._sequence.close)
@@ -60,9 +67,24 @@ class Session:
                 segment_tokens=config.store.segment_tokens,
                 ring_buffers=config.store.ring_buffers,
             )
+            failed.callback(self.engine.close)
+            cpu = None
+            if placement.cpu_tokens:
+                cpu = CpuShare(choose_backend(torch.device("cpu")), target.device)
+                failed.callback(cpu.close)
             self.full = FullCache(
-                self._sequence, self.engine, store.layout, target.heads, target.device, backend
+                self._sequence,
+                self.engine,
+                store.layout,
+                target.heads,
+                target.device,
+                backend,
+                placement,
+                cpu,
             )
+            self._cpu = cpu
+            # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
+            self._lane = None if link.in_place else PassLane(self.full, timeline)
             self._prompt_queries = self.full.last_queries
             self.verifier = self._compose(sampling)
             failed.pop_all()
@@ -106,6 +128,11 @@ class Session:
             clock=clock,
         )
 
+    def schedule(self, clock: bool) -> Schedule:
+        """What runs when, for one continuation; see `Schedule`."""
+        ahead = self.config.offload.ahead if self.config.speculation.levels else 0
+        return Schedule(self.verifier, self._lane, ahead, clock=clock, timeline=self._timeline)
+
     def rewind(self) -> None:
         """Back to the end of the prompt."""
         del self.text[self.prompt_tokens :]
@@ -141,9 +168,14 @@ class Session:
 
     def close(self) -> None:
         """Gives the KV back."""
-        self.full.abandon()
-        self.engine.close()
-        self._sequence.close()
+        with ExitStack() as closing:
+            closing.callback(self._sequence.close)
+            closing.callback(self.engine.close)
+            closing.callback(self.full.abandon)
+            if self._cpu is not None:
+                closing.callback(self._cpu.close)
+            if self._lane is not None:
+                closing.callback(self._lane.close)
 
 
 def _retrieves(config: Config) -> bool:

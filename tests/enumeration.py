@@ -25,6 +25,7 @@ from offload_rt.drafting.base import Drafter, LevelStats, NoDrafter, Text
 from offload_rt.drafting.verifier import Sampling, SmallModelDrafter, Verifier, VerifierDrafter
 from offload_rt.governor import Governor
 from offload_rt.sampling import Draws, SamplingLaw, choices
+from offload_rt.schedule import Schedule
 
 VOCABULARY = 5
 NEGLIGIBLE = 1e-12  # rounding leaves branches like this one; too light to count
@@ -351,7 +352,7 @@ class Run:
         self._start = len(prompt)
         self._max_tokens = max_tokens
         governor = Governor(gamma, step_down=False, forecast=self.verifier, clock=False)
-        self._source = decode(self.verifier, self.text, max_tokens, stop_tokens, governor)
+        self._source = decode(Schedule(self.verifier), self.text, max_tokens, stop_tokens, governor)
 
     @property
     def output(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from offload_rt.drafting.base import NoDrafter, Text
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.governor import Governor
 from offload_rt.sampling import SamplingLaw
+from offload_rt.schedule import Schedule
 from offload_rt.verification import Draft
 
 PROMPT = [1, 3, 0, 2]
@@ -70,7 +71,7 @@ class Setting:
 
     def decode(self, max_tokens: int, stop_tokens: Collection[int] = ()) -> list[Token]:
         governor = Governor(self._gamma, step_down=False, forecast=NO_FORECAST, clock=False)
-        return list(decode(self.verifier, self.text, max_tokens, stop_tokens, governor))
+        return list(decode(Schedule(self.verifier), self.text, max_tokens, stop_tokens, governor))
 
 
 def first(token: int) -> int:
@@ -142,7 +143,7 @@ def test_it_says_which_tokens_were_drafted() -> None:
 def test_the_text_grows_by_a_round_and_the_drafter_is_told() -> None:
     setting = Setting(gamma=3)
     governor = Governor(3, step_down=False, forecast=NO_FORECAST, clock=False)
-    source = decode(setting.verifier, setting.text, 10, (), governor)
+    source = decode(Schedule(setting.verifier), setting.text, 10, (), governor)
     assert setting.text == PROMPT  # nothing happens before the first token is asked for
     for _ in range(4):
         next(source)
@@ -176,7 +177,7 @@ class Recorder(Governor):
 def test_the_governor_decides_and_is_told_what_came_of_it() -> None:
     setting, governor = Setting(gamma=3), Recorder()
     setting.verifier._pass_cost = lambda length, queries: 100.0 * length + queries
-    tokens = list(decode(setting.verifier, setting.text, 10, (), governor))
+    tokens = list(decode(Schedule(setting.verifier), setting.text, 10, (), governor))
     assert governor.begun == [4]
     # (drafted, yielded, length before, fixed cost): the last token needs no draft
     assert governor.seen == [(3, 4, 4, 404.0), (0, 1, 8, 801.0), (3, 4, 9, 904.0), (0, 1, 13, 1301.0)]

@@ -93,6 +93,17 @@ class Verified:
     proposed: int
 
 
+class Refill(Protocol):
+    """What a derived cache takes from a pass of the full cache: no byte moves for it."""
+
+    def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
+        """The text's tokens from `start` on pass by, `[kv_heads, n, head_dim]`.
+
+        Args:
+            over_link: they lie in host memory, and what is taken must be sent.
+        """
+
+
 class DerivedCache(Cache, Protocol):
     """A cheaper cache of the same model, kept true by the full cache."""
 
@@ -105,3 +116,9 @@ class DerivedCache(Cache, Protocol):
 
     def adopt(self, verified: Verified) -> None:
         """Takes the KV of newly verified tokens in place of whatever was speculated for them."""
+
+    def catch_up(self) -> None:
+        """Fills itself from the full cache, if it must before it is read."""
+
+    def refill(self) -> Refill | None:
+        """What to take from the pass that begins; it is used from the next `adopt` on."""

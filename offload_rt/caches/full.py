@@ -1,26 +1,49 @@
-"""The full KV cache: every committed token, paged in CPU memory by `cpu_kv`.
+"""The full KV cache: every committed token, paged in CPU memory by `cpu_kv`, attended in several places.
 
-Attention goes over the store in segments (in place on a CPU, through the staging ring on a GPU) and over
-the new tokens under their mask, and merges them exactly. After a commit the caches derived from this one
-take the KV that its pass has just computed.
+On a CPU attention goes over the store in place. On a GPU each layer's history lies in the places of
+`places.py`; partial results merge exactly. After a commit the caches derived from this one take the KV
+that its pass has just computed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout, LayerStream, SequenceKV, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, merge
-from offload_rt.caches.base import DerivedCache, NewTokens, Verified
+from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
+from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, KeysValues, Placement, ResidentShare, Tail
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
 
+class PassCancelled(RuntimeError):
+    """A pass was given up because its text is."""
+
+
+@dataclass(frozen=True)
+class _Coverage:
+    """A stream, and which tokens before it lie elsewhere: 0 .. resident, resident .. stream.start."""
+
+    resident: int
+    stream: LayerStream
+
+
 class FullCache:
     """Committed KV in the store; the KV of a pass is pending on the device until `commit`.
+
+    A pass (`begin` and its `attend`s) may run in another thread than the rest, as long as only one of both
+    runs at a time, and derived caches are not built meanwhile.
+
+    Args:
+        placement: which share of each layer is not streamed; nothing else than in place on a CPU.
+        cpu: attends the CPU's share; None where that is nothing.
 
     Attributes:
         derived: caches of the same model to tell of every commit.
@@ -35,82 +58,167 @@ class FullCache:
         heads: int,
         device: torch.device,
         backend: AttentionBackend,
+        placement: Placement = EVERYTHING_STREAMED,
+        cpu: CpuShare | None = None,
     ) -> None:
+        if cpu is None and placement.cpu_tokens:
+            raise ValueError(f"nothing attends the CPU's {placement.cpu_tokens} tokens")
+        if engine.link.in_place and placement != EVERYTHING_STREAMED:
+            raise ValueError("where KV is attended in place, none of it has another place")
+        placement.check(layout.page_size)
         self.sequence = sequence
         self.engine = engine
         self.layout = layout
         self.heads = heads
         self.device = device
         self.backend = backend
+        self.placement = placement
         self.derived: list[DerivedCache] = []
         self.scale = layout.head_dim**-0.5
         self.last_queries = torch.empty(0)  # of the newest tokens, [layers, heads, tokens, head_dim]
+        self._cpu = cpu
+        self._resident = ResidentShare(layout, placement.resident_tokens, device)
+        self._tail = Tail(layout, device)
         self._new: NewTokens | None = None
-        self._stream: LayerStream | None = None
-        self._keys = self._values = self._queries = torch.empty(0)
+        self._mask: Tensor | None = None
+        self._coverage: _Coverage | None = None  # of the pass
+        self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
+        self._queries = torch.empty(0)
+        self._refills: list[Refill] = []
+        self._cancelled = threading.Event()
 
     @property
     def length(self) -> int:
-        self.engine.flush()  # the sequence counts a token only once its write-back is done
-        return self.sequence.length
+        return self._tail.end
 
     @property
     def verified_length(self) -> int:
         return self.length
 
     def begin(self, new: NewTokens) -> None:
-        self.abandon()
+        self._forget_pass()
+        self._coverage, self._ahead = self._ahead or self._open(), None
+        self._tail.drop(self._coverage.stream.end)
+        self._tail.make_room(new.count)
         self._new = new
-        shape = (self.layout.layers, self.layout.kv_heads, new.count, self.layout.head_dim)
-        self._keys = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
-        self._values = torch.empty_like(self._keys)
-        self._queries = self._keys.new_empty(self.layout.layers, self.heads, new.count, self.layout.head_dim)
-        self.engine.flush()  # what was committed must have reached the store before it is read
-        self._stream = self.engine.stream(self.length)
+        self._mask = new.mask
+        if new.mask is not None and self._tail.tokens:
+            self._mask = torch.nn.functional.pad(new.mask, (self._tail.tokens, 0))
+        shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
+        self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
+        if not self.engine.link.in_place:
+            # What is committed never changes: the link goes on into the next pass when this one is copied.
+            self._ahead = self._open()
+
+    def _open(self) -> _Coverage:
+        """Starts a stream over the full pages of the text; the tail keeps the rest."""
+        if self.engine.link.in_place:
+            return _Coverage(0, self.engine.stream(self.length))
+        end = self.length // self.layout.page_size * self.layout.page_size
+        self.engine.collect()
+        if self.sequence.length < end:
+            self.engine.flush()
+        resident = min(self._resident.tokens, end)
+        start = min(resident + self.placement.cpu_tokens, end)
+        return _Coverage(resident, self.engine.stream(end, start=start))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        if self._new is None or self._stream is None:
+        if self._new is None or self._coverage is None:
             raise RuntimeError("attend without a pass: call begin first")
+        if self._cancelled.is_set():
+            raise PassCancelled("the text was given up")
         self.scale = scale
-        self._keys[layer] = keys
-        self._values[layer] = values
         self._queries[layer] = queries
-        parts = [
-            attend(self.backend, queries, segment_keys, segment_values, scale)
-            for segment_keys, segment_values in self._stream.segments(layer)
-        ]
-        parts.append(attend(self.backend, queries, keys, values, scale, self._new.mask))
+        resident, stream = self._coverage.resident, self._coverage.stream
+        by_cpu: Future[KeysValues] | None = None
+        if self._cpu is not None and stream.start > resident:
+            runs = self.sequence.views(layer, resident, stream.start)
+            by_cpu = self._cpu.start(queries, runs, scale)
+            self._refill(layer, resident, runs, over_link=True)
+        # The device's own tokens first: the link gains time.
+        tail = self._tail.put(layer, keys, values)
+        parts = [attend(self.backend, queries, *tail, scale, self._mask)]
+        held = self._tail.tokens
+        self._refill(layer, self._tail.start, [(tail[0][:, :held], tail[1][:, :held])])
+        if resident:
+            share = self._resident.views(layer, resident)
+            parts.append(attend(self.backend, queries, *share, scale))
+            self._refill(layer, 0, [share])
+        at = stream.start
+        for segment in stream.segments(layer):
+            parts.append(attend(self.backend, queries, *segment, scale))
+            self._refill(layer, at, [segment])
+            at += segment[0].shape[1]
+        if by_cpu is not None and self._cpu is not None:
+            parts.append(self._cpu.finish(by_cpu))
         return merge(parts)[0]
+
+    def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
+        for refill in self._refills:
+            at = start
+            for keys, values in runs:
+                refill.take(layer, at, keys, values, over_link=over_link)
+                at += keys.shape[1]
 
     def commit(self, path: Sequence[int]) -> None:
         if self._new is None:
             raise RuntimeError("commit without a pass")
         proposed = self._new.count - 1
-        self.abandon()
+        self._new = self._coverage = None
+        keys, values = self._tail.commit(path)
         chosen = torch.tensor(path, device=self.device)
-        verified = Verified(
-            self._keys.index_select(2, chosen),
-            self._values.index_select(2, chosen),
-            self._queries.index_select(2, chosen),
-            proposed,
-        )
+        verified = Verified(keys, values, self._queries.index_select(2, chosen), proposed)
         for layer in range(self.layout.layers):
-            self.engine.write_back(layer, verified.keys[layer], verified.values[layer])
+            self.engine.write_back(layer, keys[layer], values[layer])
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
 
+    def _forget_pass(self) -> None:
+        """A pass that was begun and not committed is over."""
+        if self._coverage is not None:
+            self.abandon()
+
+    def cancel(self) -> None:
+        """Ends the pass under way in another thread, at its next layer; there is no other one afterwards."""
+        self._cancelled.set()
+
     def abandon(self) -> None:
-        """Forgets a pass that was begun; the ring is whole again."""
-        self._new = None
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        """Forgets a pass that was begun and closes every stream; the ring is whole again."""
+        for coverage in (self._ahead, self._coverage):
+            if coverage is not None:
+                coverage.stream.close()
+        self._new = self._coverage = self._ahead = None
+        self._refills = []
 
     def truncate(self, length: int) -> None:
         self.abandon()
+        self._cancelled.clear()
         self.engine.flush()
         self.sequence.truncate(length)
+        self._resident.truncate(length)
+        self.start_from(length)
+        for layer in range(self.layout.layers) if self._tail.tokens else ():
+            held = self._tail.tokens
+            out = (self._tail.keys[layer, :, :held], self._tail.values[layer, :, :held])
+            self.engine.read(layer, self._tail.start, length, out)
+
+    def start_from(self, length: int) -> None:
+        """The store holds a text of `length` tokens, which a pass may follow.
+
+        In place there is no tail; over a link streams end at a page, and the tail takes the rest.
+        """
+        page = self.layout.page_size
+        start = length if self.engine.link.in_place else length // page * page
+        self._tail.restart(start, length - start)
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Takes to its places what stays on the device of a layer's whole prompt, after its prefill."""
+        self._resident.keep(layer, keys, values)
+        self.start_from(keys.shape[1])
+        self._tail.keys[layer, :, : self._tail.tokens] = keys[:, self._tail.start :]
+        self._tail.values[layer, :, : self._tail.tokens] = values[:, self._tail.start :]
 
     def settle(self) -> None:
         """Nothing to do: everything committed here is final."""
@@ -121,25 +229,24 @@ class FullCache:
         for cache in self.derived:
             cache.build(self.last_queries)
 
+    def catch_up(self) -> None:
+        """Lets derived caches that stayed behind fill themselves now, before a pass of another thread."""
+        for cache in self.derived:
+            cache.catch_up()
+
     def summaries(self, layer: int) -> Tensor:
-        """Mean keys of the layer's full chunks, `[kv_heads, chunks, head_dim]`, on the device."""
+        """Mean keys of the layer's full chunks, `[kv_heads, chunks, head_dim]`, in host memory."""
         if self.sequence.summaries is None:
             raise ValueError("this sequence keeps no chunk summaries")
-        return self.sequence.summaries.keys(layer).to(self.device)
+        return self.sequence.summaries.keys(layer)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of the KV of tokens `start` to `end`: `[layers, kv_heads, tokens, head_dim]` each."""
-        self.engine.flush()
         shape = (self.layout.layers, self.layout.kv_heads, end - start, self.layout.head_dim)
         keys = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
         values = torch.empty_like(keys)
         for layer in range(self.layout.layers):
-            at = 0
-            for run_keys, run_values in self.sequence.views(layer, start, end):
-                stop = at + run_keys.shape[1]
-                keys[layer, :, at:stop] = run_keys
-                values[layer, :, at:stop] = run_values
-                at = stop
+            self.engine.read(layer, start, end, (keys[layer], values[layer]))
         return keys, values
 
 
@@ -158,11 +265,12 @@ class LayerPrefill:
         self._cache = cache
         self._kv_alone = kv_alone
         self._done = 0
-        self._resident: tuple[Tensor, Tensor] | None = None
+        self._tokens = tokens
+        self._whole: tuple[Tensor, Tensor] | None = None
         if not cache.engine.link.in_place:
             shape = (cache.layout.kv_heads, tokens, cache.layout.head_dim)
             keys = torch.empty(shape, dtype=cache.layout.dtype, device=cache.device)
-            self._resident = (keys, torch.empty_like(keys))
+            self._whole = (keys, torch.empty_like(keys))
         self.last_queries = torch.empty(0)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -173,12 +281,14 @@ class LayerPrefill:
         newest = queries if start == 0 else torch.cat([self.last_queries, queries[:, -LAST_QUERIES:]], dim=1)
         # Copied: a view would keep the whole chunk's projections alive.
         self.last_queries = newest[:, -LAST_QUERIES:].clone()
-        if self._resident is not None:
-            self._resident[0][:, start : self._done] = keys
-            self._resident[1][:, start : self._done] = values
-            history = [(self._resident[0][:, :start], self._resident[1][:, :start])] if start else []
-            written = [half[:, start : self._done] for half in self._resident]
+        if self._whole is not None:
+            self._whole[0][:, start : self._done] = keys
+            self._whole[1][:, start : self._done] = values
+            history = [(self._whole[0][:, :start], self._whole[1][:, :start])] if start else []
+            written = [half[:, start : self._done] for half in self._whole]
             cache.engine.write_back(layer, written[0], written[1])
+            if self._done == self._tokens:
+                cache.keep(layer, *self._whole)
         else:
             history = cache.sequence.views(layer, 0, start)
             cache.sequence.append(layer, keys, values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +15,20 @@ from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.config import RefreshPolicy
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """How a text of `length` tokens fills the entries: chunks `[0, chosen_end)`, then the recent window."""
+
+    length: int
+    recent_start: int
+    chunks: int  # chosen ones, without the first
+    chosen_end: int
+
+    @property
+    def entries(self) -> int:
+        return self.chosen_end + self.length - self.recent_start
 
 
 class RetrievedCache(BoundedCache):
@@ -26,6 +42,8 @@ class RetrievedCache(BoundedCache):
         source: the full cache of the same model, with chunk summaries of `chunk` tokens.
         recent: entries of the recent window, at least.
         refresh: when to choose again: every verification, every N tokens, or below an acceptance rate.
+        from_stream: entries are taken from the next pass of the full cache as they pass by, into a second
+            buffer; False: they are gathered before the next draft.
     """
 
     ROLLING_ROUNDS = 8  # the acceptance policy looks at this many rounds
@@ -39,6 +57,7 @@ class RetrievedCache(BoundedCache):
         recent: int,
         refresh: RefreshPolicy,
         backend: AttentionBackend,
+        from_stream: bool = False,
     ) -> None:
         layout = source.layout
         super().__init__(
@@ -49,23 +68,31 @@ class RetrievedCache(BoundedCache):
         self.refreshes = 0
         self._source = source
         self._policy = refresh
+        self._from_stream = from_stream
         self._next_victim = 0
         self._due: Tensor | None = None  # queries to choose by before the next pass
+        self._wanted: Tensor | None = None  # queries to choose by while the full cache's next pass runs
+        self._refill: RetrievedRefill | None = None
+        self._spare: tuple[Tensor, Tensor] | None = None  # buffers that a refill may fill
+        self._read = False  # since the last refresh was asked for
         self._tokens_since_refresh = 0
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROLLING_ROUNDS)
 
     def build(self, queries: Tensor) -> None:
         self._speculative = 0
-        self._due = None
-        self._tokens_since_refresh = 0
-        self._rounds.clear()
-        self.refreshes += 1
+        self._due = self._wanted = self._refill = None
+        self._restart_policy()
         length = self._source.length
         if length <= self.budget:
             self._hold_everything(length)
         else:
             self._choose(length, queries[:, :, -LAST_QUERIES:])
         self.verified_length = length
+
+    def _restart_policy(self) -> None:
+        self._tokens_since_refresh = 0
+        self._rounds.clear()
+        self.refreshes += 1
 
     def _hold_everything(self, length: int) -> None:
         keys, values = self._source.read(0, length)
@@ -74,45 +101,88 @@ class RetrievedCache(BoundedCache):
         self.entries = length
         self._next_victim = 0
 
-    def _choose(self, length: int, queries: Tensor) -> None:
-        chunk, source = self.chunk, self._source
+    def _extent(self, length: int) -> _Extent:
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
+        chunk = self.chunk
         recent_start = max((length - self.recent) // chunk * chunk, length - (self.budget - chunk))
-        count = (self.budget - chunk - (length - recent_start)) // chunk
-        chosen_end = chunk * (1 + count)
-        self.entries = chosen_end + length - recent_start
+        chunks = (self.budget - chunk - (length - recent_start)) // chunk
+        return _Extent(length, recent_start, chunks, chunk * (1 + chunks))
+
+    def _best_chunks(self, layer: int, extent: _Extent, queries: Tensor) -> Tensor:
+        """The layer's chunks `[kv_heads, 1 + chunks]` on the host, the first one first, by host queries."""
+        source = self._source
+        # On the host, where the mean keys are: sending them would cost a share of what the link carries.
+        summaries = source.summaries(layer)
+        scores = chunk_scores(fold(queries[layer], source.layout.kv_heads), summaries, source.scale)
+        trailing = summaries.shape[1] - extent.recent_start // self.chunk
+        best = retrieval(scores, extent.chunks, first=1, last=trailing)
+        return torch.cat([best.new_zeros(len(best), 1), best], dim=1)
+
+    def _choose(self, length: int, queries: Tensor) -> None:
+        source, extent = self._source, self._extent(length)
+        source.engine.flush()  # chunks are summarised when they have arrived
+        queries = queries.cpu()
+        end = extent.chosen_end
         for layer in range(source.layout.layers):
-            summaries = source.summaries(layer)
-            scores = chunk_scores(fold(queries[layer], source.layout.kv_heads), summaries, source.scale)
-            trailing = summaries.shape[1] - recent_start // chunk
-            best = retrieval(scores, count, first=1, last=trailing)
-            chunks = torch.cat([best.new_zeros(len(best), 1), best], dim=1)
-            out = (self.keys[layer, :, :chosen_end], self.values[layer, :, :chosen_end])
-            source.engine.gather_chunks(layer, chunks, chunk, out)
-        keys, values = source.read(recent_start, length)
-        self.keys[:, :, chosen_end : self.entries] = keys
-        self.values[:, :, chosen_end : self.entries] = values
-        self._next_victim = chosen_end - 1
+            chunks = self._best_chunks(layer, extent, queries)
+            out = (self.keys[layer, :, :end], self.values[layer, :, :end])
+            source.engine.gather_chunks(layer, chunks, self.chunk, out)
+        keys, values = source.read(extent.recent_start, length)
+        self.keys[:, :, end : extent.entries] = keys
+        self.values[:, :, end : extent.entries] = values
+        self.entries = extent.entries
+        self._next_victim = end - 1
 
     def adopt(self, verified: Verified) -> None:
         count = verified.keys.shape[2]
+        self._speculative = 0
+        refill, self._refill = self._refill, None
+        if refill is not None and refill.complete and self._due is None:
+            self._use(refill)
         self._tokens_since_refresh += count
         self._rounds.append((count - 1, verified.proposed))
         free = self.budget - self.entries + max(0, self._next_victim + 1 - self.chunk)
-        behind = self._due is not None
-        if behind or count > free or (self._source.length > self.budget and self._is_due()):
+        due = self._source.length > self.budget and self._is_due()
+        # While drafts are read, a refresh that waits for the next pass is no reason to stay behind.
+        gathers = due and not (self._from_stream and self._read)
+        if self._due is not None or count > free or gathers:
             # Chosen anew when it is next read, not now: while decoding is plain nobody reads it.
             self._due = verified.queries
-            self._speculative = 0
+            self._wanted = None
             self.verified_length += count
             return
-        self._speculative = 0
+        if due:
+            self._wanted = verified.queries
+            self._read = False
         self._take(verified.keys, verified.values)
 
+    def _use(self, refill: RetrievedRefill) -> None:
+        self._spare = (self.keys, self.values)
+        self.keys, self.values = refill.keys, refill.values
+        self.entries = refill.extent.entries
+        self._next_victim = refill.extent.chosen_end - 1
+        self._restart_policy()
+
     def begin(self, new: NewTokens) -> None:
+        self.catch_up()
+        self._read = True
+        super().begin(new)
+
+    def catch_up(self) -> None:
         if self._due is not None:
             self.build(self._due)
-        super().begin(new)
+
+    def refill(self) -> RetrievedRefill | None:
+        self._refill = None
+        if self._wanted is not None:
+            queries, self._wanted = self._wanted[:, :, -LAST_QUERIES:], None
+            self._source.engine.flush()  # chunks are summarised when they have arrived
+            buffers, self._spare = self._spare, None
+            if buffers is None or buffers[0].shape != self.keys.shape:
+                buffers = (torch.zeros_like(self.keys), torch.zeros_like(self.values))
+            extent = self._extent(self.verified_length)
+            self._refill = RetrievedRefill(self, self._source, extent, queries.cpu(), buffers)
+        return self._refill
 
     def _is_due(self) -> bool:
         if self._policy.kind == "every":
@@ -127,3 +197,90 @@ class RetrievedCache(BoundedCache):
         slots = list(range(self._next_victim, self._next_victim - count, -1))
         self._next_victim -= count
         return slots
+
+
+class RetrievedRefill:
+    """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
+
+    Which chunks are taken is said once a layer, by the same choice as when they are gathered.
+
+    Attributes:
+        extent: how the entries lie in `keys` and `values`, `[layers, kv_heads, capacity, head_dim]`.
+    """
+
+    def __init__(
+        self,
+        cache: RetrievedCache,
+        source: FullCache,
+        extent: _Extent,
+        queries: Tensor,
+        buffers: tuple[Tensor, Tensor],
+    ) -> None:
+        self.extent = extent
+        self.keys, self.values = buffers
+        self._cache = cache
+        self._source = source
+        self._queries = queries
+        self._layer = -1
+        self._chunks: list[int] = []  # of all heads, rising
+        self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
+        self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
+
+    @property
+    def complete(self) -> bool:
+        """Whether every entry has passed by."""
+        return self._missing == 0
+
+    def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
+        if layer != self._layer:
+            self._turn_to(layer)
+        self._take_chunks(layer, start, keys, values, over_link)
+        self._take_recent(layer, start, keys, values, over_link)
+
+    def _turn_to(self, layer: int) -> None:
+        self._layer = layer
+        chunks = self._cache._best_chunks(layer, self.extent, self._queries)
+        places = chunks.shape[1]
+        numbers, order = chunks.flatten().sort(stable=True)
+        self._chunks = numbers.tolist()
+        device = self.keys.device
+        self._numbers = numbers.to(device)
+        self._heads = (order // places).to(device)
+        self._places = (order % places).to(device)
+
+    def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
+        chunk, end = self._cache.chunk, start + keys.shape[1]
+        first, last = -(-start // chunk), end // chunk
+        low, high = bisect_left(self._chunks, first), bisect_left(self._chunks, last)
+        if low == high:
+            return
+        inside = slice(first * chunk - start, last * chunk - start)
+        heads, places = self._heads[low:high], self._places[low:high]
+        numbers = self._numbers[low:high] - first
+        chosen = slice(0, self.extent.chosen_end)
+        for source, buffer in ((keys, self.keys), (values, self.values)):
+            by_chunk = source[:, inside].unflatten(1, (-1, chunk))
+            picked = by_chunk[heads.to(source.device), numbers.to(source.device)]
+            if over_link:
+                picked = self._sent(picked)
+            buffer[layer, :, chosen].unflatten(1, (-1, chunk))[heads, places] = picked
+        self._missing -= (high - low) * chunk
+
+    def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
+        extent = self.extent
+        first = max(start, extent.recent_start)
+        last = min(start + keys.shape[1], extent.length)
+        if first >= last:
+            return
+        to = slice(
+            extent.chosen_end + first - extent.recent_start, extent.chosen_end + last - extent.recent_start
+        )
+        for source, buffer in ((keys, self.keys), (values, self.values)):
+            part = source[:, first - start : last - start]
+            buffer[layer, :, to] = self._sent(part) if over_link else part
+        self._missing -= (last - first) * len(keys)
+
+    def _sent(self, part: Tensor) -> Tensor:
+        there = torch.empty(part.shape, dtype=part.dtype, device=self.keys.device)
+        self._source.engine.send([(there, part)])
+        return there

@@ -73,6 +73,12 @@ class StreamingCache(BoundedCache):
         if length > recent:
             self._take(*self._source.read(recent, length))
 
+    def catch_up(self) -> None:
+        """Nothing to do: it adopts all that is verified."""
+
+    def refill(self) -> None:
+        """Nothing to take: it holds the newest tokens."""
+
     def adopt(self, verified: Verified) -> None:
         self._speculative = 0
         self._take(verified.keys, verified.values)

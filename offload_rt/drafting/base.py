@@ -59,6 +59,16 @@ class Text:
         return self._base[start : min(end, self._length)] + self._tail[: max(0, end - self._length)]
 
 
+class Proposal(Protocol):
+    """A draft in the making."""
+
+    def step(self) -> bool:
+        """Draws some more of it; False when it is complete (and nothing was drawn)."""
+
+    def finish(self) -> Draft:
+        """Draws the rest."""
+
+
 class Drafter(Protocol):
     """Proposes continuations of a text.
 
@@ -76,6 +86,17 @@ class Drafter(Protocol):
     def propose(self, text: Text, count: int) -> Draft:
         """About `count` tokens below the last token of `text`, fewer where there is nothing to propose."""
 
+    def proposal(self, text: Text, count: int) -> Proposal:
+        """What `propose` does, step by step. Other texts may be drafted for between the steps."""
+
+    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
+        """What a verification of `draft` below `text` may yield: tokens behind the text, the likeliest first.
+
+        Args:
+            most: how many outcomes at most.
+            acceptance: share of drafted tokens that the verifier has accepted so far.
+        """
+
     def settle(self, text: Text) -> None:
         """All of `text` is verified; the KV of all but its last token is in the full cache."""
 
@@ -85,6 +106,19 @@ class Drafter(Protocol):
 
     def expected_ms(self, length: int, count: int) -> float:
         """Fixed cost of proposing `count` tokens at a text of `length`, at the usual acceptance below."""
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A proposal that was made at once."""
+
+    draft: Draft
+
+    def step(self) -> bool:
+        return False
+
+    def finish(self) -> Draft:
+        return self.draft
 
 
 class NoDrafter:
@@ -100,6 +134,12 @@ class NoDrafter:
 
     def propose(self, text: Text, count: int) -> Draft:
         return Draft()
+
+    def proposal(self, text: Text, count: int) -> Proposal:
+        return Complete(Draft())
+
+    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
+        return []
 
     def settle(self, text: Text) -> None:
         pass

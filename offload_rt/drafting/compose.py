@@ -77,6 +77,7 @@ def _level(level: str, drafter: Drafter, below: int, parts: Parts) -> Drafter:
             recent=config.retrieval.recent,
             refresh=config.retrieval.refresh,
             backend=parts.backend,
+            from_stream=config.offload.refresh_from_stream and not parts.full.engine.link.in_place,
         )
     parts.full.derived.append(derived)
     verifier = Verifier(

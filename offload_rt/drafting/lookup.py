@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from offload_rt.drafting.base import LevelStats, Text
+from offload_rt.drafting.base import Complete, LevelStats, Proposal, Text
 from offload_rt.verification import Draft
 
 
@@ -54,6 +54,13 @@ class LookupDrafter:
         self._stats.rounds += 1
         self._stats.ms += 1e3 * (perf_counter() - started)
         return Draft.chain(tokens)
+
+    def proposal(self, text: Text, count: int) -> Proposal:
+        return Complete(self.propose(text, count))
+
+    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
+        """None: a look-up takes no time that could be hidden."""
+        return []
 
     @property
     def expected_acceptance(self) -> float:

@@ -25,6 +25,8 @@ from offload_rt.verification import ROOT, Draft, verify, verify_matching
 SAME_MODEL_ACCEPTANCE = 0.9
 SMALL_MODEL_ACCEPTANCE = 0.5
 
+LIKELY = SamplingLaw(temperature=1.0)  # how sure a greedy draft was of its tokens
+
 
 class Model(Protocol):
     """What a verifier asks of a model (see `model.CausalModel`)."""
@@ -148,6 +150,16 @@ class Verifier:
             laws = laws[[0, *(1 + node for node in verdict.path)]]
         return Round([*tokens, verdict.token], len(tokens), len(draft.tokens), laws)
 
+    def read_speculation(self, text: Text, tokens: Sequence[int]) -> Tensor:
+        """Takes `text` and `tokens` behind it into the cache, as speculation.
+
+        Returns logits `[1 + tokens, vocabulary]`: after the text's last token and after each of `tokens`.
+        """
+        begun = self.begin(text, Draft.chain(tokens))
+        self.cache.commit(range(begun.chain + len(tokens)))
+        self._speculative += [*text.part(len(text) - begun.chain), *tokens]
+        return begun.logits
+
     def expected_ms(self, length: int, count: int) -> float:
         """Fixed cost of a round of `count` drafted tokens, at the usual acceptance of the levels below."""
         return self._pass_cost(length, count + 1) + self.drafter.expected_ms(length, count)
@@ -186,6 +198,68 @@ class Verifier:
         self.cache.settle()
 
 
+class VerifierProposal:
+    """A chain that grows by rounds of its verifier, until `count` tokens stand."""
+
+    def __init__(self, drafter: VerifierDrafter, text: Text, count: int) -> None:
+        self._drafter = drafter
+        self._start = len(text)
+        self._end = len(text) + count
+        self._grown = text
+        self._laws: list[Tensor] = []
+        self._stopped = False
+
+    def step(self) -> bool:
+        missing = self._end - len(self._grown)
+        if missing <= 0 or self._stopped:
+            return False
+        drafter = self._drafter
+        result = drafter.verifier.round(self._grown, min(drafter.draft_count, missing - 1))
+        self._grown = self._grown.extended(result.tokens)
+        if result.laws is not None:
+            self._laws.append(result.laws)
+        self._stopped = any(token in drafter.stop_tokens for token in result.tokens)
+        return True
+
+    def finish(self) -> Draft:
+        while self.step():
+            pass
+        return Draft.chain(self._grown.part(self._start), torch.cat(self._laws) if self._laws else None)
+
+
+def likely_outcomes(
+    tokens: Sequence[int], laws: Tensor, most: int, acceptance: float
+) -> list[tuple[int, ...]]:
+    """What a verification of a chain may yield, by the laws of the model that drafted it.
+
+    All tokens accepted and the likeliest one behind them, or rejected at one of them and the likeliest other
+    token in its place. A token is doubted by what its law leaves to others, so that as many are rejected as
+    `acceptance` says.
+
+    Args:
+        tokens: the chain.
+        laws: `[1 + tokens, vocabulary]`, before each token and after the last.
+        most: how many outcomes at most.
+    """
+    best = laws.topk(min(2, laws.shape[-1]), dim=-1)
+    chosen = laws[range(len(tokens)), list(tokens)].tolist()
+    likely, values = best.indices.tolist(), best.values.tolist()
+    doubts = [max(1.0 - p, 1e-6) for p in chosen]
+    scale = (1.0 - acceptance) * len(tokens) / sum(doubts) if tokens else 0.0
+    outcomes: list[tuple[float, tuple[int, ...]]] = []
+    reached = 1.0
+    for i, (token, doubt) in enumerate(zip(tokens, doubts, strict=True)):
+        rejected = min(0.9, scale * doubt)
+        for rival, value in zip(likely[i], values[i], strict=True):
+            if rival != token:
+                outcomes.append((reached * rejected * min(1.0, value / doubt), (*tokens[:i], rival)))
+                break
+        reached *= 1.0 - rejected
+    outcomes.append((reached * values[-1][0], (*tokens, likely[-1][0])))
+    outcomes.sort(key=lambda outcome: -outcome[0])
+    return [outcome for _, outcome in outcomes[:most]]
+
+
 class VerifierDrafter:
     """A verifier that proposes to a dearer one: its rounds, until `count` tokens stand.
 
@@ -211,16 +285,19 @@ class VerifierDrafter:
         self.verifier.drafter.prefill(text)
 
     def propose(self, text: Text, count: int) -> Draft:
-        grown = text
-        laws: list[Tensor] = []
-        while (missing := len(text) + count - len(grown)) > 0:
-            result = self.verifier.round(grown, min(self.draft_count, missing - 1))
-            grown = grown.extended(result.tokens)
-            if result.laws is not None:
-                laws.append(result.laws)
-            if any(token in self.stop_tokens for token in result.tokens):
-                break
-        return Draft.chain(grown.part(len(text)), torch.cat(laws) if laws else None)
+        return self.proposal(text, count).finish()
+
+    def proposal(self, text: Text, count: int) -> VerifierProposal:
+        return VerifierProposal(self, text, count)
+
+    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
+        if not draft.is_chain:
+            return []
+        logits = self.verifier.read_speculation(text, draft.tokens)
+        law = self.verifier.sampling.law
+        return likely_outcomes(
+            draft.tokens, LIKELY.laws(logits) if law.greedy else law.laws(logits), most, acceptance
+        )
 
     def settle(self, text: Text) -> None:
         # A cache derived from the full one has adopted the verified KV already: there is nothing

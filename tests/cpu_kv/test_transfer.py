@@ -199,8 +199,10 @@ def test_streams_are_read_in_their_order_and_one_at_a_time() -> None:
     kv = random_kv(12)
     with engine_over(UnevenLink(), kv) as engine:
         stream = engine.stream(12)
+        following = engine.stream(12)
         with pytest.raises(RuntimeError, match="neither at its end nor closed"):
-            engine.stream(12)
+            next(following.segments(0))
+        following.close()
         with pytest.raises(RuntimeError, match="the layers left are 0, 1, 2"):
             next(stream.segments(1))
         half_read = stream.segments(0)
@@ -214,6 +216,44 @@ def test_streams_are_read_in_their_order_and_one_at_a_time() -> None:
         with pytest.raises(ValueError, match="12 are present"):
             engine.stream(13)
         check_pass(engine, kv, 12)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    segment_tokens=st.integers(1, 9),
+    ring_buffers=st.integers(1, 4),
+    ranges=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), min_size=1, max_size=4),
+    read=st.integers(0, 4),
+)
+@settings(max_examples=40, derandomize=True, deadline=None)
+def test_the_link_runs_ahead_into_the_next_streams(
+    seed: int, segment_tokens: int, ring_buffers: int, ranges: list[list[int]], read: int
+) -> None:
+    """Each stream shows its own tokens; every byte that crossed is read, or counted as abandoned."""
+    kv = random_kv(30, seed)
+    with engine_over(UnevenLink(seed, 2e-4), kv, segment_tokens, ring_buffers) as engine:
+        streams = [engine.stream(end, start=start) for start, end in ranges]
+        for stream, (start, end) in list(zip(streams, ranges, strict=True))[:read]:
+            for layer in range(LAYOUT.layers):
+                parts = [torch.stack(pair).clone() for pair in stream.segments(layer)]
+                if start < end:
+                    assert torch.equal(torch.cat(parts, dim=2), kv[layer, :, :, start:end])
+            assert stream.finished
+        for stream in streams[read:]:
+            stream.close()
+        tokens = sum(end - start for start, end in ranges[:read])
+        counters = engine.counters
+        assert counters.bytes_to_device - counters.bytes_abandoned == tokens * LAYOUT.token_bytes
+        check_pass(engine, kv, 30)
+
+
+def test_a_stream_ahead_is_copied_before_the_one_before_it_is_asked_for_its_end() -> None:
+    with engine_over(UnevenLink(), random_kv(12), segment_tokens=4, ring_buffers=2) as engine:
+        stream, _ = engine.stream(4, layers=[0]), engine.stream(12, layers=[1])
+        # One buffer holds the first stream whole, the other one what comes first of the second.
+        assert engine.counters.copies == 2
+        assert engine.counters.bytes_to_device == 8 * LAYOUT.layer_token_bytes
+        stream.close()
 
 
 def test_a_failed_segment_raises_and_the_next_pass_is_whole() -> None:

@@ -1,0 +1,171 @@
+"""Where the KV of a text is attended: on the device, over the link, or by the CPU where it lies.
+
+Each layer's first tokens are resident on the device, the next ones are attended by the CPU, the rest is
+streamed; a tail of the newest tokens is on the device too, until a stream covers it. The same numbers hold
+for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpu_kv import KVLayout
+from offload_rt.attention import AttentionBackend, attend, merge
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many of a layer's first tokens are not streamed; multiples of the store's page.
+
+    Attributes:
+        resident_tokens: kept on the device.
+        cpu_tokens: attended by the CPU, after the resident ones.
+    """
+
+    resident_tokens: int = 0
+    cpu_tokens: int = 0
+
+    def check(self, page: int) -> None:
+        """Raises ValueError for numbers that are negative or no multiples of `page`."""
+        for name in ("resident_tokens", "cpu_tokens"):
+            tokens = getattr(self, name)
+            if tokens < 0 or tokens % page:
+                raise ValueError(f"{name} must be a multiple of {page} and not negative, not {tokens}")
+
+
+EVERYTHING_STREAMED = Placement()
+
+
+class ResidentShare:
+    """The first `capacity` tokens of each layer on the device, taken there during the prefill."""
+
+    def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.tokens = 0  # present in every layer
+        shape = (layout.layers, *layout.slab_shape(capacity))
+        self._memory = torch.empty(shape, dtype=layout.dtype, device=device)
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Takes what there is room for of a layer's KV from its beginning, `[kv_heads, tokens, head_dim]`."""
+        self.tokens = min(self.capacity, keys.shape[1])
+        self._memory[layer, 0, :, : self.tokens] = keys[:, : self.tokens]
+        self._memory[layer, 1, :, : self.tokens] = values[:, : self.tokens]
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from `length` on."""
+        self.tokens = min(self.tokens, length)
+
+    def views(self, layer: int, tokens: int) -> KeysValues:
+        """The first `tokens` tokens."""
+        return self._memory[layer, 0, :, :tokens], self._memory[layer, 1, :, :tokens]
+
+
+class Tail:
+    """The newest tokens of the text on the device, and the pending ones of a pass behind them.
+
+    Attributes:
+        start: the first token's place in the text.
+        tokens: how many committed ones there are.
+        keys, values: `[layers, kv_heads, capacity, head_dim]`.
+    """
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.start = 0
+        self.tokens = 0
+        # A page at most waits to be covered, and a round's tokens come behind it.
+        shape = (layout.layers, layout.kv_heads, layout.page_size + 64, layout.head_dim)
+        self.keys = torch.empty(shape, dtype=layout.dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+
+    @property
+    def end(self) -> int:
+        """Length of the text."""
+        return self.start + self.tokens
+
+    def make_room(self, count: int) -> None:
+        """For `count` tokens behind the committed ones."""
+        missing = self.tokens + count - self.keys.shape[2]
+        if missing > 0:
+            pad = (0, 0, 0, max(missing, self.keys.shape[2] // 2))
+            self.keys = torch.nn.functional.pad(self.keys, pad)
+            self.values = torch.nn.functional.pad(self.values, pad)
+
+    def restart(self, start: int, tokens: int = 0) -> None:
+        """Begins at another place, with `tokens` committed ones that the caller writes."""
+        self.start, self.tokens = start, 0
+        self.make_room(tokens)
+        self.tokens = tokens
+
+    def drop(self, start: int) -> None:
+        """Forgets the tokens before `start`."""
+        gone = start - self.start
+        if gone > 0:
+            left = self.tokens - gone
+            # Cloned where they overlap: what stays moves to the front.
+            self.keys[:, :, :left] = self.keys[:, :, gone : self.tokens].clone()
+            self.values[:, :, :left] = self.values[:, :, gone : self.tokens].clone()
+            self.start, self.tokens = start, left
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> KeysValues:
+        """Pending tokens of a layer behind the committed ones; returns a view of both together."""
+        stop = self.tokens + keys.shape[1]
+        layer_keys, layer_values = self.keys[layer], self.values[layer]
+        layer_keys[:, self.tokens : stop] = keys
+        layer_values[:, self.tokens : stop] = values
+        return layer_keys[:, :stop], layer_values[:, :stop]
+
+    def commit(self, path: Sequence[int]) -> KeysValues:
+        """Keeps these pending tokens, in this order; returns copies `[layers, kv_heads, n, head_dim]`."""
+        chosen = torch.tensor(path, device=self.keys.device) + self.tokens
+        keys, values = self.keys.index_select(2, chosen), self.values.index_select(2, chosen)
+        stop = self.tokens + len(path)
+        self.keys[:, :, self.tokens : stop] = keys
+        self.values[:, :, self.tokens : stop] = values
+        self.tokens = stop
+        return keys, values
+
+
+class CpuShare:
+    """Attends KV in host memory on a thread of its own, beside what the device and the link do."""
+
+    def __init__(self, backend: AttentionBackend, device: torch.device) -> None:
+        self._backend = backend
+        self._device = device
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-cpu-attention")
+
+    def start(
+        self, queries: Tensor, runs: Sequence[KeysValues], scale: float
+    ) -> Future[tuple[Tensor, Tensor]]:
+        """Attention of the device's queries `[heads, n, head_dim]` over runs in host memory."""
+        arrived = None
+        if queries.device.type == "cuda":
+            there = torch.empty(queries.shape, dtype=queries.dtype, pin_memory=True)
+            there.copy_(queries, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(self._device))
+            queries = there
+        return self._thread.submit(self._attend, queries, runs, scale, arrived)
+
+    def finish(self, started: Future[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What `start` began, on the device."""
+        out, lse = started.result()
+        return out.to(self._device), lse.to(self._device)
+
+    def close(self) -> None:
+        """Waits for what was started and lets the thread go. Idempotent."""
+        self._thread.shutdown(wait=True)
+
+    @torch.inference_mode()
+    def _attend(
+        self, queries: Tensor, runs: Sequence[KeysValues], scale: float, arrived: torch.cuda.Event | None
+    ) -> tuple[Tensor, Tensor]:
+        if arrived is not None:
+            arrived.synchronize()
+        return merge([attend(self._backend, queries, keys, values, scale) for keys, values in runs])

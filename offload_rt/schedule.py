@@ -1,0 +1,234 @@
+"""What runs when: a verification streams in a thread of its own, and the next round is drafted meanwhile.
+
+The link itself needs no scheduling here: the full cache opens the stream of pass i+1 when pass i begins, so
+that the copies go on the moment the staging ring has room.
+
+Why drafting ahead changes no law. A draft is made for a guessed outcome: the tokens that the verification
+may yield. Its tokens are drawn, with random numbers of their own, from the laws that it reports. It is used
+if the verdict is that outcome, which depends on the draft being verified and on the verdict's own random
+numbers, but on nothing that was drawn ahead. And a draft of the right outcome is never thrown away, however
+long it took: what has been drawn of it is kept, and the rest is drawn after the verdict. Time decides only
+whether drawing *begins* before the verdict; where a seed is to repeat its tokens, not even that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from offload_rt.caches.full import FullCache
+from offload_rt.drafting.base import Proposal, Text
+from offload_rt.drafting.verifier import Pass, Round, Verifier
+from offload_rt.timeline import NO_TIMELINE, Timeline
+from offload_rt.verification import Draft
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """One round.
+
+    Attributes:
+        ms: the whole round, from its draft to its verdict.
+        draft_ms: drafting before the pass began; what drafting ahead has spared is not in it.
+        pass_ms: from the pass's begin to its logits.
+        ahead_ms: drafting ahead while the pass ran.
+        verdict_ms: from the end of both to the committed tokens.
+        guessed: whether the verdict was an outcome that had been drafted for; None where none had.
+        proposed, accepted: tokens.
+    """
+
+    ms: float
+    draft_ms: float
+    pass_ms: float
+    ahead_ms: float
+    verdict_ms: float
+    guessed: bool | None
+    proposed: int
+    accepted: int
+
+
+@dataclass
+class ScheduleStats:
+    """Times of the rounds so far, and how often drafting ahead had guessed right."""
+
+    rounds: list[RoundTimes] = field(default_factory=list)
+
+    @property
+    def guesses(self) -> int:
+        """Rounds that were drafted ahead of."""
+        return sum(times.guessed is not None for times in self.rounds)
+
+    @property
+    def hits(self) -> int:
+        """Of those, how many drafts could be used."""
+        return sum(times.guessed is True for times in self.rounds)
+
+
+class PassLane:
+    """A thread in which passes of the full cache run, with a stream of high priority on a GPU.
+
+    Compute that was enqueued before `start` comes before the pass, and a pass whose future is done is done
+    on the device too.
+    """
+
+    def __init__(self, full: FullCache, timeline: Timeline = NO_TIMELINE) -> None:
+        self._full = full
+        self._timeline = timeline
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")
+        self._stream = torch.cuda.Stream(full.device, priority=-1) if full.device.type == "cuda" else None
+
+    def start(self, begin: Callable[[], Pass]) -> Future[Pass]:
+        """Runs `begin`, which is a pass up to its logits."""
+        self._full.catch_up()  # afterwards drafting needs nothing of what the pass uses
+        fence = None
+        if self._stream is not None:
+            fence = torch.cuda.Event()
+            fence.record(torch.cuda.current_stream(self._full.device))
+        return self._thread.submit(self._run, begin, fence)
+
+    def _run(self, begin: Callable[[], Pass], fence: torch.cuda.Event | None) -> Pass:
+        with self._timeline.span("pass", "verify"):
+            if self._stream is None or fence is None:
+                return begin()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(fence)
+                result = begin()
+                self._full.engine.finish_compute()
+            return result
+
+    def give_up(self, begun: Future[Pass]) -> None:
+        """Ends a pass that nobody will ask for; no other one can be run over this text afterwards."""
+        self._full.cancel()
+        wait([begun])
+
+    def close(self) -> None:
+        """Waits for the thread and lets it go. Idempotent."""
+        self._thread.shutdown(wait=True)
+
+
+class Schedule:
+    """Runs rounds of a verifier.
+
+    Args:
+        lane: where passes run while the next round is drafted; None: one thing after another.
+        ahead: outcomes of a pass that are drafted for at most.
+        clock: whether time may decide which outcomes are drafted for: not where a seed must repeat its
+            tokens.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        lane: PassLane | None = None,
+        ahead: int = 0,
+        *,
+        clock: bool = True,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        self.verifier = verifier
+        self.stats = ScheduleStats()
+        self._lane = lane if ahead > 0 else None
+        self._ahead = ahead
+        self._clock = clock
+        self._timeline = timeline
+        self._made: dict[tuple[int, ...], Proposal] = {}  # by the outcome, as tokens behind the text
+        self._ready: tuple[int, Proposal] | None = None  # made for the text of this length
+
+    def round(self, text: Text, count: int, following: Callable[[int], int]) -> Round:
+        """One verification of about `count` drafted tokens below the last token of `text`.
+
+        Args:
+            following: how many tokens to draft in the next round, if this one yields so many.
+        """
+        started = perf_counter()
+        draft = self._draft(text, count)
+        drafted = perf_counter()
+        if self._lane is None or not draft.tokens:
+            begun = self.verifier.begin(text, draft)
+            passed = ended = perf_counter()
+        else:
+            begun, passed, ended = self._overlapped(self._lane, text, draft, following)
+        ahead = perf_counter()
+        result = self.verifier.verdict(text, begun)
+        done = perf_counter()
+        self.verifier.stats.ms += 1e3 * (ended - drafted + done - ahead)
+        guessed = self._settle(text, result)
+        self.stats.rounds.append(
+            RoundTimes(
+                ms=1e3 * (done - started),
+                draft_ms=1e3 * (drafted - started),
+                pass_ms=1e3 * (ended - drafted),
+                ahead_ms=1e3 * (passed - drafted) if self._lane is not None else 0.0,
+                verdict_ms=1e3 * (done - ahead),
+                guessed=guessed,
+                proposed=result.proposed,
+                accepted=result.accepted,
+            )
+        )
+        return result
+
+    def _draft(self, text: Text, count: int) -> Draft:
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[0] == len(text):
+            # Used whatever is thought of drafting by now: its cost depends on its tokens.
+            with self._timeline.span("draft", "finish"):
+                return ready[1].finish()
+        if count <= 0:
+            return Draft()
+        with self._timeline.span("draft", "draft"):
+            return self.verifier.drafter.propose(text, count)
+
+    def _overlapped(
+        self, lane: PassLane, text: Text, draft: Draft, following: Callable[[int], int]
+    ) -> tuple[Pass, float, float]:
+        """The pass, when drafting ahead ended, and when the pass did."""
+        ends: list[float] = []
+        begun = lane.start(lambda: self.verifier.begin(text, draft))
+        begun.add_done_callback(lambda _: ends.append(perf_counter()))
+        try:
+            self._draft_ahead(text, draft, begun, following)
+            passed = perf_counter()
+            result = begun.result()
+        except BaseException:
+            lane.give_up(begun)
+            raise
+        return result, passed, ends[0] if ends else perf_counter()
+
+    def _draft_ahead(
+        self, text: Text, draft: Draft, begun: Future[Pass], following: Callable[[int], int]
+    ) -> None:
+        if self._over(begun) or following(1) <= 0:
+            return
+        stats = self.verifier.stats
+        rejected = max(0, stats.rounds - 1)  # of a chain, a round rejects one token at most
+        acceptance = (stats.accepted + 9) / (stats.accepted + rejected + 10)
+        with self._timeline.span("draft", "outcomes"):
+            outcomes = self.verifier.drafter.outcomes(text, draft, self._ahead, acceptance)
+        for outcome in outcomes:
+            count = following(len(outcome))
+            if count <= 0:
+                continue
+            if self._over(begun):
+                return
+            proposal = self.verifier.drafter.proposal(text.extended(outcome), count)
+            self._made[outcome] = proposal
+            with self._timeline.span("draft", "ahead"):
+                while proposal.step():
+                    if self._over(begun):
+                        return
+
+    def _over(self, begun: Future[Pass]) -> bool:
+        return self._clock and begun.done()
+
+    def _settle(self, text: Text, result: Round) -> bool | None:
+        made, self._made = self._made, {}
+        if not made:
+            return None
+        proposal = made.get(tuple(result.tokens))
+        if proposal is not None:
+            self._ready = (len(text) + len(result.tokens), proposal)
+        return proposal is not None
