@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
+from offload_rt.caches.places import EVERYTHING_STREAMED, Placement
 from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config, load_config
 from offload_rt.decoding import decode
 from offload_rt.devices import available_memory
@@ -46,6 +47,7 @@ from offload_rt.results import (
 from offload_rt.sampling import GeneratorDraws, SamplingLaw
 from offload_rt.session import Session, kv_layout
 from offload_rt.text import TextStream
+from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
 """(phase, done, all) while a prompt is read."""
@@ -57,6 +59,8 @@ GREEDY = SamplingParams()
 
 class LLM:
     """A target model, perhaps a draft model, and a composition of them; generates one text at a time.
+
+    `timeline` may be set to a `Timeline` before a text is begun, to record what ran when.
 
     Args:
         model: folder or hub id of the target; None: the embedded demo pair.
@@ -160,6 +164,7 @@ class LLM:
         self._session: Session | None = None
         self._result: GenerationResult | None = None
         self._closed = False
+        self.timeline = NO_TIMELINE
         if draft is not None and draft.vocabulary != target.vocabulary:
             raise UsageError(
                 f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
@@ -255,6 +260,8 @@ class LLM:
             tokens,
             params.max_tokens,
             self._stop_tokens(params),
+            self._placement(),
+            self.timeline,
         )
         self._session = session
         report = self._on_progress
@@ -300,6 +307,13 @@ class LLM:
     def plain(self, params: SamplingParams = GREEDY) -> GenerationResult:
         """Decodes the last prompt again, plainly."""
         return self.again(params, PLAIN)
+
+    def _placement(self) -> Placement:
+        """Which shares of the KV are not streamed."""
+        if self._link.in_place:
+            return EVERYTHING_STREAMED
+        offload = self.config.offload
+        return Placement(max(0, offload.resident_tokens), max(0, offload.cpu_tokens))
 
     def _sampling(self, params: SamplingParams) -> Sampling:
         law = SamplingLaw(params.temperature, params.top_p, params.top_k)

@@ -138,7 +138,7 @@ class GenerationResult:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `offload-rt generate --json` writes them."""
         values = asdict(self)
-        del values["plain_tokens"], values["notices"]
+        del values["plain_tokens"], values["notices"], values["transfer"]["bytes_abandoned"]
         for level in values["levels"]:
             del level["rounds"]
         return values

@@ -22,7 +22,13 @@ from torch import Tensor
 from offload_rt.caches.base import Cache, NewTokens, Verified
 from offload_rt.decoding import Token, decode
 from offload_rt.drafting.base import Drafter, LevelStats, NoDrafter, Text
-from offload_rt.drafting.verifier import Sampling, SmallModelDrafter, Verifier, VerifierDrafter
+from offload_rt.drafting.verifier import (
+    Sampling,
+    SmallModelDrafter,
+    Verifier,
+    VerifierDrafter,
+    VerifierProposal,
+)
 from offload_rt.governor import Governor
 from offload_rt.sampling import Draws, SamplingLaw, choices
 from offload_rt.schedule import Schedule
@@ -341,6 +347,7 @@ class Run:
         max_tokens: int,
         gamma: int,
         stop_tokens: Collection[int] = (),
+        schedule: Callable[[Verifier], Schedule] = Schedule,
     ) -> None:
         self.verifier = composition(sampling)
         assert isinstance(self.verifier.cache, FullTokenCache)
@@ -352,7 +359,8 @@ class Run:
         self._start = len(prompt)
         self._max_tokens = max_tokens
         governor = Governor(gamma, step_down=False, forecast=self.verifier, clock=False)
-        self._source = decode(Schedule(self.verifier), self.text, max_tokens, stop_tokens, governor)
+        self.schedule = schedule(self.verifier)
+        self._source = decode(self.schedule, self.text, max_tokens, stop_tokens, governor)
 
     @property
     def output(self) -> tuple[int, ...]:
@@ -369,7 +377,7 @@ class Run:
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
-        return (tuple(self.text), _frozen(self.verifier))
+        return (tuple(self.text), _frozen(self.verifier), _frozen(self.schedule._ready))
 
 
 def _frozen(value: Any) -> Hashable:
@@ -382,6 +390,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, dict):
         return tuple((key, _frozen(held)) for key, held in value.items())
+    if isinstance(value, VerifierProposal):  # its drafter is part of the verifier
+        return _frozen([vars(value)[name] for name in ("_start", "_end", "_grown", "_laws", "_stopped")])
     if isinstance(value, TableModel | Sampling | LevelStats | FunctionType):
         return None  # the same in every path, or never read
     if isinstance(value, Tensor):
@@ -398,6 +408,7 @@ def output_law(
     *,
     max_tokens: int | None = None,
     stop_tokens: Collection[int] = (),
+    schedule: Callable[[Verifier], Schedule] = Schedule,
 ) -> Law:
     """The exact law of the first `count` tokens that the composition puts out.
 
@@ -424,6 +435,7 @@ def output_law(
                     max_tokens or count + gamma,
                     gamma,
                     stop_tokens,
+                    schedule,
                 )
                 for _ in range(rounds):
                     path.round()

@@ -1,0 +1,344 @@
+"""The whole engine over a slow and uneven link: tokens, selections, bytes, and what is left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_ids, noisy_copy, tiny_target
+from transformers import PreTrainedModel
+
+from cpu_kv import CopyFailed, LayerStream, PacedLink, TransferEngine, TransferStalled
+from cpu_kv.link import Pairs
+from offload_rt import LLM, SamplingParams
+from offload_rt.attention import ReferenceBackend
+from offload_rt.caches.places import CpuShare, Placement
+from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
+from offload_rt.schedule import Schedule
+
+PAGE = 16
+PROMPT = byte_ids(150)
+PARAMS = SamplingParams(max_tokens=40)
+SIZES: dict[str, object] = {
+    "retrieval.budget": 64,
+    "retrieval.recent": 16,
+    "draft.sinks": 4,
+    "draft.window": 60,
+    "speculation.gamma2": 5,
+    "speculation.step_down": False,
+    "store.page": PAGE,
+    "store.slab_tokens": 64,
+}
+
+
+class UnevenLink(PacedLink):
+    """Delays every copy by a random time."""
+
+    def __init__(self, seed: int, delay_s: float) -> None:
+        super().__init__(1e9, timeout=30.0)
+        self._random = random.Random(seed)
+        self._delay_s = delay_s
+
+    def move(self, pairs: Pairs) -> None:
+        time.sleep(self._random.random() * self._delay_s)
+        super().move(pairs)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def draft(target: PreTrainedModel) -> PreTrainedModel:
+    return noisy_copy(target)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(target: PreTrainedModel) -> list[int]:
+    with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
+        return llm.generate(PROMPT, PARAMS).tokens
+
+
+@given(
+    config=st.sampled_from(["plain", "naive", "streaming", "retrieval", "triforce", "lookup"]),
+    resident=st.integers(0, 10),
+    cpu=st.integers(0, 10),
+    ahead=st.integers(0, 4),
+    from_stream=st.booleans(),
+    refresh=st.sampled_from(["every", "stride:7", "acceptance:0.9"]),
+    ring=st.integers(2, 5),
+    segment=st.sampled_from([16, 32, 64, 256]),
+    delay=st.sampled_from([0.0, 2e-4, 1e-3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_every_schedule_yields_the_tokens_of_plain_decoding(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    plain_tokens: list[int],
+    config: str,
+    resident: int,
+    cpu: int,
+    ahead: int,
+    from_stream: bool,
+    refresh: str,
+    ring: int,
+    segment: int,
+    delay: float,
+    seed: int,
+) -> None:
+    overrides = SIZES | {
+        "offload.resident_tokens": PAGE * resident,
+        "offload.cpu_tokens": PAGE * cpu,
+        "offload.ahead": ahead,
+        "offload.refresh_from_stream": from_stream,
+        "retrieval.refresh": refresh,
+        "store.ring_buffers": ring,
+        "store.segment_tokens": segment,
+    }
+    link = UnevenLink(seed, delay)
+    with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+        assert llm.plain(PARAMS).tokens == plain_tokens
+
+
+def engine_overrides(**offload: object) -> dict[str, object]:
+    given = {f"offload.{key}": value for key, value in offload.items()}
+    return SIZES | {"retrieval.refresh": "every", "store.ring_buffers": 2, "store.segment_tokens": 32} | given
+
+
+@pytest.mark.parametrize("shares", [(0, 0), (32, 0), (0, 48), (32, 48)])
+@pytest.mark.parametrize("config", ["retrieval", "triforce"])
+def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    config: str,
+    shares: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = 0
+    use = RetrievedCache._use
+
+    def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
+        nonlocal compared
+        compared += 1
+        source, extent = cache._source, refill.extent
+        separate = RetrievedCache(
+            source,
+            budget=cache.budget,
+            chunk=cache.chunk,
+            recent=cache.recent,
+            refresh=cache._policy,
+            backend=cache._backend,
+        )
+        separate._choose(extent.length, refill._queries)
+        assert separate.entries == extent.entries
+        for found, expected in ((refill.keys, separate.keys), (refill.values, separate.values)):
+            assert torch.equal(found[:, :, : extent.entries], expected[:, :, : extent.entries])
+        use(cache, refill)
+
+    monkeypatch.setattr(RetrievedCache, "_use", checked)
+    overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
+    with LLM.from_models(target, draft, config=config, overrides=overrides, link=PacedLink(1e9)) as llm:
+        llm.generate(PROMPT, PARAMS)
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("resident", [0, 32])
+@pytest.mark.parametrize("cpu", [0, 48])
+def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
+    target: PreTrainedModel, resident: int, cpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[LayerStream] = []
+    stream, sent = TransferEngine.stream, 0
+    built = 0
+
+    def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
+        streams.append(stream(engine, end, **arguments))
+        return streams[-1]
+
+    def counted(refill: RetrievedRefill, part: torch.Tensor) -> torch.Tensor:
+        nonlocal sent
+        sent += part.nbytes
+        return sent_part(refill, part)
+
+    def counted_build(cache: RetrievedCache, queries: torch.Tensor) -> None:
+        nonlocal built
+        before = cache._source.engine.counters.bytes_to_device
+        build(cache, queries)
+        built += cache._source.engine.counters.bytes_to_device - before
+
+    sent_part, build = RetrievedRefill._sent, RetrievedCache.build
+    monkeypatch.setattr(TransferEngine, "stream", recorded)
+    monkeypatch.setattr(RetrievedRefill, "_sent", counted)
+    monkeypatch.setattr(RetrievedCache, "build", counted_build)
+    overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
+    link = PacedLink(1e9)
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
+        result = llm.generate(PROMPT, PARAMS)
+        layout = llm._store.layout
+    assert [stream.start for stream in streams] == [resident + cpu] * (result.rounds + 1)
+    tokens = sum(stream.end - stream.start for stream in streams[:-1])
+    read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
+    # Beside the streams: the first choice after the prefill, and what a refresh takes of the CPU's share.
+    assert read == tokens * layout.token_bytes + built + sent
+    assert (sent > 0) == (cpu > 0)
+    committed = result.rounds + result.timings.draft_n_accepted
+    assert result.transfer.bytes_to_host == (len(PROMPT) - 1 + committed) * layout.token_bytes
+
+
+def test_the_prefill_crosses_the_link_once(target: PreTrainedModel) -> None:
+    overrides = engine_overrides(resident_tokens=32)
+    with LLM.from_models(target, config="plain", overrides=overrides, link=PacedLink(1e9)) as llm:
+        stream = llm.stream(PROMPT, PARAMS)
+        assert llm._session is not None
+        counters, layout = llm._session.engine.counters, llm._store.layout
+        assert counters.bytes_to_host == (len(PROMPT) - 1) * layout.token_bytes
+        assert counters.bytes_to_device == 0
+        stream.close()
+
+
+# ------------------------------------------------------------------------------------ bad situations
+
+
+def test_an_interrupt_while_drafting_ahead_loses_nothing(
+    target: PreTrainedModel, plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    link = PacedLink(1e9, latency_s=2e-3)
+    ahead = Schedule._draft_ahead
+    rounds = 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            raise KeyboardInterrupt
+        ahead(*arguments)
+
+    monkeypatch.setattr(Schedule, "_draft_ahead", interrupted)
+    overrides = engine_overrides(ahead=2)
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, PARAMS)
+        stands = llm.last_result
+        assert stands.finish_reason == "interrupted"
+        assert 0 < len(stands.tokens) < PARAMS.max_tokens
+        assert stands.tokens == plain_tokens[: len(stands.tokens)]
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+    assert set(threading.enumerate()) <= before
+
+
+class Breaking(PacedLink):
+    """Fails at its copy number `fails_at`, and at none after it."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(1e9)
+        self.copies = 0
+        self.fails_at = fails_at
+
+    def move(self, pairs: Pairs) -> None:
+        self.copies += 1
+        if self.copies == self.fails_at:
+            raise RuntimeError("the cable was pulled")
+        super().move(pairs)
+
+
+@pytest.mark.parametrize("fails_at", [1, 5, 20, 33, 47])
+def test_a_failed_copy_while_drafting_ahead_is_named(
+    target: PreTrainedModel, plain_tokens: list[int], fails_at: int
+) -> None:
+    before = set(threading.enumerate())
+    overrides = engine_overrides(ahead=2, cpu_tokens=32)
+    link = Breaking(fails_at)
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
+        with pytest.raises(CopyFailed, match=r"copy to the (host|device) of [\d,]+ bytes .*cable was pulled"):
+            llm.generate(PROMPT, PARAMS)
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+    assert set(threading.enumerate()) <= before
+
+
+class Stalling(PacedLink):
+    """Stands still from its copy number `stalls_at` on."""
+
+    def __init__(self, stalls_at: int) -> None:
+        super().__init__(1e9, timeout=0.2)
+        self.copies = 0
+        self.stalls_at = stalls_at
+
+    def move(self, pairs: Pairs) -> None:
+        self.copies += 1
+        if self.copies >= self.stalls_at:
+            self._closing.wait(5.0)
+        super().move(pairs)
+
+
+def test_a_stall_in_the_middle_of_a_text_is_named_and_what_was_written_stands(
+    target: PreTrainedModel, plain_tokens: list[int]
+) -> None:
+    before = set(threading.enumerate())
+    llm = LLM.from_models(target, config="retrieval", overrides=engine_overrides(ahead=2), link=Stalling(60))
+    with pytest.raises(TransferStalled, match=r"a copy of [\d,]+ bytes was not done after 0\.2 s"):
+        llm.generate(PROMPT, PARAMS)
+    tokens = llm.last_result.tokens
+    assert tokens == plain_tokens[: len(tokens)]
+    with pytest.raises((TransferStalled, CopyFailed)):
+        llm.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_two_engines_share_a_model(
+    target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int]
+) -> None:
+    """Their texts grow in turns, and in two threads."""
+    overrides = engine_overrides(ahead=2, resident_tokens=16)
+    links = PacedLink(1e9, latency_s=1e-3), PacedLink(1e9, latency_s=3e-4)
+    with (
+        LLM.from_models(target, draft, config="triforce", overrides=overrides, link=links[0]) as one,
+        LLM.from_models(target, draft, config="retrieval", overrides=overrides, link=links[1]) as other,
+    ):
+        turns = zip(one.stream(PROMPT, PARAMS), other.stream(PROMPT, PARAMS), strict=True)
+        assert [[a.token, b.token] for a, b in turns] == [[token, token] for token in plain_tokens]
+        results: list[list[int]] = []
+        threads = [
+            threading.Thread(target=lambda llm=llm: results.append(llm.generate(PROMPT, PARAMS).tokens))
+            for llm in (one, other)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [plain_tokens, plain_tokens]
+
+
+# ------------------------------------------------------------------------------------------- places
+
+
+def test_placements_are_whole_pages() -> None:
+    with pytest.raises(ValueError, match="resident_tokens must be a multiple of 16"):
+        Placement(resident_tokens=8).check(16)
+    with pytest.raises(ValueError, match="cpu_tokens must be a multiple of 16"):
+        Placement(cpu_tokens=-16).check(16)
+
+
+def test_the_cpu_share_attends_several_runs_as_one() -> None:
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(4, 3, 8, dtype=torch.float64, generator=generator)
+    keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
+    values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
+    runs = [(keys[:, a:b], values[:, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
+    share = CpuShare(ReferenceBackend(), torch.device("cpu"))
+    try:
+        out, lse = share.finish(share.start(queries, runs, 0.3))
+    finally:
+        share.close()
+    scores = torch.einsum("hqd,htd->hqt", queries, keys.repeat_interleave(2, 0)) * 0.3
+    assert torch.allclose(lse, scores.logsumexp(-1))
+    assert torch.allclose(out, scores.softmax(-1) @ values.repeat_interleave(2, 0))
