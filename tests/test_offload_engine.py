@@ -124,26 +124,33 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = 0
-    use = RetrievedCache._use
+    refill_of, use = RetrievedCache.refill, RetrievedCache._use
+    expected: dict[RetrievedRefill, RetrievedCache] = {}
+
+    def begun(cache: RetrievedCache) -> RetrievedRefill | None:
+        refill = refill_of(cache)
+        if refill is not None:
+            separate = expected[refill] = RetrievedCache(
+                cache._source,
+                budget=cache.budget,
+                chunk=cache.chunk,
+                recent=cache.recent,
+                refresh=cache._policy,
+                backend=cache._backend,
+            )
+            separate._choose(refill.extent.length, refill._queries)
+        return refill
 
     def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
         nonlocal compared
         compared += 1
-        source, extent = cache._source, refill.extent
-        separate = RetrievedCache(
-            source,
-            budget=cache.budget,
-            chunk=cache.chunk,
-            recent=cache.recent,
-            refresh=cache._policy,
-            backend=cache._backend,
-        )
-        separate._choose(extent.length, refill._queries)
-        assert separate.entries == extent.entries
-        for found, expected in ((refill.keys, separate.keys), (refill.values, separate.values)):
-            assert torch.equal(found[:, :, : extent.entries], expected[:, :, : extent.entries])
+        separate, entries = expected[refill], refill.extent.entries
+        assert separate.entries == entries
+        assert torch.equal(refill.keys[:, :, :entries], separate.keys[:, :, :entries])
+        assert torch.equal(refill.values[:, :, :entries], separate.values[:, :, :entries])
         use(cache, refill)
 
+    monkeypatch.setattr(RetrievedCache, "refill", begun)
     monkeypatch.setattr(RetrievedCache, "_use", checked)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=PacedLink(1e9)) as llm:
