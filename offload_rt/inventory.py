@@ -175,13 +175,13 @@ def link_now(uuid: str) -> tuple[int | None, int | None]:
 
 def lockable_memory(host: HostFacts) -> int:
     """Bytes of memory that can be page-locked now: for a card's copies where there is one, else at all."""
-    locking = PageLocking() if torch.cuda.is_available() else PageLocking(*_system_locking())
+    locking = PageLocking() if torch.cuda.is_available() else _system_locking()
     if host.lock_limit_bytes is None or not _lock_limit_binds(locking):
         return host.available_bytes
     return min(host.lock_limit_bytes, host.available_bytes)
 
 
-def _system_locking() -> tuple[Callable[[int, int], int], Callable[[int], int]]:
+def _system_locking() -> PageLocking:
     system = ctypes.CDLL(None)
 
     def lock(address: int, size: int) -> int:
@@ -190,7 +190,7 @@ def _system_locking() -> tuple[Callable[[int, int], int], Callable[[int], int]]:
     def unlock(address: int) -> int:
         return int(system.munlock(ctypes.c_void_p(address), ctypes.c_size_t(_PROBE_BYTES)))
 
-    return lock, unlock
+    return PageLocking(lock, unlock)
 
 
 def _lock_limit_binds(locking: PageLocking) -> bool:

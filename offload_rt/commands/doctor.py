@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offload_rt.inventory import Card
     from offload_rt.measuring_gpu import LinkFigures
 
-LABEL_WIDTH = 18
+LABEL_WIDTH = 20
 LINE_WIDTH = 100
 
 Row = tuple[str, str]
