@@ -288,7 +288,7 @@ def _card_of_driver(driver: Any, handle: Any) -> Card:
     place = _answer(driver, driver.nvmlDeviceGetPciInfo, handle)
     # The driver writes the domain with eight digits, the system with four.
     bus = None if place is None else re.sub(r"^0000(?=[0-9a-f]{4}:)", "", str(place.busId).lower())
-    memory = driver.nvmlDeviceGetMemoryInfo(handle)
+    memory = _answer(driver, driver.nvmlDeviceGetMemoryInfo, handle)
     node = _number(bus, "numa_node")
     limit = _answer(driver, driver.nvmlDeviceGetEnforcedPowerLimit, handle)
     default = _answer(driver, driver.nvmlDeviceGetPowerManagementDefaultLimit, handle)
@@ -299,8 +299,8 @@ def _card_of_driver(driver: Any, handle: Any) -> Card:
         uuid=driver.nvmlDeviceGetUUID(handle),
         bus=bus,
         device=None,
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
+        total_bytes=0 if memory is None else int(memory.total),
+        free_bytes=0 if memory is None else int(memory.free),
         link_generation=_answer(driver, driver.nvmlDeviceGetCurrPcieLinkGeneration, handle),
         link_generation_most=_answer(driver, driver.nvmlDeviceGetGpuMaxPcieLinkGeneration, handle),
         link_width=_answer(driver, driver.nvmlDeviceGetCurrPcieLinkWidth, handle),
@@ -328,11 +328,10 @@ def _torch_uuids() -> list[str]:
 
 def _card_of_torch(device: int, uuid: str) -> Card:
     """A card that the driver's library does not list under this uuid: a part of one, say."""
-    _, total = torch.cuda.mem_get_info(device)
-    return Card(torch.cuda.get_device_name(device), uuid, None, device, total, 0)
+    return Card(torch.cuda.get_device_name(device), uuid, None, device, 0, 0)
 
 
 def _on_device(card: Card, device: int) -> Card:
-    """The card with what torch says of it: its free memory, less what torch's own context takes."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return replace(card, device=device, free_bytes=free)
+    """The card with what torch says of its memory: free is what torch's own context leaves."""
+    free, total = torch.cuda.mem_get_info(device)
+    return replace(card, device=device, total_bytes=total, free_bytes=free)

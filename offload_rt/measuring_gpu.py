@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from offload_rt.hardware import Gpu
 from offload_rt.inventory import Card, link_now
 from offload_rt.measuring import Progress, Sizes, launch_ms
 
-_COPIES = 8
+_COPIES = 4
 """Copies of one measurement of a rate, enqueued at once."""
 
 
@@ -60,7 +61,9 @@ class PinnedCopies:
         torch.cuda.synchronize(device)  # the buffers were filled on another stream
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
+        """Idempotent."""
+        with suppress(RuntimeError):  # a card that has failed has said so before
+            torch.cuda.synchronize(self._device)
         self._slabs.close()
 
     def to_device(self) -> _Timed:

@@ -625,6 +625,7 @@ def test_what_the_driver_does_not_say_is_unknown(
     unknown = NVMLError("not supported")
     with_driver(
         nvmlDeviceGetPciInfo=unknown,
+        nvmlDeviceGetMemoryInfo=unknown,
         nvmlDeviceGetCurrPcieLinkWidth=unknown,
         nvmlDeviceGetMaxPcieLinkWidth=unknown,
         nvmlDeviceGetEnforcedPowerLimit=unknown,
@@ -632,7 +633,7 @@ def test_what_the_driver_does_not_say_is_unknown(
     torch_sees()
     (card,) = read_cards()
     assert (card.bus, card.link_width, card.link_width_most, card.power_limit_watts) == (None,) * 4
-    assert (card.device, card.free_bytes) == (None, 20 * GIB)
+    assert (card.device, card.total_bytes, card.free_bytes) == (None, 0, 0)
     assert inventory.link_now("GPU-1") == (1, None)
 
 
@@ -643,7 +644,7 @@ def test_cards_stand_in_torchs_order_and_hidden_ones_behind(
     torch_sees("MIG-7")
     seen, hidden = read_cards()
     assert (seen.name, seen.uuid, seen.device, seen.free_bytes) == ("card 0", "MIG-7", 0, 19 * GIB)
-    assert (hidden.uuid, hidden.device) == ("GPU-1", None)
+    assert (hidden.uuid, hidden.device, hidden.free_bytes) == ("GPU-1", None, 20 * GIB)
 
 
 # What the system says
@@ -794,7 +795,7 @@ def test_the_command_prints_and_writes(
     out, err = capsys.readouterr()
     assert err == "measuring  the moon (1 of 2)\n"
     for words in (
-        "AMD Ryzen 9 7950X; 32 of 32 processors, 16 threads",
+        "AMD Ryzen 9 7950X; 32 of 32 processors, threads: 16, NUMA nodes: 1",
         "90.0 GiB of 96.0 GiB available",
         "60.0 GB/s at 1 query, 40.5 at 16",
         "attention keeps 75% of its rate, the link 88%",

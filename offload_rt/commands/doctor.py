@@ -106,8 +106,8 @@ def _host_rows(report: Report) -> list[Row]:
     return [
         (
             "processor",
-            f"{facts.processor}; {facts.cores} of {facts.cores_of_machine} processors, {host.threads}"
-            f" threads, NUMA nodes: {facts.numa_nodes}",
+            f"{facts.processor}; {facts.cores} of {facts.cores_of_machine} processors,"
+            f" threads: {host.threads}, NUMA nodes: {facts.numa_nodes}",
         ),
         ("instruction sets", ", ".join(facts.instruction_sets) or "none of those that matter here"),
         ("native kernel", facts.native_kernel),
