@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload_rt import native
 from offload_rt.attention import NativeCpuBackend, TorchCpuBackend, choose_backend
+from offload_rt.devices import CACHE_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_what_it_does_not_cover_goes_to_torch(kernel: native.Kernel, dtype: torc
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache folder, and no memory of an earlier build."""
-    monkeypatch.setenv(native.CACHE_FOLDER, str(tmp_path))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
     native.load_kernel.cache_clear()
     yield tmp_path
     native.load_kernel.cache_clear()

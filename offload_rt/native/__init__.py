@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offload_rt.devices import cache_folder
+
 SOURCE = Path(__file__).with_name("attention.cpp")
 SWITCH = "OFFLOAD_RT_NATIVE"
-CACHE_FOLDER = "OFFLOAD_RT_CACHE"
 BUILD_TIMEOUT_S = 120
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
@@ -99,20 +100,12 @@ def load_kernel() -> Kernel | None:
     if os.environ.get(SWITCH) == "0" or compiler is None:
         return None
     try:
-        path = _cache_folder() / f"attention-{_fingerprint(compiler)}.so"
+        path = cache_folder() / f"attention-{_fingerprint(compiler)}.so"
         if not path.exists():
             _build(compiler, path)
         return Kernel(path)
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
         return None
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get(CACHE_FOLDER)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else home / "offload_rt"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _fingerprint(compiler: str) -> str:
