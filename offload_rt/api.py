@@ -326,7 +326,8 @@ class LLM:
     def _run(self, session: Session, params: SamplingParams) -> Generator[TokenEvent]:
         verifier = session.verifier
         clock = params.temperature == 0 or params.seed is None
-        governor, schedule = session.governor(clock), session.schedule(clock)
+        length = session.draft_length(clock)
+        governor, schedule = session.governor(clock, length), session.schedule(clock, length)
         stream = TextStream(self._tokenizer, params.stop)
         tokens: list[int] = []
         finish: FinishReason = "interrupted"

@@ -132,7 +132,8 @@ class SpeculationConfig:
         levels: names from `LEVELS`, from the cheapest to the dearest; each drafts for the next one, the
             last for the target over its full cache. Empty: plain decoding.
         gamma1: tokens the first of two levels proposes to the second.
-        gamma2: tokens proposed to the target over its full cache.
+        gamma2: tokens proposed to the target over its full cache; 0: chosen as it runs, by what passes and
+            drafts take and by how many tokens are accepted.
         step_down: give up speculation where it does not pay.
     """
 
@@ -154,7 +155,7 @@ class SpeculationConfig:
             f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}",
         )
         _at_least(1, "speculation.gamma1", self.gamma1)
-        _at_least(1, "speculation.gamma2", self.gamma2)
+        _at_least(0, "speculation.gamma2", self.gamma2)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from collections import deque
 from statistics import median
 from typing import Protocol
 
+from offload_rt.draft_length import DraftLength
+
 WINDOW = 6  # rounds that are judged together
 CLEAR_WINDOW = 3  # rounds after which a clear loss is enough
 CLEAR_MARGIN = 1.25  # what a clear loss is
@@ -34,7 +36,7 @@ class Governor:
     """Says how many tokens to draft in the next round.
 
     Args:
-        draft_count: tokens to draft a round while speculation pays; 0: always plain.
+        draft_count: tokens to draft a round while speculation pays, or what chooses them; 0: always plain.
         step_down: False keeps drafting whatever it costs.
         forecast: of rounds by (text length, tokens drafted); 0 drafted is a plain round.
         clock: whether rounds are judged by measured time, or by their fixed costs.
@@ -42,14 +44,15 @@ class Governor:
 
     def __init__(
         self,
-        draft_count: int,
+        draft_count: int | DraftLength,
         *,
         step_down: bool,
         forecast: Forecast,
         clock: bool,
     ) -> None:
-        self._draft_count = draft_count
-        self._watches = step_down and draft_count > 0
+        self._draft = draft_count
+        self._length = 0
+        self._watches = step_down and draft_count != 0
         self._forecast = forecast
         self._clock = clock
         self._plain_ms: deque[float] = deque(maxlen=WINDOW)
@@ -62,7 +65,8 @@ class Governor:
 
     def begin(self, length: int) -> None:
         """A text of `length` tokens is about to be continued."""
-        count = self._draft_count
+        self._length = length
+        count = self._wanted()
         expected = self._forecast.expected_ms(length, count) / self._forecast.expected_tokens(count)
         if self._watches and expected > self._forecast.expected_ms(length, 0):
             self._break = FORESEEN_BREAK
@@ -74,11 +78,14 @@ class Governor:
         self._break = min(2 * self._break, LONGEST_BREAK)
         self._judged.clear()
 
+    def _wanted(self) -> int:
+        return self._draft.choose(self._length) if isinstance(self._draft, DraftLength) else self._draft
+
     def draft_count(self) -> int:
         """Tokens to draft in the next round; 0 for a plain one."""
         # Where the clock decides, the second round is plain, to know its cost; the first one warms up.
         probing = self._watches and self._clock and self._rounds == 1
-        return 0 if probing or self._break_left > 0 else self._draft_count
+        return 0 if probing or self._break_left > 0 else self._wanted()
 
     def observe(self, count: int, tokens: int, length: int, ms: float, fixed_ms: float) -> None:
         """A round is over.
@@ -91,6 +98,7 @@ class Governor:
             fixed_ms: what its passes cost by their shapes.
         """
         self._rounds += 1
+        self._length = length
         if not self._watches:
             return
         if count == 0:

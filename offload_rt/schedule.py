@@ -21,6 +21,7 @@ from time import perf_counter
 import torch
 
 from offload_rt.caches.full import FullCache
+from offload_rt.draft_length import DraftLength
 from offload_rt.drafting.base import Proposal, Text
 from offload_rt.drafting.verifier import Pass, Round, Verifier
 from offload_rt.timeline import NO_TIMELINE, Timeline
@@ -116,6 +117,7 @@ class Schedule:
     Args:
         lane: where passes run while the next round is drafted; None: one thing after another.
         ahead: outcomes of a pass that are drafted for at most.
+        length: told what passes and drafts take and how many tokens are accepted.
         clock: whether time may decide which outcomes are drafted for: not where a seed must repeat its
             tokens.
     """
@@ -125,6 +127,7 @@ class Schedule:
         verifier: Verifier,
         lane: PassLane | None = None,
         ahead: int = 0,
+        length: DraftLength | None = None,
         *,
         clock: bool = True,
         timeline: Timeline = NO_TIMELINE,
@@ -133,6 +136,9 @@ class Schedule:
         self.stats = ScheduleStats()
         self._lane = lane if ahead > 0 else None
         self._ahead = ahead
+        self._length = length
+        self._drawn = 0  # tokens drafted in this round, used or not, and how long it took
+        self._drawing_ms = 0.0
         self._clock = clock
         self._timeline = timeline
         self._made: dict[tuple[int, ...], Proposal] = {}  # by the outcome, as tokens behind the text
@@ -145,6 +151,7 @@ class Schedule:
             following: how many tokens to draft in the next round, if this one yields so many.
         """
         started = perf_counter()
+        self._drawn, self._drawing_ms = 0, 0.0
         draft = self._draft(text, count)
         drafted = perf_counter()
         if self._lane is None or not draft.tokens:
@@ -157,6 +164,11 @@ class Schedule:
         done = perf_counter()
         self.verifier.stats.ms += 1e3 * (ended - drafted + done - ahead)
         guessed = self._settle(text, result)
+        if self._length is not None:
+            if self.stats.rounds:  # the first round pays for memory that is touched for the first time
+                self._length.observe_pass(len(text), result.proposed, 1e3 * (ended - drafted + done - ahead))
+                self._length.observe_draft(len(text), self._drawn, self._drawing_ms)
+            self._length.observe_tokens(result.proposed, result.accepted)
         self.stats.rounds.append(
             RoundTimes(
                 ms=1e3 * (done - started),
@@ -175,12 +187,28 @@ class Schedule:
         ready, self._ready = self._ready, None
         if ready is not None and ready[0] == len(text):
             # Used whatever is thought of drafting by now: its cost depends on its tokens.
-            with self._timeline.span("draft", "finish"):
-                return ready[1].finish()
+            return self._drawing("finish", ready[1])
         if count <= 0:
             return Draft()
+        started = perf_counter()
         with self._timeline.span("draft", "draft"):
-            return self.verifier.drafter.propose(text, count)
+            draft = self.verifier.drafter.propose(text, count)
+        self._count_drawn(len(draft.tokens), started)
+        return draft
+
+    def _drawing(self, name: str, proposal: Proposal, over: Callable[[], bool] | None = None) -> Draft:
+        """Draws a draft to its end, or until `over` says so between two steps."""
+        started, before = perf_counter(), len(proposal.draft().tokens)
+        with self._timeline.span("draft", name):
+            while not (over is not None and over()) and proposal.step():
+                pass
+        draft = proposal.draft()
+        self._count_drawn(len(draft.tokens) - before, started)
+        return draft
+
+    def _count_drawn(self, tokens: int, started: float) -> None:
+        self._drawn += tokens
+        self._drawing_ms += 1e3 * (perf_counter() - started)
 
     def _overlapped(
         self, lane: PassLane, text: Text, draft: Draft, following: Callable[[int], int]
@@ -216,10 +244,7 @@ class Schedule:
                 return
             proposal = self.verifier.drafter.proposal(text.extended(outcome), count)
             self._made[outcome] = proposal
-            with self._timeline.span("draft", "ahead"):
-                while proposal.step():
-                    if self._over(begun):
-                        return
+            self._drawing("ahead", proposal, lambda: self._over(begun))
 
     def _over(self, begun: Future[Pass]) -> bool:
         return self._clock and begun.done()

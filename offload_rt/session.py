@@ -13,6 +13,7 @@ from offload_rt.attention import AttentionBackend, choose_backend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Placement
 from offload_rt.config import TARGET_RETRIEVED, Config
+from offload_rt.draft_length import DraftLength
 from offload_rt.drafting.base import Text
 from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.verifier import Sampling, Verifier
@@ -118,20 +119,26 @@ class Session:
             self.full.build_derived()
         self.verifier.drafter.prefill(Text(self.text))
 
-    def governor(self, clock: bool) -> Governor:
-        """Watches whether this composition pays; see `Governor`."""
+    def draft_length(self, clock: bool) -> int | DraftLength:
+        """Tokens to draft for a verification, or what chooses them as it runs."""
         speculation = self.config.speculation
-        return Governor(
-            speculation.gamma2 if speculation.levels else 0,
-            step_down=speculation.step_down,
-            forecast=self.verifier,
-            clock=clock,
-        )
+        if not speculation.levels or speculation.gamma2:
+            return speculation.gamma2 if speculation.levels else 0
+        return DraftLength(self.verifier, clock=clock, ahead=self._lane is not None and self._ahead > 0)
 
-    def schedule(self, clock: bool) -> Schedule:
+    def governor(self, clock: bool, length: int | DraftLength) -> Governor:
+        """Watches whether this composition pays; see `Governor`."""
+        step_down = self.config.speculation.step_down
+        return Governor(length, step_down=step_down, forecast=self.verifier, clock=clock)
+
+    def schedule(self, clock: bool, length: int | DraftLength = 0) -> Schedule:
         """What runs when, for one continuation; see `Schedule`."""
-        ahead = self.config.offload.ahead if self.config.speculation.levels else 0
-        return Schedule(self.verifier, self._lane, ahead, clock=clock, timeline=self._timeline)
+        fitted = length if isinstance(length, DraftLength) else None
+        return Schedule(self.verifier, self._lane, self._ahead, fitted, clock=clock, timeline=self._timeline)
+
+    @property
+    def _ahead(self) -> int:
+        return self.config.offload.ahead if self.config.speculation.levels else 0
 
     def rewind(self) -> None:
         """Back to the end of the prompt."""

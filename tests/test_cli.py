@@ -13,7 +13,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from cpu_kv import CopyFailed, TransferStalled
 from offload_rt import cli
 from offload_rt.commands import generate
 from offload_rt.errors import UsageError
@@ -27,6 +29,7 @@ class FakeLLM:
 
     made: FakeLLM
     interrupted_at: int | None = None
+    stops_with: BaseException = KeyboardInterrupt()
 
     def __init__(self, model: str | None, **options: Any) -> None:
         type(self).made = self
@@ -45,7 +48,7 @@ class FakeLLM:
         try:
             for token, word in enumerate(WORDS):
                 if token == self.interrupted_at:
-                    raise KeyboardInterrupt
+                    raise self.stops_with
                 made += 1
                 yield SimpleNamespace(token=token, text=word)
             finish_reason = "length"
@@ -305,6 +308,30 @@ def test_an_error_of_the_runtime_is_one_line_and_leaves_no_file(
     assert capsys.readouterr().err == "offload-rt: error: the prompt is too long\n"
     assert not os.listdir(tmp_path)
     assert llm.made.closed
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (TransferStalled(4096, 60.0), "a copy of 4,096 bytes was not done after 60 s"),
+        (CopyFailed("copy to the device of 4,096 bytes failed: unplugged"), "nvidia-smi"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "give a shorter prompt"),
+        (MemoryError("no memory for 4096 more tokens of KV"), "no memory for 4096 more tokens"),
+    ],
+)
+def test_what_was_written_before_a_failure_stands(
+    llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: Exception, said: str
+) -> None:
+    llm.interrupted_at, llm.stops_with = 3, failure
+    path = tmp_path / "out.json"
+    arguments = ["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == "some words written (held)\n"
+    last = output.err.splitlines()[-1]
+    assert last.startswith("offload-rt: error: ") and said in last
+    assert last.endswith("the text ends after 3 tokens, which stand")
+    assert json.loads(path.read_text())["tokens"] == [0, 1, 2]
 
 
 def test_json_into_a_device_leaves_the_device(llm: type[FakeLLM]) -> None:

@@ -101,7 +101,7 @@ def written(folder: Path, text: str, overrides: dict[str, object]) -> Config:
         ("speculation.levels", ["lookup", "lookup"], ["cheaper"]),
         ("speculation.levels", ["lookup", "draft:streaming", "target:streaming"], ["at most 2"]),
         ("speculation.gamma1", 0, ["= 0", "at least 1"]),
-        ("speculation.gamma2", -3, ["= -3", "at least 1"]),
+        ("speculation.gamma2", -3, ["= -3", "at least 0"]),
         ("speculation.step_down", 1, ["= 1", "true or false"]),
         ("draft.sinks", -1, ["= -1", "at least 0"]),
         ("draft.window", 0, ["= 0", "at least 1"]),

@@ -117,7 +117,7 @@ class ThrowsAwayWhatTookLong(Schedule):
 
     def _draft(self, text: Any, count: int) -> Draft:
         ready = self._ready
-        if ready is not None and ready[1].finish().tokens[0] % 2:
+        if ready is not None and ready[1].draft().tokens[0] % 2:
             self._ready = None
         return super()._draft(text, count)
 

@@ -140,11 +140,11 @@ def run(arguments: argparse.Namespace) -> int:
         ) as llm,
     ):
         prompt = _encode(llm, text, arguments, console)
-        status = _write_text(llm, prompt, params, console)
+        status, failure = _write_text(llm, prompt, params, console)
         result = llm.last_result
         report = result.to_json()
         console.summary(result)
-        if arguments.compare_plain and not status:
+        if arguments.compare_plain and not status and failure is None:
             try:
                 comparison = _comparison(result, llm.plain(params))
             except KeyboardInterrupt:
@@ -153,25 +153,40 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 report["plain"] = comparison
                 console.say(_comparison_line(comparison, params))
-    if arguments.json is not None:
-        write_json(arguments.json, report)
+        # Before the runtime is closed: on a broken link that may fail too.
+        if arguments.json is not None:
+            write_json(arguments.json, report)
+        if failure is not None:
+            tokens = len(result.tokens)
+            raise UsageError(f"{failure}; the text ends after {tokens} tokens, which stand") from failure
     return status
 
 
 @contextmanager
 def _told_in_a_line() -> Iterator[None]:
     """What the machine refuses while it works, as a line to the user."""
+    try:
+        yield
+    except _refusals() as error:
+        raise _told(error) from error
+
+
+def _refusals() -> tuple[type[Exception], ...]:
     import torch
 
     from cpu_kv import CopyFailed, TransferStalled
 
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"out of memory: {reason}; give a shorter prompt or fewer new tokens") from error
-    except (CopyFailed, TransferStalled) as error:
-        raise UsageError(f"{error}; check the GPU and its driver (nvidia-smi)") from error
+    return MemoryError, torch.OutOfMemoryError, CopyFailed, TransferStalled
+
+
+def _told(error: Exception) -> UsageError:
+    """A refusal of the machine, with its remedy."""
+    from cpu_kv import CopyFailed, TransferStalled
+
+    if isinstance(error, CopyFailed | TransferStalled):
+        return UsageError(f"{error}; check the GPU and its driver (nvidia-smi)")
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UsageError(f"out of memory: {reason}; give a shorter prompt or fewer new tokens")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -229,9 +244,15 @@ def _encode(llm: LLM, text: str, arguments: argparse.Namespace, console: _Consol
     return prompt
 
 
-def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _Console) -> int:
-    """Writes the text to stdout as it is made; returns the exit code."""
+def _write_text(
+    llm: LLM, prompt: list[int], params: SamplingParams, console: _Console
+) -> tuple[int, UsageError | None]:
+    """Writes the text to stdout as it is made.
+
+    Returns the exit code, and what ended the text before its time: what is written by then stands.
+    """
     status = written = 0
+    failure: UsageError | None = None
     # A Ctrl-C while the prompt is read leaves nothing to tell: it goes past here.
     events = llm.stream(prompt, params)
     try:
@@ -246,6 +267,8 @@ def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _C
                     console.progress("decode", made, params.max_tokens)
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except _refusals() as error:
+        failure = _told(error)
     except OSError as error:
         # Python flushes stdout once more when it exits: let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -258,7 +281,7 @@ def _write_text(llm: LLM, prompt: list[int], params: SamplingParams, console: _C
         # What an interruption left held back is part of the result.
         sys.stdout.write(llm.last_result.text[written:] + "\n")
         sys.stdout.flush()
-    return status
+    return status, failure
 
 
 def _comparison(result: GenerationResult, plain: GenerationResult) -> dict[str, object]:

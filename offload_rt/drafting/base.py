@@ -65,8 +65,8 @@ class Proposal(Protocol):
     def step(self) -> bool:
         """Draws some more of it; False when it is complete (and nothing was drawn)."""
 
-    def finish(self) -> Draft:
-        """Draws the rest."""
+    def draft(self) -> Draft:
+        """What has been drawn so far."""
 
 
 class Drafter(Protocol):
@@ -112,13 +112,13 @@ class Drafter(Protocol):
 class Complete:
     """A proposal that was made at once."""
 
-    draft: Draft
+    made: Draft
 
     def step(self) -> bool:
         return False
 
-    def finish(self) -> Draft:
-        return self.draft
+    def draft(self) -> Draft:
+        return self.made
 
 
 class NoDrafter:

@@ -164,6 +164,19 @@ class Verifier:
         """Fixed cost of a round of `count` drafted tokens, at the usual acceptance of the levels below."""
         return self._pass_cost(length, count + 1) + self.drafter.expected_ms(length, count)
 
+    def expected_pass_ms(self, length: int, count: int) -> float:
+        """Fixed cost of a verification of `count` drafted tokens."""
+        return self._pass_cost(length, count + 1)
+
+    def expected_draft_ms(self, length: int, count: int) -> float:
+        """Fixed cost of drafting them."""
+        return self.drafter.expected_ms(length, count)
+
+    @property
+    def expected_acceptance(self) -> float:
+        """Share of drafted tokens that is usually accepted."""
+        return self.drafter.expected_acceptance
+
     def expected_tokens(self, count: int) -> float:
         """What a round of `count` drafted tokens usually yields: 1 + a + … + a^count."""
         return sum(self.drafter.expected_acceptance**i for i in range(count + 1))
@@ -221,9 +234,7 @@ class VerifierProposal:
         self._stopped = any(token in drafter.stop_tokens for token in result.tokens)
         return True
 
-    def finish(self) -> Draft:
-        while self.step():
-            pass
+    def draft(self) -> Draft:
         return Draft.chain(self._grown.part(self._start), torch.cat(self._laws) if self._laws else None)
 
 
@@ -285,7 +296,10 @@ class VerifierDrafter:
         self.verifier.drafter.prefill(text)
 
     def propose(self, text: Text, count: int) -> Draft:
-        return self.proposal(text, count).finish()
+        proposal = self.proposal(text, count)
+        while proposal.step():
+            pass
+        return proposal.draft()
 
     def proposal(self, text: Text, count: int) -> VerifierProposal:
         return VerifierProposal(self, text, count)

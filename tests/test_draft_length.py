@@ -1,0 +1,78 @@
+"""The length of a draft follows what passes and drafts take, and how many tokens are accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload_rt.draft_length import CHOICES, DraftLength
+
+
+class Shapes:
+    """Fixed costs: a pass of `pass_ms` and `query_ms` for each drafted token, drafts of `step_ms` a token."""
+
+    def __init__(self, pass_ms: float, query_ms: float, step_ms: float, acceptance: float = 0.9) -> None:
+        self.pass_ms = pass_ms
+        self.query_ms = query_ms
+        self.step_ms = step_ms
+        self.expected_acceptance = acceptance
+
+    def expected_pass_ms(self, length: int, count: int) -> float:
+        return self.pass_ms + self.query_ms * count
+
+    def expected_draft_ms(self, length: int, count: int) -> float:
+        return self.step_ms * count
+
+
+def best(shapes: Shapes, acceptance: float) -> int:
+    """The choice with the most tokens a ms, by the definition."""
+
+    def rate(count: int) -> float:
+        tokens = sum(acceptance**i for i in range(count + 1))
+        return tokens / (shapes.expected_pass_ms(0, count) + shapes.expected_draft_ms(0, count))
+
+    return max(CHOICES, key=rate)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize("step_ms", [0.1, 1.0, 10.0])
+def test_before_anything_is_seen_shapes_decide(step_ms: float, acceptance: float) -> None:
+    shapes = Shapes(100.0, 1.0, step_ms, acceptance)
+    assert DraftLength(shapes, clock=True).choose(0) == best(shapes, acceptance)
+    assert DraftLength(shapes, clock=False).choose(0) == best(shapes, acceptance)
+
+
+def test_it_learns_what_the_machine_takes() -> None:
+    expected, true = Shapes(100.0, 1.0, 1.0), Shapes(40.0, 3.0, 0.5)
+    length = DraftLength(expected, clock=True)
+    for count in (4, 8, 12, 4, 16, 6, 12, 8) * 4:
+        length.observe_pass(0, count, true.expected_pass_ms(0, count))
+        length.observe_draft(0, count, true.expected_draft_ms(0, count))
+    chosen = CHOICES.index(length.choose(0))
+    assert abs(chosen - CHOICES.index(best(true, 0.9))) <= 1
+    assert best(true, 0.9) != best(expected, 0.9)
+
+
+def test_where_no_clock_may_decide_measured_times_count_for_nothing() -> None:
+    shapes = Shapes(100.0, 1.0, 1.0)
+    length = DraftLength(shapes, clock=False)
+    for count in (4, 8, 12):
+        length.observe_pass(0, count, float("nan"))
+        length.observe_draft(0, count, float("nan"))
+    assert length.choose(0) == best(shapes, 0.9)
+
+
+def test_it_learns_how_many_are_accepted() -> None:
+    shapes = Shapes(100.0, 1.0, 1.0)
+    length = DraftLength(shapes, clock=False)
+    for _ in range(60):
+        length.observe_tokens(8, 2)
+    assert length.acceptance == pytest.approx(2 / 3, abs=0.03)
+    assert length.choose(0) == best(shapes, length.acceptance) < best(shapes, 0.9)
+    length.observe_tokens(0, 0)  # a plain round says nothing
+    assert length.acceptance == pytest.approx(2 / 3, abs=0.03)
+
+
+def test_a_draft_that_is_hidden_is_as_long_as_the_pass() -> None:
+    shapes = Shapes(100.0, 0.0, 10.0, acceptance=0.97)
+    alone, ahead = DraftLength(shapes, clock=True), DraftLength(shapes, clock=True, ahead=True)
+    assert alone.choose(0) * 10.0 > 100.0 >= ahead.choose(0) * 10.0
