@@ -36,9 +36,9 @@ def machine(request: PlanRequest) -> tuple[str, ...]:
         )
     if len(hardware.gpus) > 1:
         said.append(
-            f"{len(hardware.gpus)} GPUs share the heads of weights and KV evenly, each with its own link, and "
-            f"2 all-reduces of {ALL_REDUCE_MS} ms a layer: this version runs on 1 GPU, tensor parallelism is "
-            "not built yet"
+            f"{len(hardware.gpus)} GPUs share the heads of weights and KV evenly, each with its own link, "
+            f"and 2 all-reduces of {ALL_REDUCE_MS} ms a layer: this version runs on 1 GPU, tensor "
+            "parallelism is not built yet"
         )
     return tuple(said)
 

@@ -211,17 +211,26 @@ def host_memory(request: PlanRequest) -> dict[str, int]:
     return memory
 
 
+def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
+    """Whether the GPUs have room for a staging ring of so many buffers, beside all else but resident KV."""
+    return request.in_place or _left(request, ring_buffers) >= 0
+
+
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
     """Tokens of the context that the GPUs can keep: whole pages, or all of it; 0 without a GPU."""
     if request.in_place:
         return 0
-    left = min(
+    page, token_bytes = request.config.store.page, request.target.token_bytes // request.parts
+    tokens = max(0, _left(request, ring_buffers)) // token_bytes
+    return request.context if tokens >= request.context else tokens // page * page
+
+
+def _left(request: PlanRequest, ring_buffers: int) -> int:
+    """Bytes left for resident KV on the GPU that has the least."""
+    return min(
         gpu.memory_bytes - sum(gpu_memory(request, number, ring_buffers).values())
         for number, gpu in enumerate(request.hardware.gpus)
     )
-    page, token_bytes = request.config.store.page, request.target.token_bytes // request.parts
-    tokens = max(0, left) // token_bytes
-    return request.context if tokens >= request.context else tokens // page * page
 
 
 def shortage(request: PlanRequest) -> str | None:

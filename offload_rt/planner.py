@@ -6,24 +6,17 @@ the CPU attends, how deep the staging ring is, and how many tokens are drafted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from offload_rt.assumptions import machine, reckoning
 from offload_rt.config import Config
-from offload_rt.placement import (
-    Placement,
-    PlanRequest,
-    gpu_memory,
-    host_memory,
-    resident_capacity,
-    shortage,
-)
-from offload_rt.prediction import PassTime, Predictor, RoundTime
+from offload_rt.placement import Placement, PlanRequest, gpu_memory, host_memory, shortage
+from offload_rt.prediction import Predictor
+from offload_rt.sharing import choices
 
-EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a plan faster
 MOST_GPUS = 8
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 
@@ -85,13 +78,13 @@ def plan(request: PlanRequest) -> Plan:
     """The fastest placement that fits, or why there is none and what comes nearest."""
     fitting = _with_fitting_budget(request)
     if fitting is None:
-        ring = request.config.store.ring_buffers
-        cpu = request.context if request.in_place else 0
-        placement = _placed(request, ring, resident=0, cpu=cpu)
+        store, context = request.config.store, request.context
+        cpu = context if request.in_place else 0
+        placement = Placement(0, cpu, context - cpu, store.ring_buffers, store.segment_tokens, request.target)
         why = f"{shortage(request)}; {_nearest(request)}"
         return _plan(request, request.config, placement, why, None, machine(request))
     predictor = Predictor(fitting)
-    placement, best = min(_rounds(predictor), key=lambda found: found[1].ms_per_token)
+    placement, best = min(choices(predictor), key=lambda found: found[1].ms_per_token)
     config = replace(fitting.config, store=replace(fitting.config.store, ring_buffers=placement.ring_buffers))
     if fitting.levels:
         speculation = replace(config.speculation, levels=fitting.levels, gamma2=best.gamma)
@@ -129,85 +122,6 @@ def _plan(
     )
     host = host_memory(planned)
     return Plan(request, config, placement, refusal, gpus, host, predicted, assumptions)
-
-
-def _placed(request: PlanRequest, ring: int, *, resident: int, cpu: int) -> Placement:
-    segment = request.config.store.segment_tokens
-    streamed = request.context - resident - cpu
-    return Placement(resident, cpu, streamed, ring, segment, request.target)
-
-
-# The choice.
-
-
-def _rounds(predictor: Predictor) -> Iterator[tuple[Placement, RoundTime]]:
-    """The best placement for each length of drafts and depth of the ring."""
-    request = predictor.request
-    speculation, longest = request.config.speculation, request.longest_draft
-    if not request.levels:
-        gammas = range(1)
-    else:
-        gammas = range(speculation.gamma2 if request.fixed_draft else 1, longest + 1)
-    drafts = {gamma: predictor.draft(gamma) for gamma in gammas}
-    first = request.config.store.ring_buffers
-    for ring in range(first, first + (0 if request.in_place else EXTRA_RING_BUFFERS) + 1):
-        resident = resident_capacity(request, ring)
-        if not _ring_fits(request, ring):
-            return
-        for gamma in gammas:
-            placement, verification = _shared_out(predictor, ring, resident, gamma)
-            yield placement, predictor.round(placement, gamma, verification, drafts[gamma])
-
-
-def _ring_fits(request: PlanRequest, ring: int) -> bool:
-    return all(
-        sum(gpu_memory(request, number, ring).values()) <= gpu.memory_bytes
-        for number, gpu in enumerate(request.hardware.gpus)
-    )
-
-
-def _shared_out(predictor: Predictor, ring: int, capacity: int, gamma: int) -> tuple[Placement, PassTime]:
-    """The CPU's share that makes a pass shortest; all ranges but the text's last end with a page.
-
-    `capacity`: tokens that may be resident. Along each of two ranges of shares the lanes of the CPU
-    and of its memory never shrink and all others never grow: the best is where they cross.
-    """
-    request = predictor.request
-    context, page = request.context, request.config.store.page
-
-    def tried(resident: int, cpu: int) -> tuple[Placement, PassTime]:
-        placement = _placed(request, ring, resident=resident, cpu=cpu)
-        return placement, predictor.verification(placement, gamma)
-
-    def streaming(pages: int) -> tuple[Placement, PassTime]:
-        return tried(capacity, pages * page)
-
-    def without_stream(pages: int) -> tuple[Placement, PassTime]:
-        resident = (capacity // page - pages) * page
-        return tried(resident, context - resident)
-
-    if request.in_place:
-        return tried(0, context)
-    found = [tried(capacity, 0)]
-    if (rest := context - capacity) > page:
-        found += _crossing(streaming, 1, (rest - 1) // page)
-    found += _crossing(without_stream, 0, capacity // page)
-    return min(found, key=lambda one: one[1].ms)
-
-
-def _crossing(
-    tried: Callable[[int], tuple[Placement, PassTime]], low: int, high: int
-) -> list[tuple[Placement, PassTime]]:
-    """What is tried on both sides of where growing lanes overtake shrinking ones, within low .. high."""
-    first, last = low, high
-    while low < high:
-        middle = (low + high) // 2
-        time = tried(middle)[1]
-        if max(time.cpu_attention, time.host_memory) >= max(time.link, time.processor):
-            high = middle
-        else:
-            low = middle + 1
-    return [tried(pages) for pages in (low - 1, low) if first <= pages <= last]
 
 
 # What comes nearest.

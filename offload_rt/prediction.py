@@ -143,6 +143,7 @@ class Predictor:
         self._target = request.target
         self._token_bytes = request.target.token_bytes
         self._layer_token_bytes = request.target.layer_token_bytes
+        self._dense_work: dict[int, Work] = {}  # by queries: a plan asks for the same again and again
 
     def step(self, shape: ModelShape, queries: int, entries: int, *, split: bool, graphs: bool) -> Work:
         """A model over `queries` tokens and a bounded cache of `entries`.
@@ -167,6 +168,12 @@ class Predictor:
             slowest = max(slowest, Work(max(reading, computing), launch), key=lambda work: work.ms)
         reducing = 2 * shape.layers * ALL_REDUCE_MS if parts > 1 else 0.0
         return Work(slowest.busy_ms + reducing, slowest.launch_ms)
+
+    @property
+    def outcomes(self) -> range:
+        """For how many verdicts a round may be drafted ahead."""
+        ahead = self.request.drafts_ahead and self.request.levels and not self.request.in_place
+        return range(MOST_OUTCOMES + 1 if ahead else 1)
 
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache through all levels below it."""
@@ -194,7 +201,7 @@ class Predictor:
         """A pass over the full cache with `gamma` drafted tokens behind the last one."""
         request, target = self.request, self._target
         queries = gamma + 1
-        dense = self.step(target, queries, 0, split=True, graphs=False)
+        dense = self._dense(queries)
         if request.in_place:
             return self._verification_in_place(dense, queries)
         host, gpus, parts = request.hardware.host, request.hardware.gpus, request.parts
@@ -232,6 +239,12 @@ class Predictor:
             host_memory_ahead=parts * ahead_bytes / host.memory_rate / 1e6,
         )
 
+    def _dense(self, queries: int) -> Work:
+        """The target's work besides attention over the context."""
+        if queries not in self._dense_work:
+            self._dense_work[queries] = self.step(self._target, queries, 0, split=True, graphs=False)
+        return self._dense_work[queries]
+
     def _verification_in_place(self, dense: Work, queries: int) -> PassTime:
         host = self.request.hardware.host
         rate = attention_rate(host.attention, queries * self._target.group)
@@ -257,26 +270,22 @@ class Predictor:
             for gpu in self.request.hardware.gpus
         )
 
-    def round(self, placement: Placement, gamma: int, verification: PassTime, draft: Work) -> RoundTime:
-        """A round with `gamma` drafted tokens, drafted ahead for as many outcomes as pays."""
+    def round(self, gamma: int, verification: PassTime, draft: Work, outcomes: int) -> RoundTime:
+        """A round with `gamma` drafted tokens, drafted ahead for `outcomes` of the last one's verdicts."""
         acceptance = self.request.acceptance(self.request.levels[-1]) if self.request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
-        drafts_ahead = self.request.drafts_ahead and not self.request.in_place and draft.ms > 0
         # While a draft is awaited, the link goes on as far as the ring has room.
-        waited = max(verification.after_ring_filled, verification.ms - draft.ms) + draft.ms
-        best_ms, outcomes, hits, drafting = waited, 0, 0.0, draft.ms
-        if drafts_ahead:
-            # The GPU attends for the pass as well; all of the context, so that a plan never looks better
-            # for giving the GPU more to do.
-            attending = self._gpu_attention(self.request.context, gamma + 1) + verification.dense.busy_ms
-            for count in range(1, MOST_OUTCOMES + 1):
-                rate = hit_rate(acceptance, gamma, count)
-                busy = count * draft.ms + attending
-                ms = rate * max(verification.ms, busy) + (1 - rate) * waited
-                if ms < best_ms:
-                    best_ms, outcomes, hits, drafting = ms, count, rate, busy
+        ms = max(verification.after_ring_filled, verification.ms - draft.ms) + draft.ms
+        hits, drafting = 0.0, draft.ms
+        if outcomes:
+            hits = hit_rate(acceptance, gamma, outcomes)
+            # The GPU works for the pass as well: reckoned with all of the context, so that no plan looks
+            # better for attending less of it there.
+            attending = self._gpu_attention(self.request.context, gamma + 1)
+            drafting = outcomes * draft.ms + attending + verification.dense.busy_ms
+            ms = hits * max(verification.ms, drafting) + (1 - hits) * ms
         bottleneck = self._bottleneck(verification, draft, drafting)
-        return RoundTime(gamma, verification, draft, best_ms, tokens, outcomes, hits, bottleneck)
+        return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, bottleneck)
 
     def _bottleneck(self, verification: PassTime, draft: Work, drafting_ms: float) -> str:
         """What would have to be faster first; `drafting_ms` is of a GPU that drafts beside the pass."""
