@@ -97,7 +97,7 @@ def plan(request: PlanRequest) -> Plan:
         tokens_per_round=best.tokens,
         ms_per_token=best.ms_per_token,
         prefill_ms=predictor.prefill_ms(),
-        bottleneck=best.bottleneck,
+        bottleneck=predictor.bottleneck(best),
         plain_ms_per_token=plain.ms,
     )
     said = (*machine(request), *reckoning(request, fitting, placement, best, plain.ms))

@@ -7,6 +7,7 @@ does everything, one thing after another.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class PassTime:
         host_memory: reading what links and CPU attend, at the rate of the host's memory.
         dense: the processor's work besides attention over the context.
         attention: of that processor over its share of the context.
+        busy_at_most: of that processor, were all of the context its share.
         in_place: the lanes are one processor's, and add up.
         link_ahead: how much of `link` and of `host_memory` may happen before the pass, into the ring.
     """
@@ -61,6 +63,7 @@ class PassTime:
     host_memory: float
     dense: Work
     attention: float
+    busy_at_most: float
     in_place: bool
     link_ahead: float = 0.0
     host_memory_ahead: float = 0.0
@@ -91,6 +94,7 @@ class RoundTime:
         tokens: expected, the verifier's own among them.
         outcomes: verdicts that were drafted ahead for; 0: none.
         hit_rate: share of rounds whose verdict was among them.
+        drafting: ms of the processor that drafts, at most, with what it does for the pass meanwhile.
     """
 
     gamma: int
@@ -100,18 +104,20 @@ class RoundTime:
     tokens: float
     outcomes: int
     hit_rate: float
-    bottleneck: str
+    drafting: float
 
     @property
     def ms_per_token(self) -> float:
         return self.ms / self.tokens
 
 
+@functools.lru_cache(maxsize=1024)
 def expected_tokens(acceptance: float, drafted: int) -> float:
     """Tokens of a round that drafts `drafted` ones: 1 + α + … + α^γ (arXiv 2211.17192, equation 1)."""
     return sum(acceptance**accepted for accepted in range(drafted + 1))
 
 
+@functools.lru_cache(maxsize=1024)
 def hit_rate(acceptance: float, gamma: int, outcomes: int) -> float:
     """Chance that a verdict is one of the `outcomes` likeliest.
 
@@ -234,6 +240,7 @@ class Predictor:
             host_memory=moved / host.memory_rate / 1e6 + (dense_layer if moved else 0.0),
             dense=dense,
             attention=self._gpu_attention(placement.resident_tokens + placement.streamed_tokens, queries),
+            busy_at_most=dense.busy_ms + self._gpu_attention(request.context, queries),
             in_place=False,
             link_ahead=ahead,
             host_memory_ahead=parts * ahead_bytes / host.memory_rate / 1e6,
@@ -249,7 +256,8 @@ class Predictor:
         host = self.request.hardware.host
         rate = attention_rate(host.attention, queries * self._target.group)
         attention = self.request.context * self._token_bytes / rate / 1e6
-        return PassTime(0.0, attention, 0.0, dense, attention, in_place=True)
+        busy = dense.busy_ms + attention
+        return PassTime(0.0, attention, 0.0, dense, attention, busy, in_place=True)
 
     def _exchange_ms(self, queries: int) -> float:
         """A layer's queries on their way to the CPU, and its results with their log-sum-exp back."""
@@ -281,15 +289,13 @@ class Predictor:
             hits = hit_rate(acceptance, gamma, outcomes)
             # The GPU works for the pass as well: reckoned with all of the context, so that no plan looks
             # better for attending less of it there.
-            attending = self._gpu_attention(self.request.context, gamma + 1)
-            drafting = outcomes * draft.ms + attending + verification.dense.busy_ms
+            drafting = outcomes * draft.ms + verification.busy_at_most
             ms = hits * max(verification.ms, drafting) + (1 - hits) * ms
-        bottleneck = self._bottleneck(verification, draft, drafting)
-        return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, bottleneck)
+        return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, drafting)
 
-    def _bottleneck(self, verification: PassTime, draft: Work, drafting_ms: float) -> str:
-        """What would have to be faster first; `drafting_ms` is of a GPU that drafts beside the pass."""
-        dense = verification.dense
+    def bottleneck(self, best: RoundTime) -> str:
+        """What would have to be faster first for a shorter round."""
+        verification, draft, dense = best.verification, best.draft, best.verification.dense
         if self.request.in_place:
             lanes = {
                 "cpu attention": verification.attention,
@@ -298,7 +304,7 @@ class Predictor:
                 "launch": dense.launch_ms + draft.launch_ms,
             }
             return max(lanes, key=lambda name: lanes[name])
-        if drafting_ms > verification.ms:
+        if best.drafting > verification.ms:
             return "launch" if draft.launch_ms > draft.busy_ms else "draft"
         gpu = "launch" if dense.launch_ms > dense.busy_ms + verification.attention else "gpu compute"
         lanes = {

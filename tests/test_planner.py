@@ -25,7 +25,7 @@ from offload_rt.placement import PlanRequest, gpu_memory, host_memory, resident_
 from offload_rt.planner import Plan, plan
 from offload_rt.prediction import Predictor, attention_rate, expected_tokens, hit_rate
 from offload_rt.shapes import ModelShape, find_shape
-from offload_rt.sharing import EXTRA_RING_BUFFERS, Shares, choices
+from offload_rt.sharing import EXTRA_RING_BUFFERS, Shares
 
 quick = settings(derandomize=True, deadline=None, max_examples=40)
 BF16 = torch.bfloat16
@@ -63,12 +63,9 @@ def request(**changes: Any) -> PlanRequest:
 
 def gpu(number: int = 1, **changes: Any) -> Hardware:
     """The desktop with `number` cards and other figures of the card or its host."""
-    card = {key: value for key, value in changes.items() if hasattr(CARD, key) and key not in HOST_ONLY}
+    card = {key: value for key, value in changes.items() if hasattr(CARD, key)}
     host = {key: value for key, value in changes.items() if key not in card}
     return Hardware(replace(HOST, **host), (replace(CARD, **card),) * number, measured=True)
-
-
-HOST_ONLY = ("attention",)
 
 
 # Hand-computed.
@@ -222,7 +219,7 @@ def test_a_round_by_hand() -> None:
     busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
     rate = hit_rate(0.92, 16, 1)
     assert long.ms == pytest.approx(rate * busy + (1 - rate) * (lanes.ms - ring + slow.ms))
-    assert long.bottleneck == "draft"
+    assert predictor.bottleneck(long) == "draft"
 
 
 # The machine without a GPU.
@@ -277,11 +274,11 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 
 rates = st.floats(1.0, 100.0)
-shares_left = st.floats(0.3, 1.0)
+share_left = st.floats(0.3, 1.0)
 
 
 @st.composite
-def machines(draw: st.DrawFn, most_gpus: int = 2) -> Hardware:
+def machines(draw: st.DrawFn, gpus: tuple[int, int] = (0, 2)) -> Hardware:
     attention = draw(st.lists(rates, min_size=3, max_size=3))
     host = Host(
         memory_bytes=int(draw(st.floats(2, 200)) * GIB),
@@ -289,8 +286,8 @@ def machines(draw: st.DrawFn, most_gpus: int = 2) -> Hardware:
         memory_rate=draw(rates),
         compute_rate=draw(st.floats(50, 3000)),
         attention=tuple(AttentionRate(q, rate) for q, rate in zip((1, 8, 32), attention, strict=True)),
-        attention_beside_link=draw(shares_left),
-        link_beside_attention=draw(shares_left),
+        attention_beside_link=draw(share_left),
+        link_beside_attention=draw(share_left),
         launch_ms=draw(st.floats(0.05, 1)),
         threads=4,
     )
@@ -303,7 +300,7 @@ def machines(draw: st.DrawFn, most_gpus: int = 2) -> Hardware:
         to_host_rate=draw(st.floats(1, 60)),
         launch_ms=draw(st.floats(0.01, 1)),
     )
-    return Hardware(host, (card,) * draw(st.integers(0, most_gpus)), measured=False)
+    return Hardware(host, (card,) * draw(st.integers(*gpus)), measured=False)
 
 
 @st.composite
@@ -393,7 +390,7 @@ def faster_or_equal(better: Plan, worse: Plan) -> None:
 def gpu_requests(draw: st.DrawFn) -> PlanRequest:
     """Requests that fit, on a GPU."""
     asked = draw(requests())
-    hardware = draw(machines(most_gpus=1).filter(lambda one: one.gpus))
+    hardware = draw(machines(gpus=(1, 1)))
     host = replace(hardware.host, memory_bytes=2000 * GIB, lockable_bytes=2000 * GIB)
     card = replace(hardware.gpus[0], memory_bytes=0)
     asked = replace(
@@ -461,21 +458,19 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
 
 
 def test_the_length_of_drafts_is_the_best_of_all() -> None:
-    asked = request(context=20_000)
-    chosen = plan(asked)
-    fixed = {}
-    for gamma in range(1, 65):
-        config = load_config("triforce", {"speculation.gamma2": gamma})
-        # Memory is set aside for the longest draft that may come.
-        predictor = Predictor(replace(asked, config=config))
-        fixed[gamma] = (
-            min(found.ms_per_token for _, found in choices(predictor) if found.gamma == gamma)
-            if gamma in (1, 64)
-            else float("inf")
-        )
+    chosen = plan(request())
     assert chosen.predicted is not None
-    assert 1 < chosen.config.speculation.gamma2 < 64
-    assert chosen.predicted.ms_per_token < min(fixed.values())
+    gamma = chosen.config.speculation.gamma2
+    assert 1 < gamma < 64
+    for other in (1, 4, gamma - 1, gamma, gamma + 1, 32, 64):
+        config = load_config("triforce", {"speculation.gamma2": other})
+        fixed = plan(request(config=config, fixed_draft=True))
+        assert fixed.predicted is not None
+        # Where the length is fixed, less memory is set aside for longer drafts: a little more is resident.
+        assert chosen.predicted.ms_per_token <= fixed.predicted.ms_per_token * 1.01
+        assert (other == gamma) == (
+            abs(fixed.predicted.tokens_per_round - chosen.predicted.tokens_per_round) < 1e-9
+        )
 
 
 def test_a_draft_of_fixed_length_is_kept() -> None:
@@ -526,12 +521,9 @@ def test_what_holds_a_run_up_is_named() -> None:
 
     slow_cpu = tuple(AttentionRate(one.queries, one.rate / 1000) for one in HOST.attention)
     assert bottleneck(hardware=gpu(attention=slow_cpu)) == "link"
-    assert (
-        bottleneck(hardware=gpu(memory_rate_host=0) if False else gpu(to_device_rate=0.01)) == "cpu attention"
-    )
+    assert bottleneck(hardware=gpu(to_device_rate=0.01)) == "cpu attention"
     assert bottleneck(context=2000, hardware=gpu(launch_ms=30.0)) == "launch"
     plain = load_config("plain")
-    assert bottleneck(context=2000, config=plain) in ("gpu compute", "launch")
     assert bottleneck(context=2000, config=plain, hardware=gpu(launch_ms=0.001)) == "gpu compute"
     starved = Hardware(replace(HOST, memory_rate=5.0), (CARD,), measured=True)
     assert bottleneck(hardware=starved) == "host memory"
@@ -669,7 +661,8 @@ def test_named_machines() -> None:
     assert (other.gpus[0].to_device_rate, other.host.memory_rate) == (50, 300)
     assert attention_rate(other.host.attention, 1) == 100
     assert named_hardware("none").gpus == ()
-    assert all(plan(request(hardware=named_hardware(name, 2))).fits for name in CARDS)
+    plain = load_config("plain")
+    assert all(plan(request(hardware=named_hardware(name, 2), config=plain)).fits for name in CARDS)
     with pytest.raises(UsageError, match="rtx5090.*rtx4090"):
         named_hardware("rtx5090")
 
@@ -677,14 +670,14 @@ def test_named_machines() -> None:
 # The command.
 
 
-def run(*arguments: str) -> int:
-    return cli.main(["plan", *arguments])
+def run(arguments: str, *more: str) -> int:
+    return cli.main(["plan", *arguments.split(), *more])
 
 
 def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --json".split()
-    assert run(*flags, str(file)) == 0
+    flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --json"
+    assert run(flags, str(file)) == 0
     out, err = capsys.readouterr()
     report = json.loads(file.read_text())
     predicted = report["predicted"]
@@ -704,14 +697,14 @@ def test_the_command_refuses_with_the_nearest_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    assert run(*"--model llama2-7b --context 130048 --gpu rtx4090 --ram 48 --json".split(), str(file)) == 2
+    assert run("--model llama2-7b --context 130048 --gpu rtx4090 --ram 48 --json", str(file)) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
     assert "llama2-7b at 130048 tokens does not fit: host memory has 44.0 GiB" in err
     context = nearest_context(err)
     report = json.loads(file.read_text())
     assert report["fits"] is False and report["refusal"] in err
-    assert run(*f"--model llama2-7b --context {context} --gpu rtx4090 --ram 48".split()) == 0
+    assert run(f"--model llama2-7b --context {context} --gpu rtx4090 --ram 48") == 0
 
 
 @pytest.mark.parametrize(
@@ -732,18 +725,18 @@ def test_the_command_refuses_with_the_nearest_plan(
     ],
 )
 def test_mistakes_are_a_line(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*flags.split()) == 2
+    assert run(flags) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("offload-rt: error: ") and err.count("\n") == 1 and said in err
 
 
 def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
-        "--model llama3.1-8b --draft llama3.2-1b --context 60000 --new-tokens 100 --gpu rtx3090 --gpus 2 --link 12.5"
-        " --dram 60 --ram 128 --cpu-attention 33 --vram 20 --acceptance 0.85 --draft-acceptance 0.6"
-        " --set speculation.gamma2=7 --dtype float16 --no-ahead"
+        "--model llama3.1-8b --draft llama3.2-1b --context 60000 --new-tokens 100 --gpu rtx3090 --gpus 2"
+        " --link 12.5 --dram 60 --ram 128 --cpu-attention 33 --vram 20 --acceptance 0.85"
+        " --draft-acceptance 0.6 --set speculation.gamma2=7 --dtype float16 --no-ahead"
     )
-    assert run(*flags.split()) == 0
+    assert run(flags) == 0
     out = capsys.readouterr().out
     for said in (
         *("float16, 60,000 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
@@ -759,12 +752,12 @@ def test_without_a_named_machine_it_is_this_one(
     doctor: Any = ModuleType("offload_rt.doctor")
     doctor.inspect = lambda: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
     monkeypatch.setitem(sys.modules, "offload_rt.doctor", doctor)
-    assert run("--context", "32768") == 0
+    assert run("--context 32768") == 0
     out = capsys.readouterr().out
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
 
 
-def test_config_for_the_run(tmp_path: Path) -> None:
+def test_the_plans_config_is_the_runs() -> None:
     planned = plan(request())
     config: Config = planned.config
     assert config.store.ring_buffers == planned.placement.ring_buffers
