@@ -1,0 +1,202 @@
+"""Runs the systems of `bench offload` in turns over the same prompt, and makes rows of what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.engine import EngineText, Run
+from bench.inputs import say
+from bench.offload_cases import STREAMED, Sizes, System
+from bench.offload_rows import Limits, draft_token_ms, row
+from cpu_kv import CpuLink, Link
+from offload_rt.caches.places import Placement
+from offload_rt.model import CausalModel
+
+WARM_UP_TOKENS = 3  # times what a round drafts
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is decoded.
+
+    Attributes:
+        prompt: tokens.
+        random_kv: its KV is drawn at random in the place of a prefill.
+    """
+
+    target: CausalModel
+    draft: CausalModel | None
+    prompt: Sequence[int]
+    random_kv: bool = False
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """What the same models do with their KV in place, one thing after another; medians in ms.
+
+    Attributes:
+        draft_token: to draft one token.
+        verification: a pass over the last token and a draft.
+        plain_pass: a pass over the last token.
+        prefill: the prompt; None where the KV was drawn at random.
+        tokens: what greedy decoding yields.
+    """
+
+    draft_token: float
+    verification: float
+    plain_pass: float
+    prefill: float | None
+    tokens: list[int]
+
+
+def measure_in_place(subject: Subject, sizes: Sizes, composition: str) -> InPlace:
+    """What drafting and passes cost without a link: on a CPU."""
+    config = sizes.config(composition)
+    text = EngineText(
+        subject.target, subject.draft, CpuLink(), config, subject.prompt, _room(sizes)
+    )
+    try:
+        prefill = _read(text, subject)[0]
+        plain, drafting = [], []
+        for turn in range(sizes.repeats + 1):
+            runs = text.run(sizes.config("plain"), sizes.plain_tokens), text.run(config, sizes.new_tokens)
+            if turn:
+                plain.append(runs[0])
+                drafting.append(runs[1])
+    finally:
+        text.close()
+    passes = [one.pass_ms for run in drafting for one in run.rounds[1:-1] or run.rounds]
+    return InPlace(
+        draft_token=draft_token_ms(drafting),
+        verification=median(passes),
+        plain_pass=median(one.pass_ms for run in plain for one in run.rounds[1:]),
+        prefill=None if subject.random_kv else prefill,
+        tokens=max((run.tokens for run in (*plain, *drafting)), key=len),
+    )
+
+
+def _room(sizes: Sizes) -> int:
+    return max(sizes.new_tokens, sizes.plain_tokens, _warm_up(sizes))
+
+
+def _warm_up(sizes: Sizes) -> int:
+    return WARM_UP_TOKENS * (sizes.gamma + 1)
+
+
+def _read(text: EngineText, subject: Subject) -> tuple[float, int]:
+    if subject.random_kv:
+        text.fill()
+        return 0.0, 0
+    return text.read_prompt()
+
+
+def measure(
+    subject: Subject,
+    sizes: Sizes,
+    systems: Sequence[System],
+    link: Callable[[], Link],
+    rate: float,
+    compute: Callable[[System], float | None],
+    placements: dict[str, Placement] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of the systems, in their order.
+
+    Every placement has a text and a link of its own; the systems take turns (A B C A B C …), so that a
+    machine that slows down slows all of them.
+
+    Args:
+        link: opens a link.
+        rate: bytes a second that it carries to the device.
+        compute: ms of a system's pass where its KV is at hand, if known.
+        placements: shares by name, where they are other than those of the sizes.
+    """
+    names = list(dict.fromkeys(system.placement for system in systems))
+    shares = {name: sizes.placement(name) for name in names} if placements is None else placements
+    first = next((system.composition for system in systems if not system.plain), "plain")
+    runs: list[list[Run]] = [[] for _ in systems]
+    with ExitStack() as opened:
+        texts: dict[str, EngineText] = {}
+        prefills: dict[str, tuple[float, int]] = {}
+        for name in names:
+            text = EngineText(
+                subject.target,
+                subject.draft,
+                link(),
+                sizes.config(first),
+                subject.prompt,
+                _room(sizes),
+                shares[name],
+            )
+            opened.callback(text.close)
+            texts[name], prefills[name] = text, _read(text, subject)
+        for turn in range(sizes.repeats + 1):
+            say(f"run {turn} of {sizes.repeats}" if turn else "untimed run")
+            for system, done in zip(systems, runs, strict=True):
+                config = sizes.config(system.composition, **system.offload)
+                count = sizes.plain_tokens if system.plain else sizes.new_tokens
+                run = texts[system.placement].run(
+                    config, count if turn else min(count, _warm_up(sizes)), system.held
+                )
+                done += [run] if turn else []
+        token_bytes = texts[names[0]].token_bytes
+    alone = {
+        (system.placement, system.held): draft_token_ms(done)
+        for system, done in zip(systems, runs, strict=True)
+        if system.offload.get("ahead") == 0
+    }
+    rows = []
+    for system, done in zip(systems, runs, strict=True):
+        place, page = shares[system.placement], sizes.config(first).store.page
+        streamed = max(0, (len(subject.prompt) - 1) // page * page - place.resident_tokens - place.cpu_tokens)
+        draft = alone.get((system.placement, system.held), alone.get((STREAMED, system.held)))
+        limits = Limits(
+            1e3 * streamed * token_bytes / rate, compute(system), None if system.plain else draft
+        )
+        rows.append(_described(system, sizes, place, streamed) | row(done, limits))
+        rows[-1]["synthetic"] = None if system.held is None else system.held.acceptance
+        rows[-1]["prefill_ms"], rows[-1]["prefill_bytes"] = prefills[system.placement]
+        rows[-1]["tokens"] = done[-1].tokens
+        rows[-1]["rate_bytes_per_second"] = rate
+    _hold_against_plain(rows)
+    return rows
+
+
+def _described(system: System, sizes: Sizes, place: Placement, streamed: int) -> dict[str, Any]:
+    config = sizes.config(system.composition, **system.offload)
+    return {
+        "system": system.name,
+        "composition": system.composition,
+        "placement": system.placement,
+        "context": sizes.context,
+        "gamma": 0 if system.plain else sizes.gamma,
+        "ahead": None if system.plain else config.offload.ahead,
+        "refresh_from_stream": None if system.plain else config.offload.refresh_from_stream,
+        "resident_tokens": place.resident_tokens,
+        "cpu_tokens": place.cpu_tokens,
+        "streamed_tokens": streamed,
+    }
+
+
+def _hold_against_plain(rows: list[dict[str, Any]]) -> None:
+    """Each row over our plain decoding with the same shares."""
+    plain = {one["placement"]: one["ms_per_token"]["median"] for one in rows if one["system"] == "plain"}
+    for one in rows:
+        one["ratio_over_plain"] = plain[one["placement"]] / one["ms_per_token"]["median"]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch for each thread of ours: pass, drafting and a paced link share the processor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,53 @@
+"""What the processor does in a run's own shapes, measured alone: the figures that `plan-truth` predicts from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.offload_measure import InPlace
+from offload_rt.attention import attend, choose_backend
+from offload_rt.hardware import AttentionRate
+from offload_rt.measuring import compute_rate, memory_rate
+from offload_rt.model import CausalModel
+
+REPEATS = 7
+READ_BYTES = 2**28
+
+
+def attention_rates(model: CausalModel, context: int, queries: tuple[int, ...]) -> tuple[AttentionRate, ...]:
+    """GB/s at which one layer's KV of `context` tokens is attended by so many queries a key head.
+
+    Layers take turns, as in a pass, so that no cache holds them.
+    """
+    backend, group = choose_backend(model.device), model.heads // model.kv_heads
+    shape = (model.layers, model.kv_heads, context, model.head_dim)
+    keys, values = torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype)
+    spent: dict[int, list[float]] = {count: [] for count in queries}
+    for turn in range(REPEATS + 1):
+        for count, times in spent.items():
+            asked = torch.randn(model.heads, count, model.head_dim, dtype=model.dtype)
+            started = perf_counter()
+            for layer in range(model.layers):
+                attend(backend, asked, keys[layer], values[layer], model.head_dim**-0.5)
+            times += [perf_counter() - started] if turn else []
+    size = keys.nbytes + values.nbytes
+    return tuple(AttentionRate(count * group, size / median(times) / 1e9) for count, times in spent.items())
+
+
+@torch.inference_mode()
+def processor(model: CausalModel, context: int, gamma: int, in_place: InPlace) -> dict[str, Any]:
+    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place."""
+    queries = (1, 1 + gamma // 2, 1 + gamma)
+    return {
+        "attention": [asdict(rate) for rate in attention_rates(model, context, queries)],
+        "memory_rate": memory_rate(READ_BYTES, REPEATS),
+        "compute_rate": compute_rate(128, 1024, REPEATS),
+        "draft_token_ms": in_place.draft_token,
+        "plain_pass_ms": in_place.plain_pass,
+        "pass_ms": in_place.verification,
+    }
