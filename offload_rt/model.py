@@ -165,21 +165,21 @@ class CausalModel:
         Returns:
             Logits `[rows, vocabulary]` after each of the last `rows` tokens.
         """
-        ids, places = self._inputs(tokens, positions, drawn)
         cache.begin(new)
-        return self.compute(cache, ids, places, rows)
+        numbers = self._numbers(tokens, positions, drawn)
+        return self.compute(cache, numbers[: new.count], numbers[new.count :], rows)
 
     def compute(self, cache: Cache, ids: Tensor, places: Tensor, rows: int) -> Tensor:
         """The part of a pass that is the device's alone, after `begin`; see `forward`."""
         hidden = self._run(range(self.layers), self.embed(ids), places, cache)
         return self.logits(hidden[:, -rows:])
 
-    def _inputs(
-        self, tokens: Sequence[int], positions: Sequence[int], drawn: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        numbers = to_device([*tokens, *positions], self.device)
-        ids, places = numbers[: len(tokens)], numbers[len(tokens) :]
-        return ids if drawn is None else torch.cat([ids, drawn]), places
+    def _numbers(self, tokens: Sequence[int], others: Sequence[int], drawn: Tensor | None) -> Tensor:
+        """Token ids on the device, then other numbers, in one copy."""
+        numbers = to_device([*tokens, *others], self.device)
+        if drawn is None:
+            return numbers
+        return torch.cat([numbers[: len(tokens)], drawn, numbers[len(tokens) :]])
 
     @torch.inference_mode()
     def raise_nan(
@@ -190,7 +190,8 @@ class CausalModel:
         Raises:
             NotANumber: naming the weight or the layer.
         """
-        raise NotANumber(self._locate_nan(cache, *self._inputs(tokens, positions, None), new))
+        numbers = self._numbers(tokens, positions, None)
+        raise NotANumber(self._locate_nan(cache, numbers[: new.count], numbers[new.count :], new))
 
     def _locate_nan(self, cache: Cache, tokens: Tensor, positions: Tensor, new: NewTokens) -> str:
         for name, parameter in self.module.named_parameters():
