@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,27 +36,28 @@ class Reads:
     """Every way in which Python asks for the values of tensors while decoding.
 
     Attributes:
-        brought: tensors that came through `to_host`, each in memory of its own.
+        brought: tensors that came through `to_host`, each in memory of its own, by address.
         others: where else values were asked for.
     """
 
-    brought: list[Tensor] = field(default_factory=list)
+    brought: dict[int, Tensor] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
     def to_host(self, *tensors: Tensor) -> list[Tensor]:
         copies = [tensor.clone() for tensor in tensors]
-        self.brought += copies
+        self.brought |= {copy.data_ptr(): copy for copy in copies}
         return copies
 
     def watch(self, way: str) -> Callable[..., Any]:
         given = getattr(Tensor, way)
 
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not any(tensor.data_ptr() == copy.data_ptr() for copy in self.brought):
-                frames = traceback.extract_stack()[:-1]
-                # The store's own tensors are the host's.
-                if not any("/cpu_kv/" in frame.filename for frame in frames):
-                    self.others.append(f"{way}: {frames[-1].filename}:{frames[-1].lineno}")
+            if tensor.data_ptr() not in self.brought:
+                stack = traceback.walk_stack(sys._getframe(1))
+                frames = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
+                # The store's own tensors are the host's, and a refresh tells it which chunks to gather.
+                if not any("/cpu_kv/" in frame for frame in frames):
+                    self.others.append(f"{way}: {frames[0]}")
             return given(tensor, *args, **kwargs)
 
         return read
