@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -102,11 +103,11 @@ def check_same_tokens(
             )
 
 
-def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Weights from a local folder or a hub id, on `device`.
+def model_config(source: str | Path) -> PretrainedConfig:
+    """A model's config from a local folder or a hub id; no weights.
 
     Raises:
-        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture.
+        UsageError: no such folder, no config in it, or one that transformers cannot read.
     """
     where = str(source)
     folder = Path(source)
@@ -115,9 +116,22 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     elif folder.is_absolute() or where.startswith(("./", "../", "~")) or where.count("/") > 1:
         raise UsageError(f"model {where}: there is no such folder")
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
         raise UsageError(f"model {where}: its config cannot be read: {_first_line(error)}") from error
+    return config
+
+
+def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Weights from a local folder or a hub id, on `device`.
+
+    Raises:
+        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture.
+    """
+    where = str(source)
+    config = model_config(source)
+    if Path(source).exists():
+        _check_weights(Path(source))
     wanted: Any = dtype if dtype is not None else "auto"
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -162,6 +176,9 @@ def _check_folder(folder: Path) -> None:
         raise UsageError(f"model {folder}: is a file; name the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
         raise UsageError(f"model {folder}: there is no config.json in it")
+
+
+def _check_weights(folder: Path) -> None:
     shards = sorted(folder.glob("*.safetensors"))
     if not shards and not list(folder.glob("pytorch_model*.bin")):
         raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")

@@ -1,0 +1,289 @@
+"""What a run keeps where, in bytes, and what does not fit.
+
+All KV lies in host memory. On a GPU the first tokens of every layer are kept as well (resident), the next
+are attended by the CPU where they lie, and the rest is streamed through the staging ring for every pass:
+the same ranges of tokens in all layers. With several GPUs the heads of weights and KV are split evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config
+from offload_rt.errors import UsageError
+from offload_rt.hardware import GIB, Hardware
+from offload_rt.shapes import ModelShape
+
+LONGEST_DRAFT = 64  # γ2 is chosen up to this
+
+SAME_MODEL_ACCEPTANCE = 0.92
+SMALL_MODEL_ACCEPTANCE = 0.5
+LOOKUP_ACCEPTANCE = 0.3
+
+GPU_RESERVE_BYTES = 2**29  # at least, of a card: the driver's context, graphs, fragments
+HOST_RESERVE_BYTES = GIB
+RESERVE_SHARE = 0.03
+
+SPECULATIVE_ENTRIES = 64  # a bounded cache has room for these beyond its budget
+RETRIEVED_COPIES = 2  # on a GPU: one in use, one that fills from the stream
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be run, and on what.
+
+    Attributes:
+        draft: the small model; without one the config's level for it is left out.
+        config: composition and sizes.
+        context: tokens of the prompt.
+        new_tokens: room for as many generated ones.
+        same_model_acceptance: of a token that the target drafts over a smaller cache.
+        small_model_acceptance: of a token that the small model drafts.
+        fixed_draft: γ2 is as the config has it; else the planner chooses it.
+        drafts_ahead: on a GPU the next round is drafted while a pass streams.
+        graphs: on a GPU the levels below the full cache run as CUDA graphs.
+
+    Raises:
+        UsageError: for values outside their range, and models or cards that do not go together.
+    """
+
+    target: ModelShape
+    draft: ModelShape | None
+    config: Config
+    context: int
+    new_tokens: int
+    hardware: Hardware
+    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE
+    small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE
+    fixed_draft: bool = False
+    drafts_ahead: bool = True
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
+            if value < least:
+                raise UsageError(f"{what} {value}: must be at least {least}")
+        for rate in (self.same_model_acceptance, self.small_model_acceptance):
+            if not 0 <= rate <= 1:
+                raise UsageError(f"acceptance {rate:g}: must be from 0 to 1")
+        gpus, target, draft = len(self.hardware.gpus), self.target, self.draft
+        if gpus and (target.kv_heads % gpus or target.heads % gpus):
+            raise UsageError(
+                f"{target.name} has {target.kv_heads} key heads, which {gpus} GPUs cannot share evenly: "
+                "plan with a number of GPUs that divides them"
+            )
+        if draft is not None and draft.vocabulary != target.vocabulary:
+            raise UsageError(
+                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
+                f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
+            )
+        if self.config.speculation.levels and not self.levels:
+            raise UsageError(
+                f"config {self.config.name} drafts with a small model, and there is none: name one with "
+                "--draft, or use config retrieval or lookup"
+            )
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The config's levels that can be had, from the cheapest to the dearest."""
+        levels = self.config.speculation.levels
+        return levels if self.draft is not None else tuple(one for one in levels if one != DRAFT_STREAMING)
+
+    @property
+    def in_place(self) -> bool:
+        """No GPU: the CPU computes, and KV is attended where it lies."""
+        return not self.hardware.gpus
+
+    @property
+    def parts(self) -> int:
+        """Into how many the heads of weights and KV are split."""
+        return max(1, len(self.hardware.gpus))
+
+    @property
+    def longest_draft(self) -> int:
+        """Tokens of the longest draft that a pass may verify."""
+        if not self.levels:
+            return 0
+        return self.config.speculation.gamma2 if self.fixed_draft else LONGEST_DRAFT
+
+    @property
+    def retrieves(self) -> bool:
+        """One of its levels attends over a retrieved cache."""
+        return TARGET_RETRIEVED in self.levels
+
+    def acceptance(self, level: str) -> float:
+        """Share of a level's tokens that the next one is assumed to accept."""
+        if level == LOOKUP:
+            return LOOKUP_ACCEPTANCE
+        return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
+
+    def with_context(self, context: int) -> PlanRequest:
+        """The same for a context of another length."""
+        return replace(self, context=context)
+
+    def with_budget(self, budget: int) -> PlanRequest:
+        """The same with a retrieved cache of another size."""
+        retrieval = replace(self.config.retrieval, budget=budget)
+        return replace(self, config=replace(self.config, retrieval=retrieval))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which tokens of the context lie or are attended where; the same in every layer.
+
+    Attributes:
+        resident_tokens: the first ones, kept on the GPU.
+        cpu_tokens: the next ones, attended by the CPU.
+        streamed_tokens: the rest, which crosses the link for every pass.
+        ring_buffers, segment_tokens: of the staging ring.
+        shape: of the model whose KV it is.
+    """
+
+    resident_tokens: int
+    cpu_tokens: int
+    streamed_tokens: int
+    ring_buffers: int
+    segment_tokens: int
+    shape: ModelShape = field(repr=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.resident_tokens * self.shape.token_bytes
+
+    @property
+    def cpu_attended_bytes(self) -> int:
+        return self.cpu_tokens * self.shape.token_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that cross all links together for every pass."""
+        return self.streamed_tokens * self.shape.token_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of all GPUs' staging rings together."""
+        return self.ring_buffers * self.segment_tokens * self.shape.layer_token_bytes
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "resident_bytes": self.resident_bytes,
+            "streamed_bytes": self.streamed_bytes,
+            "cpu_attended_bytes": self.cpu_attended_bytes,
+            "ring_bytes": self.ring_bytes,
+            "resident_tokens": self.resident_tokens,
+            "streamed_tokens": self.streamed_tokens,
+            "cpu_attended_tokens": self.cpu_tokens,
+            "ring_buffers": self.ring_buffers,
+            "segment_tokens": self.segment_tokens,
+        }
+
+
+def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int) -> dict[str, int]:
+    """Bytes by part on one GPU, resident KV apart. The draft runs on the first GPU, whole."""
+    target, store, parts = request.target, request.config.store, request.parts
+    memory = {"weights": -(-target.weight_bytes // parts)}
+    memory |= _drafting_memory(request, with_small_model=gpu == 0, copies=RETRIEVED_COPIES)
+    queries = request.longest_draft + 1
+    newest = (store.page + queries) * target.token_bytes
+    newest += queries * target.layers * target.heads * target.head_dim * target.dtype.itemsize
+    memory["staging_ring"] = ring_buffers * store.segment_tokens * target.layer_token_bytes // parts
+    memory["newest_tokens"] = newest // parts
+    memory["prefill"] = request.context * target.layer_token_bytes // parts + _activations(request)
+    memory["logits"] = _logits(request)
+    total = request.hardware.gpus[gpu].memory_bytes
+    memory["reserve"] = max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * total))
+    return memory
+
+
+def host_memory(request: PlanRequest) -> dict[str, int]:
+    """Bytes by part in host memory. With a GPU, `kv` is page-locked."""
+    target, retrieval = request.target, request.config.retrieval
+    tokens = request.context + request.new_tokens
+    memory = {"kv": target.layout(request.config.store.page).reserved_bytes(tokens)}
+    if request.retrieves:
+        memory["summaries"] = tokens // retrieval.chunk * target.token_bytes // 2  # keys alone
+    if request.in_place:
+        memory["weights"] = target.weight_bytes
+        memory |= _drafting_memory(request, with_small_model=True, copies=1)
+        memory["prefill"] = _activations(request)
+        memory["logits"] = _logits(request)
+    memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.host.memory_bytes))
+    return memory
+
+
+def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
+    """Whether the GPUs have room for a staging ring of so many buffers, beside all else but resident KV."""
+    return request.in_place or _left(request, ring_buffers) >= 0
+
+
+def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
+    """Tokens of the context that the GPUs can keep: whole pages, or all of it; 0 without a GPU."""
+    if request.in_place:
+        return 0
+    page, token_bytes = request.config.store.page, request.target.token_bytes // request.parts
+    tokens = max(0, _left(request, ring_buffers)) // token_bytes
+    return request.context if tokens >= request.context else tokens // page * page
+
+
+def _left(request: PlanRequest, ring_buffers: int) -> int:
+    """Bytes left for resident KV on the GPU that has the least."""
+    return min(
+        gpu.memory_bytes - sum(gpu_memory(request, number, ring_buffers).values())
+        for number, gpu in enumerate(request.hardware.gpus)
+    )
+
+
+def shortage(request: PlanRequest) -> str | None:
+    """What does not fit with nothing resident, as a sentence with figures; None where all fits."""
+    for number, gpu in enumerate(request.hardware.gpus):
+        memory = gpu_memory(request, number, request.config.store.ring_buffers)
+        if sum(memory.values()) > gpu.memory_bytes:
+            return _too_much(f"GPU {number} ({gpu.name})", memory, gpu.memory_bytes)
+    host, memory = request.hardware.host, host_memory(request)
+    if sum(memory.values()) > host.memory_bytes:
+        return _too_much("host memory", memory, host.memory_bytes)
+    if not request.in_place and memory["kv"] > host.lockable_bytes:
+        return (
+            f"{memory['kv'] / GIB:.1f} GiB of KV have to be page-locked and {host.lockable_bytes / GIB:.1f} "
+            "GiB may be: raise the limit (ulimit -l, or memlock in /etc/security/limits.conf)"
+        )
+    return None
+
+
+def _too_much(where: str, memory: dict[str, int], available: int) -> str:
+    largest = sorted(memory.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in largest)
+    return (
+        f"{where} has {available / GIB:.1f} GiB and would need {sum(memory.values()) / GIB:.1f} GiB "
+        f"(most of it: {parts})"
+    )
+
+
+def _drafting_memory(request: PlanRequest, *, with_small_model: bool, copies: int) -> dict[str, int]:
+    """Bytes of the small model and of the bounded caches, on one of the processors that draft."""
+    target, config = request.target, request.config
+    streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
+    memory: dict[str, int] = {}
+    if DRAFT_STREAMING in request.levels and request.draft is not None and with_small_model:
+        memory["draft_weights"] = request.draft.weight_bytes
+        memory["draft_cache"] = streaming * request.draft.token_bytes
+    if TARGET_STREAMING in request.levels:
+        memory["streaming_cache"] = streaming * target.token_bytes // request.parts
+    if request.retrieves:
+        entries = config.retrieval.budget + SPECULATIVE_ENTRIES
+        memory["retrieved_caches"] = copies * entries * target.token_bytes // request.parts
+    return memory
+
+
+def _activations(request: PlanRequest) -> int:
+    """Bytes of a prefill beside its KV: the prompt's hidden states, and what a chunk of it passes through."""
+    target, parts = request.target, request.parts
+    chunk = min(request.config.prefill.chunk, request.context)
+    attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
+    width = 4 * target.hidden + (attended + 3 * target.intermediate) // parts
+    return (request.context * target.hidden + chunk * width) * target.dtype.itemsize
+
+
+def _logits(request: PlanRequest) -> int:
+    """Bytes of the logits of a pass, and of the laws made of them in float32, before and after sorting."""
+    return (request.longest_draft + 1) * request.target.vocabulary * (request.target.dtype.itemsize + 8)

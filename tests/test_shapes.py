@@ -1,0 +1,140 @@
+"""Shapes of models: counted as transformers counts, by name or from a config, without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, tiny_target
+from transformers import GPT2Config, LlamaConfig, MistralConfig
+
+from offload_rt.errors import UsageError
+from offload_rt.loading import demo_model, load_model
+from offload_rt.shapes import SHAPES, ModelShape, find_shape, from_config, shape_names
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((arch, {}) for arch in ARCHITECTURES),
+    ("llama", {"tie_word_embeddings": True}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("arch", "settings"), VARIANTS)
+def test_parameters_are_those_of_the_model(arch: str, settings: dict[str, Any]) -> None:
+    model = tiny_target(arch, layers=3, **settings)
+    shape = from_config(model.config, torch.float32, arch)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    key = model.model.layers[0].self_attn.k_proj.weight
+    assert shape.token_bytes == 2 * 3 * key.shape[0] * 4
+    assert shape.layer_token_bytes * 3 == shape.token_bytes
+    assert shape.group * shape.kv_heads == shape.heads
+
+
+@pytest.mark.parametrize("arch", ["llama", "llama-gqa", "qwen2", "mistral"])
+def test_the_formula_leaves_nothing_over(arch: str) -> None:
+    assert from_config(tiny_target(arch).config, None, arch).other_parameters == 0
+
+
+def test_a_step_reads_the_head_and_not_the_embedding() -> None:
+    model = tiny_target("llama", layers=2)
+    shape = from_config(model.config, torch.float32, "llama")
+    assert shape.step_bytes == shape.weight_bytes - model.model.embed_tokens.weight.nbytes
+    tied = from_config(tiny_target("llama", layers=2, tie_word_embeddings=True).config, torch.float32, "tied")
+    assert tied.step_bytes == tied.weight_bytes == shape.step_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "kv_kib"),
+    [  # as published
+        ("llama2-7b", 6_738_415_616, 512),
+        ("llama2-13b", 13_015_864_320, 800),
+        ("lwm-7b", 6_738_415_616, 512),
+        ("llama3.1-8b", 8_030_261_248, 128),
+        ("llama3.1-70b", 70_553_706_496, 320),
+        ("qwen2.5-7b", 7_615_616_512, 56),
+        ("jf68m", 68_030_208, 6),
+        ("tinyllama-1.1b", 1_100_048_384, 22),
+        ("llama3.2-1b", 1_235_814_400, 32),
+        ("qwen2.5-0.5b", 494_032_768, 12),
+    ],
+)
+def test_named_shapes_have_the_published_sizes(name: str, parameters: int, kv_kib: int) -> None:
+    shape = find_shape(name, None)
+    assert (shape.parameters, shape.token_bytes) == (parameters, kv_kib * 1024)
+    assert shape.weight_bytes == 2 * parameters
+    assert find_shape(name, torch.float32).weight_bytes == 4 * parameters
+
+
+@pytest.mark.parametrize(("name", "part"), [("demo", "target"), ("demo-draft", "draft")])
+def test_the_demo_pair_comes_from_its_packaged_config(name: str, part: str) -> None:
+    shape = find_shape(name, torch.float32)
+    model = load_model(demo_model(part), torch.device("cpu"), torch.float32)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.name == name and shape.max_positions == 262_144
+
+
+def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
+    config = tiny_target("llama-gqa").config
+    config.save_pretrained(tmp_path)
+    shape = find_shape(tmp_path, None)
+    assert shape == from_config(config, None, str(tmp_path))
+    assert shape.dtype == torch.float32 and shape.kv_heads == 2
+
+
+def test_the_dtype_is_the_checkpoints_unless_one_is_asked_for(tmp_path: Path) -> None:
+    tiny_target().config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16"}))
+    assert find_shape(tmp_path, None).dtype == torch.float16
+    assert find_shape(tmp_path, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("llama2-8b", "no shape of that name; there are llama2-7b"),
+        ("/no/such/folder", "there is no such folder"),
+        ("./nowhere", "there is no such folder"),
+    ],
+)
+def test_what_cannot_be_found_is_named(source: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        find_shape(source, None)
+    assert source in str(refused.value)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no config.json"):
+        find_shape(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (MistralConfig(num_hidden_layers=1, hidden_size=64, sliding_window=128), "sliding"),
+        (GPT2Config(n_layer=1, n_embd=64, n_head=2), "not supported"),
+        (
+            LlamaConfig(
+                num_hidden_layers=1,
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            ),
+            "rotary frequencies",
+        ),
+    ],
+)
+def test_what_generate_refuses_has_no_plan(config: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        from_config(config, None, "odd")
+
+
+def test_every_name_is_found() -> None:
+    assert set(SHAPES) < set(shape_names())
+    for name in shape_names():
+        found = find_shape(name, torch.bfloat16)
+        assert isinstance(found, ModelShape) and found.name == name and found.max_positions > 0
