@@ -24,6 +24,7 @@ from offload_rt.drafting.base import LevelStats
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
 from offload_rt.governor import Governor
+from offload_rt.graphs import GraphedModel
 from offload_rt.loading import (
     DEMO,
     check_same_tokens,
@@ -106,8 +107,8 @@ class LLM:
         if draft_name is not None and model is None:
             draft_name = DEMO if Path(draft_name) == demo_model("draft") else draft_name
         self._start(
-            CausalModel(target, model_name),
-            None if small is None else CausalModel(small, draft_name or ""),
+            GraphedModel(target, model_name, self._notice),
+            None if small is None else GraphedModel(small, draft_name or "", self._notice),
             tokenizer,
             settings,
             on_progress,
@@ -136,10 +137,10 @@ class LLM:
         if DRAFT_STREAMING not in settings.speculation.levels:
             draft = None
         with ExitStack() as refused:
-            model, small = CausalModel(target, _name_of(target)), None
+            model, small = GraphedModel(target, _name_of(target), llm._notice), None
             refused.callback(model.restore)
             if draft is not None:
-                small = CausalModel(draft, _name_of(draft))
+                small = GraphedModel(draft, _name_of(draft), llm._notice)
                 refused.callback(small.restore)
             llm._start(model, small, tokenizer, settings, on_progress, on_notice, link)
             refused.pop_all()

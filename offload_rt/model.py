@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.errors import UsageError
+from offload_rt.host import to_device
 
 ATTENTION_NAME = "offload_rt"
 
@@ -146,24 +147,54 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(
-        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens, rows: int
+        self,
+        cache: Cache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        new: NewTokens,
+        rows: int,
+        drawn: Tensor | None = None,
     ) -> Tensor:
         """One pass of new tokens over `cache`; their KV is pending there afterwards.
 
+        Nothing here waits for the device. Who reads what is drawn from the logits looks for NaN then, and
+        asks `raise_nan` where it comes from.
+
+        Args:
+            tokens: the first of the new tokens.
+            positions: of all of them.
+            drawn: those after `tokens`, where they are known on the device alone.
+
         Returns:
             Logits `[rows, vocabulary]` after each of the last `rows` tokens.
+        """
+        cache.begin(new)
+        numbers = self._numbers(tokens, positions, drawn)
+        return self.compute(cache, numbers[: new.count], numbers[new.count :], rows)
+
+    def compute(self, cache: Cache, ids: Tensor, places: Tensor, rows: int) -> Tensor:
+        """The part of a pass that is the device's alone, after `begin`; see `forward`."""
+        hidden = self._run(range(self.layers), self.embed(ids), places, cache)
+        return self.logits(hidden[:, -rows:])
+
+    def _numbers(self, tokens: Sequence[int], others: Sequence[int], drawn: Tensor | None) -> Tensor:
+        """Token ids on the device, then other numbers, in one copy."""
+        numbers = to_device([*tokens, *others], self.device)
+        if drawn is None:
+            return numbers
+        return torch.cat([numbers[: len(tokens)], drawn, numbers[len(tokens) :]])
+
+    @torch.inference_mode()
+    def raise_nan(
+        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens
+    ) -> NoReturn:
+        """Says why this pass has NaN logits, by running it again; the cache is as it was before the pass.
 
         Raises:
-            NotANumber: where the logits are not numbers.
+            NotANumber: naming the weight or the layer.
         """
-        ids = torch.tensor(tokens, device=self.device)
-        places = torch.tensor(positions, device=self.device)
-        cache.begin(new)
-        hidden = self._run(range(self.layers), self.embed(ids), places, cache)
-        logits = self.logits(hidden[:, -rows:])
-        if bool(logits.isnan().any()):
-            raise NotANumber(self._locate_nan(cache, ids, places, new))
-        return logits
+        numbers = self._numbers(tokens, positions, None)
+        raise NotANumber(self._locate_nan(cache, numbers[: new.count], numbers[new.count :], new))
 
     def _locate_nan(self, cache: Cache, tokens: Tensor, positions: Tensor, new: NewTokens) -> str:
         for name, parameter in self.module.named_parameters():

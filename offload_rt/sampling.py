@@ -6,6 +6,7 @@ composition uses the same `SamplingLaw`, and every random choice of the program 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,31 +62,70 @@ class SamplingLaw:
         return wide.softmax(-1)
 
 
-def choices(logits: Tensor) -> list[int]:
-    """The most likely token of each row; the lowest id among equals."""
-    greedy: list[int] = logits.argmax(-1).tolist()
-    return greedy
+def choices(logits: Tensor) -> Tensor:
+    """The most likely token of each row, `[rows]` on their device; the lowest id among equals."""
+    return logits.argmax(-1)
+
+
+def pick(law: Tensor, uniform: Tensor) -> Tensor:
+    """The token where the running sum of `law` passes the share `uniform` of the whole: the inverse CDF.
+
+    Args:
+        law: `[vocabulary]`; need not be normalised. A token of probability 0 is never picked.
+        uniform: 0-d float64, at least 0 and below 1.
+
+    Returns:
+        0-d, on the law's device: nothing waits for it.
+    """
+    cumulative = law.cumsum(0, dtype=torch.float64)
+    token = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
+    return token.clamp(max=len(law) - 1)  # beyond the end only where the law is NaN
+
+
+def accepted_before(uniforms: Tensor, probabilities: Tensor) -> Tensor:
+    """How many trials succeed before the first that fails; trial i does where uniform < probability; 0-d."""
+    return (uniforms < probabilities).long().cumprod(0).sum()
 
 
 class Draws(Protocol):
-    """Every random choice the program makes."""
+    """Every random choice the program makes. Results stay on the device of what they are drawn from."""
 
-    def categorical(self, law: Tensor) -> int:
-        """A token from `law` `[vocabulary]`, which need not be normalised."""
+    def categorical(self, law: Tensor) -> Tensor:
+        """A token from `law` `[vocabulary]`, which need not be normalised; 0-d."""
 
     def accept(self, probability: float) -> bool:
         """True with the given probability (1 and above: always)."""
 
+    def accepted(self, probabilities: Tensor) -> Tensor:
+        """How many of these trials `[trials]` succeed, in order, before the first that fails; 0-d."""
+
 
 class GeneratorDraws:
-    """Draws from one explicit torch generator: the same seed repeats the same tokens."""
+    """Draws from explicit torch generators of one seed: the same seed repeats the same tokens."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._coins = torch.Generator().manual_seed(seed ^ 0x5DEECE66D)
+        kinds = {"cpu": torch.device("cpu"), torch.device(device).type: torch.device(device)}
+        self._generators = {
+            kind: torch.Generator(device=place).manual_seed(seed) for kind, place in kinds.items()
+        }
+        self._coins = {
+            kind: torch.Generator(device=place).manual_seed(seed ^ 0x5DEECE66D)
+            for kind, place in kinds.items()
+        }
 
-    def categorical(self, law: Tensor) -> int:
-        return int(torch.multinomial(law, 1, generator=self._generator))
+    def categorical(self, law: Tensor) -> Tensor:
+        return pick(law, _uniforms((), law.device, self._generators))
 
     def accept(self, probability: float) -> bool:
-        return float(torch.rand((), generator=self._coins, dtype=torch.float64)) < probability
+        return bool(_uniforms((), torch.device("cpu"), self._coins) < probability)
+
+    def accepted(self, probabilities: Tensor) -> Tensor:
+        uniforms = _uniforms(probabilities.shape, probabilities.device, self._coins)
+        return accepted_before(uniforms, probabilities)
+
+
+def _uniforms(
+    shape: Sequence[int], device: torch.device, generators: Mapping[str, torch.Generator]
+) -> Tensor:
+    """From [0, 1), in float64."""
+    return torch.rand(shape, dtype=torch.float64, device=device, generator=generators[device.type])

@@ -12,6 +12,9 @@ Two rules cover every draft:
 - a *deterministic* draft (look-up, any greedy choice) reports no laws: the token is drawn from the
   verifier's own law, and the walk goes on through the child that bears it, if there is one. At
   temperature 0 this is the rule for every draft.
+
+The walk down a tree is the host's. Below the root of a chain there is nothing to choose between, so all its
+nodes are judged at once where the laws are: `verify_chain` waits for no one.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class Draft:
     """A tree of proposed tokens below the text so far.
 
     Attributes:
-        tokens: token of each node; a node comes after its parent and after its elder siblings.
+        tokens: token of each node; a node comes after its parent and after its elder siblings. They may
+            still be on the device (`drafting.drawn.DrawnTokens`): looking at them makes the host wait.
         parents: index of each node's parent, `ROOT` for the children of the text's last token.
         laws: `[nodes, vocabulary]`, the law each token was drawn from given its elder siblings; None for
             a deterministic draft.
@@ -109,7 +113,7 @@ def verify_sampled(draft: Draft, laws: Tensor, draws: Draws) -> Verdict:
                 break
             law = residual(law, proposal)
         if accepted is None:
-            return Verdict(path, draws.categorical(law))
+            return Verdict(path, int(draws.categorical(law)))
         path.append(accepted)
         node = accepted
 
@@ -118,11 +122,41 @@ def residual(law: Tensor, proposal: Tensor) -> Tensor:
     """norm(max(0, law - proposal)); `law` itself where nothing is left (equal up to rounding)."""
     rest = torch.clamp(law - proposal, min=0.0)
     total = rest.sum()
-    return rest / total if total > 0 else law
+    return torch.where(total > 0, rest / total, law)
 
 
 def verify(draft: Draft, laws: Tensor, draws: Draws) -> Verdict:
     """Tokens that follow `laws`, whatever was drafted."""
     if draft.laws is not None:
         return verify_sampled(draft, laws, draws)
-    return verify_matching(draft, lambda row: draws.categorical(laws[row]))
+    return verify_matching(draft, lambda row: int(draws.categorical(laws[row])))
+
+
+def verify_chain(
+    tokens: Tensor, proposals: Tensor | None, laws: Tensor, draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """Both rules for a chain, without the host: nothing here depends on a value.
+
+    A deterministic draft is one that was drawn from laws with all weight on its tokens.
+
+    Args:
+        tokens: `[nodes]`.
+        proposals: `[nodes, vocabulary]`, the laws the tokens were drawn from; None: deterministic.
+        laws: `[1 + nodes, vocabulary]`.
+
+    Returns:
+        How many tokens are accepted, and the verifier's own token after them; 0-d, on the device.
+    """
+    nodes = len(tokens)
+    if nodes == 0:
+        return tokens.new_zeros(()), draws.categorical(laws[0])
+    at = tokens[:, None]
+    if proposals is None:
+        proposals = torch.zeros_like(laws[1:]).scatter_(1, at, 1.0)
+    likely = laws[:-1].gather(1, at)[:, 0].double() / proposals.gather(1, at)[:, 0].double()
+    accepted = draws.accepted(likely)
+    row = accepted[None]
+    law = laws.index_select(0, row)[0]
+    # Behind the last node nothing was proposed, and nothing is taken off.
+    proposal = proposals.index_select(0, row.clamp(max=nodes - 1))[0] * (accepted < nodes)
+    return accepted, draws.categorical(residual(law, proposal))

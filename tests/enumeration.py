@@ -78,14 +78,21 @@ class ScriptedDraws:
             self.probability *= weight
         return outcome
 
-    def categorical(self, law: Tensor) -> int:
+    def categorical(self, law: Tensor) -> Tensor:
         weights: list[float] = law.tolist()
         total = sum(weights)
-        return self._take([(token, weight / total) for token, weight in enumerate(weights)])
+        return torch.tensor(self._take([(token, weight / total) for token, weight in enumerate(weights)]))
 
     def accept(self, probability: float) -> bool:
         probability = min(1.0, probability)
         return bool(self._take([(1, probability), (0, 1.0 - probability)]))
+
+    def accepted(self, probabilities: Tensor) -> Tensor:
+        outcomes, reached = [], 1.0
+        for count, probability in enumerate(probabilities.clamp(max=1.0).tolist()):
+            outcomes.append((count, reached * (1.0 - probability)))
+            reached *= probability
+        return torch.tensor(self._take([*outcomes, (len(probabilities), reached)]))
 
     def next_script(self) -> list[int] | None:
         """The next path in depth-first order; None after the last one."""
@@ -233,9 +240,17 @@ class TableModel:
         return self._rows[key]
 
     def forward(
-        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens, rows: int
+        self,
+        cache: Cache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        new: NewTokens,
+        rows: int,
+        drawn: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(cache, TokenCache)
+        if drawn is not None:
+            tokens = [*tokens, *drawn.tolist()]
         assert len(tokens) == len(positions) == new.count
         cache.begin(new)
         fresh = list(zip(positions, tokens, strict=True))
@@ -255,7 +270,7 @@ class TableModel:
 def next_law(law: SamplingLaw, logits: Tensor) -> list[float]:
     """The law of one token, greedy included."""
     if law.greedy:
-        return [float(token == choices(logits[None])[0]) for token in range(VOCABULARY)]
+        return [float(token == int(choices(logits))) for token in range(VOCABULARY)]
     probabilities: list[float] = law.laws(logits[None])[0].tolist()
     return probabilities
 
@@ -325,7 +340,7 @@ class Parts:
         """The small model over a cache of its own."""
         cache: Any = TokenCache("small")
         verifier = Verifier("small", self.small, cache, NoDrafter(), sampling, _no_cost)
-        return SmallModelDrafter(verifier, cache, self.stop_tokens)
+        return SmallModelDrafter(verifier, cache)
 
 
 def _no_cost(length: int, queries: int) -> float:

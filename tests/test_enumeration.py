@@ -102,7 +102,7 @@ class TreeDrafter(TableDrafter):
         raise NotImplementedError
 
     def draw(self, law: list[float]) -> int:
-        return self.sampling.draws.categorical(torch.tensor(law, dtype=torch.float64))
+        return int(self.sampling.draws.categorical(torch.tensor(law, dtype=torch.float64)))
 
 
 class WithReplacement(TreeDrafter):
@@ -145,7 +145,7 @@ class ChainOfAnyLength(TableDrafter):
         laws: list[list[float]] = []
         while len(tokens) < count and self.sampling.draws.accept((0.3, 0.5, 0.9)[sum(tokens) % 3]):
             laws.append(self.law_after([*text.part(0), *tokens]))
-            tokens.append(self.sampling.draws.categorical(torch.tensor(laws[-1], dtype=torch.float64)))
+            tokens.append(int(self.sampling.draws.categorical(torch.tensor(laws[-1], dtype=torch.float64))))
         sampled = tokens and not self.sampling.law.greedy
         return Draft.chain(tokens, torch.tensor(laws, dtype=torch.float64) if sampled else None)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from offload_rt.errors import UsageError
-from offload_rt.sampling import GeneratorDraws, SamplingLaw, choices
+from offload_rt.sampling import GeneratorDraws, SamplingLaw, accepted_before, choices, pick
 
 
 def transformers_laws(law: SamplingLaw, logits: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_narrow_logits_give_wide_laws(dtype: torch.dtype) -> None:
 
 def test_greedy_choices() -> None:
     assert SamplingLaw().greedy and not SamplingLaw(0.1).greedy
-    assert choices(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])) == [1, 0]
+    assert choices(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, float], named
 def drawn(seed: int) -> list[int]:
     draws = GeneratorDraws(seed)
     law = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    return [value for _ in range(50) for value in (draws.categorical(law), int(draws.accept(0.5)))]
+    return [value for _ in range(50) for value in (int(draws.categorical(law)), int(draws.accept(0.5)))]
 
 
 def test_a_seed_repeats_its_draws() -> None:
@@ -111,13 +111,60 @@ def test_coins_leave_the_tokens_alone() -> None:
 
 
 def test_draws_follow_their_law() -> None:
-    """Hoeffding: a fair source strays so far with probability 2 exp(-2 n d^2) < 1e-8, six times over."""
+    """Hoeffding: a fair source strays so far with probability 2 exp(-2 n d^2) < 1e-8, ten times over."""
     draws, n, allowed = GeneratorDraws(0), 20_000, 0.022
     law = torch.tensor([1.0, 0.0, 3.0, 2.0])  # need not be normalised
-    tokens = [draws.categorical(law) for _ in range(n)]
+    tokens = [int(draws.categorical(law)) for _ in range(n)]
     for token, weight in enumerate(law.tolist()):
         assert abs(tokens.count(token) / n - weight / 6) < allowed
     assert 1 not in tokens
+    runs = [int(draws.accepted(torch.tensor([0.5, 1.5, 0.2]))) for _ in range(n)]
+    for count, weight in enumerate((0.5, 0.0, 0.4, 0.1)):
+        assert abs(runs.count(count) / n - weight) < allowed
+    assert 1 not in runs
     for probability in (0.0, 0.25, 1.0, 1.5):
         share = sum(draws.accept(probability) for _ in range(n)) / n
         assert share == min(1.0, probability) if probability != 0.25 else abs(share - 0.25) < allowed
+
+
+def float64(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 0.1, 1.0, 7.0]), min_size=1, max_size=12).filter(any),
+    steps=st.integers(1, 300),
+)
+@settings(derandomize=True, deadline=None, max_examples=60)
+def test_a_share_of_the_uniform_numbers_picks_each_token(weights: list[float], steps: int) -> None:
+    """So long as its probability is; none picks a token that has none."""
+    law = torch.tensor(weights)
+    picked = [int(pick(law, float64((step + 0.5) / steps))) for step in range(steps)]
+    for token, weight in enumerate(law.double() / law.double().sum()):
+        assert abs(picked.count(token) - steps * float(weight)) <= 1
+        assert weight > 0 or token not in picked
+
+
+def test_the_ends_of_the_uniform_numbers() -> None:
+    nearly_one = math.nextafter(1.0, 0.0)
+    for law in (
+        torch.tensor([0.0, 2.0, 1.0, 0.0]),
+        torch.rand(100_000, generator=torch.Generator().manual_seed(0)).softmax(-1),
+    ):
+        padded = torch.nn.functional.pad(law, (2, 3))
+        assert float(padded[int(pick(padded, float64(0.0)))]) > 0
+        assert float(padded[int(pick(padded, float64(nearly_one)))]) > 0
+    nan = torch.full((4,), torch.nan)
+    assert 0 <= int(pick(nan, float64(0.5))) < 4  # reported elsewhere; here it must not break an embedding
+
+
+def test_trials_up_to_the_first_failure() -> None:
+    uniforms = torch.tensor([0.5, 0.0, 0.9, 0.2], dtype=torch.float64)
+    for probabilities, expected in (
+        ([1.0, 1.0, 1.0, 1.0], 4),
+        ([0.6, 0.1, 0.9, 0.3], 2),
+        ([0.5, 1.0, 1.0, 1.0], 0),
+        ([9.0, 0.0, 1.0, 1.0], 1),
+        ([0.6, 0.1, 0.95, math.nan], 3),
+    ):
+        assert int(accepted_before(uniforms, torch.tensor(probabilities, dtype=torch.float64))) == expected

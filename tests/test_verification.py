@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt.sampling import Draws
+from offload_rt.sampling import Draws, accepted_before, pick
 from offload_rt.verification import (
     ROOT,
     Draft,
     Verdict,
     residual,
     verify,
+    verify_chain,
     verify_matching,
     verify_sampled,
 )
@@ -72,7 +75,7 @@ def drafted(
             law = law / law.sum()
         number[node] = len(tokens)
         rows.append(law)
-        tokens.append(draws.categorical(law))
+        tokens.append(int(draws.categorical(law)))
         kept.append(number[parent])
         texts.append((*above, tokens[-1]))
     return Draft(tokens, kept, torch.stack(rows)), texts
@@ -128,12 +131,100 @@ def assert_follows(laws: Laws, found: dict[tuple[int, ...], float]) -> None:
         assert law == pytest.approx(laws("verifier", before).tolist(), abs=1e-9)
 
 
+def decided(draft: Draft, rows: Tensor, draws: Draws) -> tuple[int, ...]:
+    """What `verify_chain` puts out."""
+    accepted, token = verify_chain(torch.tensor(draft.tokens, dtype=torch.long), draft.laws, rows, draws)
+    return (*draft.tokens[: int(accepted)], int(token))
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 4))
+@settings(derandomize=True, deadline=None, max_examples=40)
+def test_sampled_chains_on_the_device(seed: int, nodes: int) -> None:
+    """The same law as by the walk, however long the chain; and that is the verifier's."""
+    laws = Laws(seed)
+
+    def run(by_walk: bool, draws: Draws) -> tuple[int, ...]:
+        if nodes:
+            draft, texts = drafted(laws, draws, range(ROOT, nodes - 1), replacement=True)
+        else:
+            draft, texts = Draft((), (), torch.zeros(0, VOCABULARY, dtype=torch.float64)), []
+        rows = torch.stack([laws("verifier", text) for text in [(), *texts]])
+        if by_walk:
+            verdict = verify(draft, rows, draws)
+            return (*(draft.tokens[node] for node in verdict.path), verdict.token)
+        return decided(draft, rows, draws)
+
+    found, walked = (outcome_law(partial(run, by_walk)) for by_walk in (False, True))
+    assert_follows(laws, found)
+    assert found == pytest.approx(walked, abs=1e-12)
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 4))
+@settings(derandomize=True, deadline=None, max_examples=40)
+def test_deterministic_chains_on_the_device(seed: int, nodes: int) -> None:
+    laws, source = Laws(seed), random.Random(seed)
+    draft = Draft.chain([source.randrange(VOCABULARY) for _ in range(nodes)])
+    rows = torch.stack([laws("verifier", tuple(draft.tokens[:end])) for end in range(nodes + 1)])
+    assert_follows(laws, outcome_law(partial(decided, draft, rows)))
+
+
+class GivenUniforms:
+    """The program's own draws, of given uniform numbers: one for each node, one for the last token."""
+
+    def __init__(self, nodes: Sequence[float], last: float) -> None:
+        self._nodes = list(nodes)
+        self._last = torch.tensor(last, dtype=torch.float64)
+
+    def categorical(self, law: Tensor) -> Tensor:
+        return pick(law, self._last)
+
+    def accept(self, probability: float) -> bool:
+        return self._nodes.pop(0) < probability
+
+    def accepted(self, probabilities: Tensor) -> Tensor:
+        return accepted_before(torch.tensor(self._nodes, dtype=torch.float64), probabilities)
+
+
+UNIFORM = st.floats(0, 1, exclude_max=True)
+
+
+@given(seed=st.integers(0, 10**6), uniforms=st.lists(UNIFORM, max_size=6), last=UNIFORM)
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_the_rule_on_the_device_is_the_walk(seed: int, uniforms: list[float], last: float) -> None:
+    """Token for token, of the same uniform numbers."""
+    source = random.Random(seed)
+    proposals = torch.stack([random_law(source) for _ in range(len(uniforms) + 1)])[1:]
+    tokens = [source.choices(range(VOCABULARY), law.tolist())[0] for law in proposals]
+    draft = Draft.chain(tokens, proposals)
+    # Near the proposals, so that long runs are accepted.
+    rows = torch.stack([random_law(source) for _ in range(len(uniforms) + 1)])
+    rows[:-1] = 0.7 * proposals + 0.3 * rows[:-1]
+    verdict = verify(draft, rows, GivenUniforms(uniforms, last))
+    walked = (*(draft.tokens[node] for node in verdict.path), verdict.token)
+    assert decided(draft, rows, GivenUniforms(uniforms, last)) == walked
+
+
+def test_the_rule_on_the_device_by_integration() -> None:
+    """Over a grid of its uniform numbers, one draft after the other: what comes out follows the law."""
+    proposal, law = as_law([1, 2, 3, 4]), as_law([4, 1, 0, 5])
+    steps = 40
+    grid = [(step + 0.5) / steps for step in range(steps)]
+    found = [0.0] * VOCABULARY
+    for token, weight in enumerate(proposal.tolist()):
+        draft = Draft.chain([token], proposal[None])
+        for uniform, last in product(grid, grid):
+            first = decided(draft, law.expand(2, -1), GivenUniforms([uniform], last))[0]
+            found[first] += weight / steps**2
+    assert found == pytest.approx(law.tolist(), abs=1 / steps)
+    assert found[2] == 0
+
+
 def test_the_residual_is_sampled_after_a_rejection() -> None:
     """Sampling the whole law there, as one published program does, would give (.44, .56)."""
     proposal, law = as_law([0.2, 0.8]), as_law([0.6, 0.4])
 
     def run(draws: Draws) -> int:
-        token = draws.categorical(proposal)
+        token = int(draws.categorical(proposal))
         draft = Draft.chain([token], proposal[None])
         verdict = verify(draft, torch.stack([law, as_law([1, 1])]), draws)
         return draft.tokens[0] if verdict.path else verdict.token
@@ -147,10 +238,15 @@ def test_acceptance_is_as_likely_as_the_laws_overlap() -> None:
     proposal, law = as_law([1, 2, 3, 4]), as_law([4, 1, 0, 5])
 
     def run(draws: Draws) -> bool:
-        draft = Draft.chain([draws.categorical(proposal)], proposal[None])
+        draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
         return bool(verify(draft, law.expand(2, -1), draws).path)
 
-    assert outcome_law(run)[True] == pytest.approx(float(torch.minimum(proposal, law).sum()))
+    def run_on_the_device(draws: Draws) -> bool:
+        draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
+        return len(decided(draft, law.expand(2, -1), draws)) == 2
+
+    for rule in (run, run_on_the_device):
+        assert outcome_law(rule)[True] == pytest.approx(float(torch.minimum(proposal, law).sum()))
 
 
 def test_an_equal_law_accepts_every_draft() -> None:

@@ -19,10 +19,12 @@ class NewTokens:
     Attributes:
         count: how many.
         mask: additive `[count, count]`, who sees whom; None for a single token.
+        is_tree: they are not a chain, in which each sees all before it.
     """
 
     count: int
     mask: Tensor | None
+    is_tree: bool = False
 
     @classmethod
     def chain_and_tree(
@@ -42,7 +44,7 @@ class NewTokens:
             sees[chain + node, chain + node] = True
         wide = torch.promote_types(dtype, torch.float32)
         mask = torch.zeros(count, count, dtype=wide).masked_fill(~sees, -torch.inf)
-        return cls(count, mask.to(device))
+        return cls(count, mask.to(device), is_tree=True)
 
 
 class Cache(Protocol):

@@ -3,18 +3,39 @@
 Keys carry their rotation, so the order of entries means nothing to attention: a new entry may stand
 where an old one stood. Speculative entries are kept apart at the end and become verified entries only in
 `settle` or `adopt`; taking them back never loses anything.
+
+A pass attends to as many entries as there are, or, after `fix`, to the whole buffer under a mask: then its
+shapes depend on nothing but the number of new tokens, and what differs from pass to pass is one number on
+the device, as a CUDA graph needs it. Whatever lies behind the entries is hidden, and finite.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload_rt.attention import AttentionBackend, attend
 from offload_rt.caches.base import NewTokens
+from offload_rt.host import to_device
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where a pass's new tokens go, and what they see.
+
+    Attributes:
+        slots: their entries.
+        stop: entries that are attended to.
+        mask: additive `[count, stop]`; None: everything is seen.
+    """
+
+    slots: slice | Tensor
+    stop: int
+    mask: Tensor | None
 
 
 class BoundedCache(ABC):
@@ -42,7 +63,7 @@ class BoundedCache(ABC):
         self._speculative = 0
         self._backend = backend
         self._new: NewTokens | None = None
-        self._mask: Tensor | None = None
+        self._frame: _Frame | None = None
         shape = (layers, kv_heads, budget + 64, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -52,17 +73,38 @@ class BoundedCache(ABC):
         return self.verified_length + self._speculative
 
     @property
-    def _end(self) -> int:
+    def end(self) -> int:
+        """How many entries there are, speculative ones included: where a pass's new tokens go."""
         return self.entries + self._speculative
 
     def begin(self, new: NewTokens) -> None:
         self._new = new
-        self._make_room(self._end + new.count)
-        self._mask = None
-        if new.mask is not None:
-            # Old entries are seen by every new token: a mask over all of them, one for all layers.
-            self._mask = new.mask.new_zeros(new.count, self._end + new.count)
-            self._mask[:, self._end :] = new.mask
+        self._frame = None
+        self._make_room(self.end + new.count)
+
+    def fix(self, end: Tensor) -> None:
+        """Makes the shapes of the pass that has begun those of every pass of as many tokens, in a chain.
+
+        Args:
+            end: 0-d int64 on the device, the value of `end`. Nothing else is different in another pass.
+        """
+        if self._new is None:
+            raise RuntimeError("fix without a pass: call begin first")
+        capacity = self.keys.shape[2]
+        slots = end + torch.arange(self._new.count, device=self.keys.device)
+        hidden = torch.arange(capacity, device=self.keys.device) > slots[:, None]
+        wide = torch.promote_types(self.keys.dtype, torch.float32)
+        mask = torch.zeros(hidden.shape, dtype=wide, device=self.keys.device)
+        self._frame = _Frame(slots, capacity, mask.masked_fill_(hidden, -torch.inf))
+
+    def _sliced(self, new: NewTokens) -> _Frame:
+        start, stop = self.end, self.end + new.count
+        if new.mask is None:
+            return _Frame(slice(start, stop), stop, None)
+        # Old entries are seen by every new token: a mask over all of them, one for all layers.
+        mask = new.mask.new_zeros(new.count, stop)
+        mask[:, start:] = new.mask
+        return _Frame(slice(start, stop), stop, mask)
 
     def _make_room(self, needed: int) -> None:
         capacity = self.keys.shape[2]
@@ -74,21 +116,30 @@ class BoundedCache(ABC):
         self.values = torch.nn.functional.pad(self.values, pad)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        start, stop = self._end, self._end + keys.shape[1]
+        if self._new is None:
+            raise RuntimeError("attend without a pass: call begin first")
+        if self._frame is None:
+            self._frame = self._sliced(self._new)
+        frame = self._frame
         layer_keys, layer_values = self.keys[layer], self.values[layer]
-        layer_keys[:, start:stop] = keys
-        layer_values[:, start:stop] = values
+        layer_keys[:, frame.slots] = keys
+        layer_values[:, frame.slots] = values
         out, _ = attend(
-            self._backend, queries, layer_keys[:, :stop], layer_values[:, :stop], scale, self._mask
+            self._backend,
+            queries,
+            layer_keys[:, : frame.stop],
+            layer_values[:, : frame.stop],
+            scale,
+            frame.mask,
         )
         return out
 
     def commit(self, path: Sequence[int]) -> None:
         if self._new is None:
             raise RuntimeError("commit without a pass")
-        start = self._end
+        start = self.end
         if list(path) != list(range(len(path))):
-            kept = torch.tensor(path, device=self.keys.device) + start
+            kept = to_device(path, self.keys.device) + start
             stop = start + len(path)
             self.keys[:, :, start:stop] = self.keys[:, :, kept]
             self.values[:, :, start:stop] = self.values[:, :, kept]
@@ -125,7 +176,7 @@ class BoundedCache(ABC):
             self.keys[:, :, slots[0] : slots[0] + count] = keys
             self.values[:, :, slots[0] : slots[0] + count] = values
         else:
-            places = torch.tensor(slots, device=self.keys.device)
+            places = to_device(slots, self.keys.device)
             self.keys[:, :, places] = keys
             self.values[:, :, places] = values
         self.verified_length += count

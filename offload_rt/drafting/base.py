@@ -19,7 +19,9 @@ class LevelStats:
         proposed: tokens that the level below proposed to it.
         accepted: how many of them it accepted.
         ms: time in its own passes and verdicts, without that of the levels below.
+            On a GPU the host's time: what the device still has to do is counted where a level waits for it.
         fixed_ms: the same by the shapes of its passes, at nominal rates (`costs.py`).
+        host_reads: how often the host waited for its results.
     """
 
     name: str
@@ -28,6 +30,7 @@ class LevelStats:
     accepted: int = 0
     ms: float = 0.0
     fixed_ms: float = 0.0
+    host_reads: int = 0
 
 
 class Text:

@@ -65,7 +65,7 @@ def _level(level: str, drafter: Drafter, below: int, parts: Parts) -> Drafter:
         verifier = Verifier(
             level, parts.draft, own, drafter, parts.sampling, PassCost(parts.draft, own.budget)
         )
-        return SmallModelDrafter(verifier, own, parts.stop_tokens)
+        return SmallModelDrafter(verifier, own)
     derived: StreamingCache | RetrievedCache
     if level == TARGET_STREAMING:
         derived = _streaming(parts, parts.target, parts.full)

@@ -8,9 +8,10 @@ a retrieved cache with that model as its drafter is TriForce's middle level (arX
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from torch import Tensor
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.base import Drafter, LevelStats, Text
+from offload_rt.drafting.drawn import DrawnTokens
+from offload_rt.host import to_device, to_host
 from offload_rt.sampling import Draws, SamplingLaw, choices
-from offload_rt.verification import ROOT, Draft, verify, verify_matching
+from offload_rt.verification import ROOT, Draft, Verdict, verify, verify_chain, verify_matching
 
 # What papers and our own runs see; used only until a text has shown its own.
 SAME_MODEL_ACCEPTANCE = 0.9
@@ -35,8 +38,18 @@ class Model(Protocol):
     dtype: torch.dtype
 
     def forward(
-        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens, rows: int
+        self,
+        cache: Cache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        new: NewTokens,
+        rows: int,
+        drawn: Tensor | None = None,
     ) -> Tensor: ...
+
+    def raise_nan(
+        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens
+    ) -> NoReturn: ...
 
 
 @dataclass
@@ -101,7 +114,8 @@ class Verifier:
         self.stats = LevelStats(name)
         self._pass_cost = pass_cost
         self._verified = 0  # the cache's verified length when last looked at
-        self._speculative: list[int] = []  # the cache's tokens after those
+        self._speculative: list[int] = []  # the cache's tokens after those, but for …
+        self._drawn: DrawnTokens | None = None  # … all but the last of these
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -119,36 +133,133 @@ class Verifier:
     def begin(self, text: Text, draft: Draft) -> Pass:
         """Runs the model over what the cache lacks of the text, and over the draft."""
         self._roll_back(text)
-        start = self.cache.length
-        chain = text.part(start)
-        depths: list[int] = []
-        for parent in draft.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        positions = [*range(start, len(text)), *(len(text) - 1 + depth for depth in depths)]
-        new = NewTokens.chain_and_tree(len(chain), draft.parents, self.model.device, self.model.dtype)
+        chain = text.part(self.cache.length)
+        drawn = draft.tokens.tensor if isinstance(draft.tokens, DrawnTokens) else None
+        new = self._new(len(chain), draft.parents)
         self.stats.fixed_ms += self._pass_cost(len(text), new.count)
         logits = self.model.forward(
-            self.cache, [*chain, *draft.tokens], positions, new, 1 + len(draft.tokens)
+            self.cache,
+            chain if drawn is not None else [*chain, *draft.tokens],
+            _positions(len(text), len(chain), draft.parents),
+            new,
+            1 + len(draft.tokens),
+            drawn,
         )
         return Pass(draft, len(chain), logits)
 
+    def _new(self, chain: int, parents: Sequence[int]) -> NewTokens:
+        return NewTokens.chain_and_tree(chain, parents, self.model.device, self.model.dtype)
+
     def verdict(self, text: Text, begun: Pass) -> Round:
-        """Decides what of the draft stands, and commits its KV."""
-        draft, laws = begun.draft, None
-        if self.sampling.law.greedy:
-            verdict = verify_matching(draft, choices(begun.logits).__getitem__)
+        """Decides what of the draft stands, and commits its KV. The host waits once."""
+        laws = None if self.sampling.law.greedy else self.sampling.law.laws(begun.logits)
+        if laws is None:
+            verdict = self._match(text, begun)
+        elif begun.draft.is_chain:
+            verdict = self._verify_chain(text, begun, laws)
         else:
-            laws = self.sampling.law.laws(begun.logits)
-            verdict = verify(draft, laws, self.sampling.draws)
-        self.cache.commit([*range(begun.chain), *(begun.chain + node for node in verdict.path)])
-        tokens = [draft.tokens[node] for node in verdict.path]
+            verdict = self._walk(text, begun, laws)
+        path = verdict.path
+        self.cache.commit([*range(begun.chain), *(begun.chain + node for node in path)])
+        tokens = [begun.draft.tokens[node] for node in path]
         self._speculative += [*text.part(len(text) - begun.chain), *tokens]
         self.stats.rounds += 1
-        self.stats.proposed += len(draft.tokens)
+        self.stats.proposed += len(begun.draft.tokens)
         self.stats.accepted += len(tokens)
         if laws is not None:
-            laws = laws[[0, *(1 + node for node in verdict.path)]]
-        return Round([*tokens, verdict.token], len(tokens), len(draft.tokens), laws)
+            straight = path == list(range(len(path)))
+            rows = [0, *(1 + node for node in path)]
+            laws = laws[: len(rows)] if straight else laws[to_device(rows, laws.device)]
+        return Round([*tokens, verdict.token], len(tokens), len(begun.draft.tokens), laws)
+
+    def _match(self, text: Text, begun: Pass) -> Verdict:
+        chosen = choices(begun.logits)
+        (chosen,) = self._bring(text, begun, begun.logits.gather(-1, chosen[:, None]), chosen)
+        return verify_matching(begun.draft, chosen.tolist().__getitem__)
+
+    def _verify_chain(self, text: Text, begun: Pass, laws: Tensor) -> Verdict:
+        tokens, proposals = begun.draft.tokens, begun.draft.laws
+        there = tokens.tensor if isinstance(tokens, DrawnTokens) else to_device(tokens, laws.device)
+        decided = verify_chain(there, proposals, laws, self.sampling.draws)
+        accepted, token = self._bring(text, begun, laws[:, :1], *decided)
+        return Verdict(list(range(int(accepted))), int(token))
+
+    def _walk(self, text: Text, begun: Pass, laws: Tensor) -> Verdict:
+        draft = begun.draft
+        reported = [] if draft.laws is None else [draft.laws]
+        laws, *proposals = self._bring(text, begun, laws[:, :1], laws, *reported)
+        if proposals:
+            draft = replace(draft, laws=proposals[0])
+        return verify(draft, laws, self.sampling.draws)
+
+    def _read(self, *tensors: Tensor) -> list[Tensor]:
+        self.stats.host_reads += 1
+        return to_host(*tensors)
+
+    def _bring(self, text: Text, begun: Pass, witness: Tensor, *results: Tensor) -> list[Tensor]:
+        """Results of a pass to the host, and with them the tokens of its draft, in one read.
+
+        Args:
+            witness: values of which one is NaN where one of the logits was.
+
+        Raises:
+            NotANumber: by the model whose logits they were.
+        """
+        tokens = begun.draft.tokens
+        drawn = (tokens.tensor, tokens.nan) if isinstance(tokens, DrawnTokens) else ()
+        read = self._read(witness.isnan().any(), *drawn, *results)
+        if isinstance(tokens, DrawnTokens):
+            tokens.arrive(read[1], read[2])
+        if read[0]:
+            chain = text.part(len(text) - begun.chain)
+            positions = _positions(len(text), begun.chain, begun.draft.parents)
+            new = self._new(begun.chain, begun.draft.parents)
+            self.model.raise_nan(self.cache, [*chain, *tokens], positions, new)
+        return read[1 + len(drawn) :]
+
+    def extend(self, text: Text, count: int) -> Draft:
+        """Draws `count` tokens without a drafter, one after the other, and does not wait for them.
+
+        Each is fed to the next pass where it is, on the device; the last one's KV is not in the cache.
+        """
+        started = perf_counter()
+        self._roll_back(text)
+        start = self.cache.length
+        given = text.part(start)
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        witnesses: list[Tensor] = []
+        for length in range(len(text), len(text) + count):
+            chain = given if not tokens else []
+            new = self._new(len(chain) or 1, ())
+            self.stats.fixed_ms += self._pass_cost(length, new.count)
+            logits = self.model.forward(
+                self.cache, chain, range(length - new.count, length), new, 1, tokens[-1] if tokens else None
+            )
+            if self.sampling.law.greedy:
+                tokens.append(choices(logits))
+                witnesses.append(logits.gather(-1, tokens[-1][:, None]))
+            else:
+                laws.append(self.sampling.law.laws(logits))
+                tokens.append(self.sampling.draws.categorical(laws[-1][0])[None])
+                witnesses.append(laws[-1][:, :1])
+            self.cache.commit(range(new.count))
+        self._speculative += given
+        self._drawn = DrawnTokens(
+            torch.cat(tokens),
+            torch.cat(witnesses).isnan().any(),
+            self._read,
+            partial(self._raise_nan_of_draft, start, given),
+        )
+        self.stats.rounds += count
+        self.stats.ms += 1e3 * (perf_counter() - started)
+        return Draft.chain(self._drawn, torch.cat(laws) if laws else None)
+
+    def _raise_nan_of_draft(self, start: int, given: list[int], drawn: list[int]) -> NoReturn:
+        self.cache.truncate(start)
+        tokens = [*given, *drawn[:-1]]
+        positions = range(start, start + len(tokens))
+        self.model.raise_nan(self.cache, tokens, positions, self._new(len(tokens), ()))
 
     def read_speculation(self, text: Text, tokens: Sequence[int]) -> Tensor:
         """Takes `text` and `tokens` behind it into the cache, as speculation.
@@ -188,6 +299,10 @@ class Verifier:
             # Verified KV has come in meanwhile, and what was speculative here has gone.
             self._verified = verified
             self._speculative = []
+            self._drawn = None
+        if self._drawn is not None:
+            self._speculative += self._drawn[:-1]
+            self._drawn = None
         held = self._speculative
         wanted = text.part(verified, len(text) - 1)
         shared = 0
@@ -205,14 +320,22 @@ class Verifier:
     def read(self, tokens: Sequence[int]) -> None:
         """Takes tokens of the text into the cache, for good, without sampling."""
         start = self.cache.length
-        new = NewTokens.chain_and_tree(len(tokens), (), self.model.device, self.model.dtype)
-        self.model.forward(self.cache, tokens, range(start, start + len(tokens)), new, 1)
+        positions = range(start, start + len(tokens))
+        new = self._new(len(tokens), ())
+        logits = self.model.forward(self.cache, tokens, positions, new, 1)
+        if self._read(logits.isnan().any())[0]:
+            self.model.raise_nan(self.cache, tokens, positions, new)
         self.cache.commit(range(len(tokens)))
         self.cache.settle()
 
 
 class VerifierProposal:
-    """A chain that grows by rounds of its verifier, until `count` tokens stand."""
+    """A chain that grows by rounds of its verifier, until `count` tokens stand.
+
+    Without a level below, by a few tokens at a time, which the host then waits for.
+    """
+
+    PORTION = 4
 
     def __init__(self, drafter: VerifierDrafter, text: Text, count: int) -> None:
         self._drafter = drafter
@@ -227,11 +350,17 @@ class VerifierProposal:
         if missing <= 0 or self._stopped:
             return False
         drafter = self._drafter
-        result = drafter.verifier.round(self._grown, min(drafter.draft_count, missing - 1))
-        self._grown = self._grown.extended(result.tokens)
-        if result.laws is not None:
-            self._laws.append(result.laws)
-        self._stopped = any(token in drafter.stop_tokens for token in result.tokens)
+        tokens: Sequence[int]
+        if drafter.draft_count == 0:
+            draft = drafter.verifier.extend(self._grown, min(self.PORTION, missing))
+            tokens, laws = list(draft.tokens), draft.laws
+        else:
+            result = drafter.verifier.round(self._grown, min(drafter.draft_count, missing - 1))
+            tokens, laws = result.tokens, result.laws
+        self._grown = self._grown.extended(tokens)
+        if laws is not None:
+            self._laws.append(laws)
+        self._stopped = any(token in drafter.stop_tokens for token in tokens)
         return True
 
     def draft(self) -> Draft:
@@ -279,8 +408,9 @@ class VerifierDrafter:
     reported (a stopping time).
 
     Args:
-        draft_count: how many tokens the level below proposes to each of its rounds (γ of that level).
-        stop_tokens: no use to draft beyond one of these.
+        draft_count: how many tokens the level below proposes to each of its rounds (γ of that level);
+            0: there is none, and the tokens stay on the device.
+        stop_tokens: no use to draft beyond one of these, where the tokens are known.
     """
 
     def __init__(self, verifier: Verifier, draft_count: int, stop_tokens: Collection[int] = ()) -> None:
@@ -296,6 +426,8 @@ class VerifierDrafter:
         self.verifier.drafter.prefill(text)
 
     def propose(self, text: Text, count: int) -> Draft:
+        if self.draft_count == 0:
+            return self.verifier.extend(text, count)
         proposal = self.proposal(text, count)
         while proposal.step():
             pass
@@ -309,9 +441,8 @@ class VerifierDrafter:
             return []
         logits = self.verifier.read_speculation(text, draft.tokens)
         law = self.verifier.sampling.law
-        return likely_outcomes(
-            draft.tokens, LIKELY.laws(logits) if law.greedy else law.laws(logits), most, acceptance
-        )
+        laws = LIKELY.laws(logits) if law.greedy else law.laws(logits)
+        return likely_outcomes(list(draft.tokens), laws, most, acceptance)
 
     def settle(self, text: Text) -> None:
         # A cache derived from the full one has adopted the verified KV already: there is nothing
@@ -341,8 +472,8 @@ class SmallModelDrafter(VerifierDrafter):
     def expected_acceptance(self) -> float:
         return SMALL_MODEL_ACCEPTANCE
 
-    def __init__(self, verifier: Verifier, cache: StreamingCache, stop_tokens: Collection[int] = ()) -> None:
-        super().__init__(verifier, 0, stop_tokens)
+    def __init__(self, verifier: Verifier, cache: StreamingCache) -> None:
+        super().__init__(verifier, 0)
         self._cache = cache
 
     def prefill(self, text: Text) -> None:
@@ -357,3 +488,11 @@ class SmallModelDrafter(VerifierDrafter):
             cache.skip(recent - start)
         for at in range(recent, end, cache.window):
             read(text.part(at, min(at + cache.window, end)))
+
+
+def _positions(length: int, chain: int, parents: Sequence[int]) -> list[int]:
+    """Of the last `chain` tokens of a text of `length`, and of the tree below it."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    return [*range(length - chain, length), *(length - 1 + depth for depth in depths)]

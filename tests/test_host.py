@@ -1,0 +1,150 @@
+"""How often decoding makes the host wait for the device: once a verified step, and not to draft."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import byte_ids, noisy_copy, tiny_target
+from torch import Tensor
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.drafting import verifier
+from offload_rt.drafting.base import Text
+from offload_rt.host import to_device, to_host
+
+OVERRIDES = {
+    "retrieval.budget": 64,
+    "retrieval.recent": 16,
+    "retrieval.refresh": "stride:9",
+    "draft.sinks": 4,
+    "draft.window": 28,
+    "speculation.gamma1": 2,
+    "speculation.gamma2": 5,
+    "speculation.step_down": False,
+}
+READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+
+@dataclass
+class Reads:
+    """Every way in which Python asks for the values of tensors while decoding.
+
+    Attributes:
+        brought: tensors that came through `to_host`, each in memory of its own, by address.
+        others: where else values were asked for.
+    """
+
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        copies = [tensor.clone() for tensor in tensors]
+        self.brought |= {copy.data_ptr(): copy for copy in copies}
+        return copies
+
+    def watch(self, way: str) -> Callable[..., Any]:
+        given = getattr(Tensor, way)
+
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.data_ptr() not in self.brought:
+                stack = traceback.walk_stack(sys._getframe(1))
+                frames = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
+                # The store's own tensors are the host's, and a refresh chooses there which chunks to take.
+                chooses = "caches/retrieved.py" in frames[0]
+                if not chooses and not any("/cpu_kv/" in frame for frame in frames):
+                    self.others.append(f"{way}: {frames[0]}")
+            return given(tensor, *args, **kwargs)
+
+        return read
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    found = Reads()
+    monkeypatch.setattr(verifier, "to_host", found.to_host)
+    for way in READS:
+        monkeypatch.setattr(Tensor, way, found.watch(way))
+    yield found
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("config", ["plain", "naive", "streaming", "retrieval", "triforce", "lookup"])
+def test_the_host_waits_once_a_verified_step(config: str, temperature: float, reads: Reads) -> None:
+    target = tiny_target("llama")
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
+    with LLM.from_models(target, noisy_copy(target), config=config, overrides=OVERRIDES) as llm:
+        events = llm.stream(byte_ids(300), params)
+        assert llm._session is not None
+        levels = llm._session.verifier.levels
+        before = {level.name: level.host_reads for level in levels}  # a small model read the prompt
+        reads.others.clear()
+        tokens = [event.token for event in events]
+        waits = {level.name: level.host_reads - before[level.name] for level in levels}
+    assert len(tokens) == 60
+    assert reads.others == []
+    assert len(reads.brought) >= sum(waits.values())
+    rounds = {level.name: level.rounds for level in levels}
+    verified = {"target:full"} | ({"target:retrieved"} if config == "triforce" else set())
+    assert {name for name in waits if waits[name]} == verified
+    for name in verified:
+        assert waits[name] == rounds[name] > 0
+
+
+def test_there_and_back() -> None:
+    device = torch.device("cpu")
+    assert to_device([3, 1], device).dtype == to_device([], device).dtype == torch.long
+    first, second = to_host(to_device([3, 1], device), torch.tensor(0.5))
+    assert (first.tolist(), float(second)) == ([3, 1], 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_there_and_back_over_a_link() -> None:
+    device = torch.device("cuda")
+    numbers = to_device(range(1000), device)
+    first, second = to_host(numbers, numbers.double() / 2)
+    assert first.tolist() == list(range(1000)) and float(second[3]) == 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("config", ["naive", "retrieval", "triforce"])
+def test_drafting_waits_for_nothing_else_on_a_gpu(
+    config: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch itself refuses what waits, but for `to_host`."""
+
+    def allowed(*tensors: Tensor) -> list[Tensor]:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return to_host(*tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    target = tiny_target("llama")
+    draft = noisy_copy(target).cuda()
+    overrides = OVERRIDES | {"retrieval.refresh": "stride:1000"}  # to refresh, the host reads scores
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
+    with LLM.from_models(target.cuda(), draft, config=config, overrides=overrides) as llm:
+        events = llm.stream(byte_ids(300), params)
+        for _ in range(24):  # until what recurs is captured
+            next(events)
+        session = llm._session
+        assert session is not None
+        monkeypatch.setattr(verifier, "to_host", allowed)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.inference_mode():
+                drafted = session.verifier.drafter.propose(Text(session.text), 5)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(drafted.tokens) >= 5
+        events.close()
