@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from bench.held import HeldVerifier, Hold
-from cpu_kv import CpuLink, Link, PagedKVStore
+from cpu_kv import Link, PagedKVStore
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
 from offload_rt.caches.full import LAST_QUERIES
@@ -95,7 +95,7 @@ class EngineText:
             opened.callback(self._session.close)
             self._opened = opened.pop_all()
         self._records: RecordingLink | None = None
-        if not isinstance(link, CpuLink) and hasattr(link, "recorded"):
+        if isinstance(link, RecordingLink):
             self._records = link
             link.record()
 

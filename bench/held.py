@@ -54,9 +54,11 @@ class HeldVerifier(Verifier):
         guess = self._guesses.after_all(drafted)
         chosen = []
         for proposed in (*drafted, guess):
-            stands = proposed is not None and self._chance() < self._acceptance
-            other = 0 if proposed is None else proposed + 1 + int(self._chance() * (vocabulary - 1))
-            chosen.append(proposed if stands and proposed is not None else other % vocabulary)
+            stands, other = self._chance() < self._acceptance, int(self._chance() * (vocabulary - 1))
+            if proposed is None:
+                chosen.append(other)
+            else:
+                chosen.append(proposed if stands else (proposed + 1 + other) % vocabulary)
         forced = torch.zeros_like(begun.logits)
         rows = torch.arange(len(chosen), device=forced.device)
         forced[rows, torch.tensor(chosen, device=forced.device)] = 1.0

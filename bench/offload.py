@@ -61,7 +61,9 @@ def add_parser(commands: Any) -> None:
     )
     inputs.add_arguments(parser, draft=True)
     parser.add_argument("--text", type=Path, action="append", metavar="FILE", help="UTF-8 text to continue")
-    parser.add_argument("--config", default="retrieval", metavar="NAME", help="who drafts (default: retrieval)")
+    parser.add_argument(
+        "--config", default="retrieval", metavar="NAME", help="who drafts (default: retrieval)"
+    )
     parser.add_argument("--context", type=inputs.count(64), metavar="N", help="of the paced link's cases")
     parser.add_argument("--gamma", type=inputs.count(1), metavar="N", help="tokens drafted for a pass")
     parser.add_argument("-n", "--new-tokens", type=inputs.count(4), metavar="N")
@@ -70,7 +72,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--contexts", type=inputs.counts(64), default=GPU_CONTEXTS, metavar="N,N")
     parser.add_argument("--acceptances", type=_rates, default=ACCEPTANCES, metavar="A,B")
     parser.add_argument("--quick", action="store_true", help="less of everything")
-    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a timeline as PNG")
+    parser.add_argument(
+        "--plot", action=argparse.BooleanOptionalAction, default=True, help="a timeline as PNG"
+    )
     parser.set_defaults(run=run)
 
 
@@ -108,12 +112,15 @@ def run(arguments: argparse.Namespace) -> None:
         inputs.RESULTS.mkdir(parents=True, exist_ok=True)
     out = inputs.destination(out, "offload", described)
     cases: list[dict[str, Any]]
+    picture = out.with_name(f"{out.stem}-timeline.png") if arguments.plot else None
     if device.type == "cpu":
-        cases = _on_cpu(arguments, out)
+        cases = _on_cpu(arguments, picture)
     else:
         shapes = arguments.shapes or (LARGE_SHAPES[-1:] if arguments.quick else LARGE_SHAPES)
         contexts = arguments.contexts[:1] if arguments.quick else arguments.contexts
-        cases = offload_gpu.measure_shapes(shapes, contexts, arguments.acceptances, device, out, arguments.plot)
+        cases = offload_gpu.measure_shapes(shapes, contexts, arguments.acceptances, device, picture)
+    if not cases:
+        raise UsageError("none of the shapes fits at any of the contexts: see above, and name others")
     for case in cases:
         predict_rows(case)
     summary = headline(cases)
@@ -134,7 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(summary))
 
 
-def _on_cpu(arguments: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
+def _on_cpu(arguments: argparse.Namespace, picture: Path | None) -> list[dict[str, Any]]:
     real, synthetic = (QUICK, SYNTHETIC_QUICK) if arguments.quick else (FULL, SYNTHETIC_FULL)
     real, synthetic = _given(real, arguments), _given(synthetic, arguments)
     models = inputs.load(arguments)
@@ -142,7 +149,6 @@ def _on_cpu(arguments: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
     tokens = inputs.encode(models.tokenizer, "\n".join(text.text for text in texts))
     if real.context > len(tokens):
         raise UsageError(f"--context {real.context}: the text has {len(tokens)} tokens; give a longer --text")
-    picture = out.with_name(f"{out.stem}-timeline.png") if arguments.plot else None
     cases = offload_paced.measure_pair(models, tokens[: real.context], real, arguments.config, picture)
     for shape in arguments.shapes or ("tiny",):
         cases.append(offload_paced.measure_shape(shape, synthetic, arguments.acceptances))
@@ -218,7 +224,18 @@ def _table(case: dict[str, Any]) -> str:
                 ),
             ]
         )
-    header = ["system", "KV", "accepted", "ms/token", "tokens/round", "pass", "draft", "ahead", "round", "lost"]
+    header = [
+        "system",
+        "KV",
+        "accepted",
+        "ms/token",
+        "tokens/round",
+        "pass",
+        "draft",
+        "ahead",
+        "round",
+        "lost",
+    ]
     header += ["hits", "link use", "overlap", "pass/bound", "round/max", "× plain", "predicted/measured"]
     first = case["rows"][0]
     return (

@@ -44,12 +44,17 @@ class Sizes:
     def config(self, composition: str, **offload: object) -> Config:
         """A composition of these sizes, with keys of `offload`."""
         keys = {f"offload.{key}": value for key, value in offload.items()}
+        return load_config(composition, self.keys | keys)
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Config keys of every composition."""
         given: dict[str, object] = {
             "speculation.gamma2": self.gamma,
             "speculation.step_down": False,
             "retrieval.budget": self.context // BUDGET_SHARE,
         }
-        return load_config(composition, given | dict(self.settings) | keys)
+        return given | dict(self.settings)
 
     def placement(self, name: str) -> Placement:
         """Shares by their name in `SHARES`, in whole pages."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -59,9 +58,7 @@ class InPlace:
 def measure_in_place(subject: Subject, sizes: Sizes, composition: str) -> InPlace:
     """What drafting and passes cost without a link: on a CPU."""
     config = sizes.config(composition)
-    text = EngineText(
-        subject.target, subject.draft, CpuLink(), config, subject.prompt, _room(sizes)
-    )
+    text = EngineText(subject.target, subject.draft, CpuLink(), config, subject.prompt, _room(sizes))
     try:
         prefill = _read(text, subject)[0]
         plain, drafting = [], []
@@ -97,6 +94,15 @@ def _read(text: EngineText, subject: Subject) -> tuple[float, int]:
     return text.read_prompt()
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A system's runs, and the row of a report that they make."""
+
+    system: System
+    runs: list[Run]
+    row: dict[str, Any]
+
+
 def measure(
     subject: Subject,
     sizes: Sizes,
@@ -104,9 +110,9 @@ def measure(
     link: Callable[[], Link],
     rate: float,
     compute: Callable[[System], float | None],
-    placements: dict[str, Placement] | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of the systems, in their order.
+    placements: Mapping[str, Placement] = {},
+) -> list[Measured]:
+    """What the systems do, in their order.
 
     Every placement has a text and a link of its own; the systems take turns (A B C A B C …), so that a
     machine that slows down slows all of them.
@@ -115,10 +121,10 @@ def measure(
         link: opens a link.
         rate: bytes a second that it carries to the device.
         compute: ms of a system's pass where its KV is at hand, if known.
-        placements: shares by name, where they are other than those of the sizes.
+        placements: shares by name, beside those of `SHARES`.
     """
     names = list(dict.fromkeys(system.placement for system in systems))
-    shares = {name: sizes.placement(name) for name in names} if placements is None else placements
+    shares = {name: placements.get(name) or sizes.placement(name) for name in names}
     first = next((system.composition for system in systems if not system.plain), "plain")
     runs: list[list[Run]] = [[] for _ in systems]
     with ExitStack() as opened:
@@ -151,21 +157,18 @@ def measure(
         for system, done in zip(systems, runs, strict=True)
         if system.offload.get("ahead") == 0
     }
-    rows = []
+    measured = []
     for system, done in zip(systems, runs, strict=True):
         place, page = shares[system.placement], sizes.config(first).store.page
         streamed = max(0, (len(subject.prompt) - 1) // page * page - place.resident_tokens - place.cpu_tokens)
         draft = alone.get((system.placement, system.held), alone.get((STREAMED, system.held)))
-        limits = Limits(
-            1e3 * streamed * token_bytes / rate, compute(system), None if system.plain else draft
-        )
-        rows.append(_described(system, sizes, place, streamed) | row(done, limits))
-        rows[-1]["synthetic"] = None if system.held is None else system.held.acceptance
-        rows[-1]["prefill_ms"], rows[-1]["prefill_bytes"] = prefills[system.placement]
-        rows[-1]["tokens"] = done[-1].tokens
-        rows[-1]["rate_bytes_per_second"] = rate
-    _hold_against_plain(rows)
-    return rows
+        limits = Limits(1e3 * streamed * token_bytes / rate, compute(system), None if system.plain else draft)
+        one = _described(system, sizes, place, streamed) | row(done, limits)
+        one["prefill_ms"], one["prefill_bytes"] = prefills[system.placement]
+        one["rate_bytes_per_second"] = rate
+        measured.append(Measured(system, done, one))
+    _hold_against_plain([one.row for one in measured])
+    return measured
 
 
 def _described(system: System, sizes: Sizes, place: Placement, streamed: int) -> dict[str, Any]:
@@ -173,6 +176,7 @@ def _described(system: System, sizes: Sizes, place: Placement, streamed: int) ->
     return {
         "system": system.name,
         "composition": system.composition,
+        "synthetic": None if system.held is None else system.held.acceptance,
         "placement": system.placement,
         "context": sizes.context,
         "gamma": 0 if system.plain else sizes.gamma,

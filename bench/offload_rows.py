@@ -107,7 +107,6 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
         "wait_ms_per_round": sum(run.wait_ms for run in runs) / sum(len(run.rounds) for run in runs),
         "bytes_to_device_per_round": sum(run.bytes_to_device for run in runs)
         / sum(len(run.rounds) for run in runs),
-        "steady": all(run.tokens == runs[-1].tokens for run in runs),
     }
 
 

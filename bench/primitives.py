@@ -1,4 +1,4 @@
-"""What the processor does in a run's own shapes, measured alone: the figures that `plan-truth` predicts from."""
+"""What the processor does alone, in a run's own shapes: the figures that `plan-truth` predicts from."""
 
 from __future__ import annotations
 

@@ -84,4 +84,5 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, seed: int 
         # The final norm makes hidden states of length sqrt(hidden): logits deviate by as much as is asked.
         head: Any = model.get_output_embeddings()
         head.weight.normal_(0.0, LOGIT_DEVIATION / config.hidden_size**0.5)
-    return model.eval()
+    model.eval()
+    return model

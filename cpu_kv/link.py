@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class CopyRecord:
     end: float
 
 
+@runtime_checkable
 class RecordingLink(Link, Protocol):
     """A link that can tell what it carried when."""
 
