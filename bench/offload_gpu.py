@@ -109,7 +109,7 @@ def measure_context(
     for name, shares in {STREAMED: EVERYTHING_STREAMED, PLANNED: place}.items():
         say(f"{target.name}, {sizes.context:,} tokens, {name}")
         systems = held_systems(acceptances, AHEAD, name)
-        measured += measure(subject, sizes, systems, link, rate, lambda _: None, placements={name: shares})
+        measured += measure(subject, sizes, systems, link, rate, placements={name: shares})
         inputs.free(target.device)
     if prefill:
         milliseconds, moved = _prefill(subject, sizes, link())

@@ -14,11 +14,12 @@ from bench.engine import EngineText, Run
 from bench.inputs import say
 from bench.offload_cases import STREAMED, Sizes, System
 from bench.offload_rows import Limits, draft_token_ms, row
-from cpu_kv import CpuLink, Link
+from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.caches.places import Placement
 from offload_rt.model import CausalModel
 
 WARM_UP_TOKENS = 3  # times what a round drafts
+STREAM_FOR_DRAFTING = 2.0  # times what a draft takes alone
 
 
 @dataclass(frozen=True)
@@ -44,39 +45,83 @@ class InPlace:
         draft_token: to draft one token.
         verification: a pass over the last token and a draft.
         plain_pass: a pass over the last token.
-        prefill: the prompt; None where the KV was drawn at random.
         tokens: what greedy decoding yields.
     """
 
     draft_token: float
     verification: float
     plain_pass: float
-    prefill: float | None
     tokens: list[int]
 
 
+class InPlaceText:
+    """The subject with its KV in place, on a CPU: what drafting and passes cost without a link.
+
+    It takes turns with the systems that are measured, so that what slows the machine slows both.
+    """
+
+    def __init__(self, subject: Subject, sizes: Sizes, composition: str) -> None:
+        self._sizes = sizes
+        self._configs = sizes.config("plain"), sizes.config(composition)
+        self._plain: list[Run] = []
+        self._drafting: list[Run] = []
+        self._text = EngineText(
+            subject.target, subject.draft, CpuLink(), self._configs[1], subject.prompt, _room(sizes)
+        )
+        _read(self._text, subject)
+        self.turn()
+        self._plain, self._drafting = [], []
+
+    def turn(self) -> None:
+        """Runs plain decoding and the composition once."""
+        plain, drafting = self._configs
+        self._plain.append(self._text.run(plain, self._sizes.plain_tokens))
+        self._drafting.append(self._text.run(drafting, self._sizes.new_tokens))
+
+    def result(self) -> InPlace:
+        """Medians over all turns."""
+        passes = [one.pass_ms for run in self._drafting for one in run.rounds[1:-1] or run.rounds]
+        return InPlace(
+            draft_token=draft_token_ms(self._drafting),
+            verification=median(passes),
+            plain_pass=median(one.pass_ms for run in self._plain for one in run.rounds[1:]),
+            tokens=max((run.tokens for run in (*self._plain, *self._drafting)), key=len),
+        )
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self._text.close()
+
+
 def measure_in_place(subject: Subject, sizes: Sizes, composition: str) -> InPlace:
-    """What drafting and passes cost without a link: on a CPU."""
-    config = sizes.config(composition)
-    text = EngineText(subject.target, subject.draft, CpuLink(), config, subject.prompt, _room(sizes))
+    """What drafting and passes cost with the KV in place."""
+    text = InPlaceText(subject, sizes, composition)
     try:
-        prefill = _read(text, subject)[0]
-        plain, drafting = [], []
-        for turn in range(sizes.repeats + 1):
-            runs = text.run(sizes.config("plain"), sizes.plain_tokens), text.run(config, sizes.new_tokens)
-            if turn:
-                plain.append(runs[0])
-                drafting.append(runs[1])
+        for _ in range(sizes.repeats):
+            text.turn()
+        return text.result()
     finally:
         text.close()
-    passes = [one.pass_ms for run in drafting for one in run.rounds[1:-1] or run.rounds]
-    return InPlace(
-        draft_token=draft_token_ms(drafting),
-        verification=median(passes),
-        plain_pass=median(one.pass_ms for run in plain for one in run.rounds[1:]),
-        prefill=None if subject.random_kv else prefill,
-        tokens=max((run.tokens for run in (*plain, *drafting)), key=len),
-    )
+
+
+def drafting_beside_a_pass(
+    subject: Subject, sizes: Sizes, composition: str, in_place: InPlace, token_bytes: int
+) -> float:
+    """ms that drafting ahead for one outcome takes while a pass streams: longer than with nothing beside it.
+
+    Measured over a link on which a pass takes long enough for that.
+    """
+    stream_s = STREAM_FOR_DRAFTING * sizes.gamma * in_place.draft_token / 1e3
+    link = PacedLink(sizes.context * token_bytes / stream_s)
+    config = sizes.config(composition, ahead=1)
+    text = EngineText(subject.target, subject.draft, link, config, subject.prompt, _room(sizes))
+    try:
+        _read(text, subject)
+        runs = [text.run(config, sizes.new_tokens) for _ in range(sizes.repeats)]
+    finally:
+        text.close()
+    # The last rounds draft less: the text ends.
+    return median(one.ahead_ms for run in runs for one in run.rounds[1:-2] or run.rounds)
 
 
 def _room(sizes: Sizes) -> int:
@@ -109,7 +154,7 @@ def measure(
     systems: Sequence[System],
     link: Callable[[], Link],
     rate: float,
-    compute: Callable[[System], float | None],
+    beside: InPlaceText | None = None,
     placements: Mapping[str, Placement] = {},
 ) -> list[Measured]:
     """What the systems do, in their order.
@@ -120,7 +165,7 @@ def measure(
     Args:
         link: opens a link.
         rate: bytes a second that it carries to the device.
-        compute: ms of a system's pass where its KV is at hand, if known.
+        beside: takes its turns too.
         placements: shares by name, beside those of `SHARES`.
     """
     names = list(dict.fromkeys(system.placement for system in systems))
@@ -151,18 +196,25 @@ def measure(
                     config, count if turn else min(count, _warm_up(sizes)), system.held
                 )
                 done += [run] if turn else []
+            if beside is not None and turn:
+                beside.turn()
         token_bytes = texts[names[0]].token_bytes
     alone = {
         (system.placement, system.held): draft_token_ms(done)
         for system, done in zip(systems, runs, strict=True)
         if system.offload.get("ahead") == 0
     }
+    in_place = None if beside is None else beside.result()
     measured = []
     for system, done in zip(systems, runs, strict=True):
         place, page = shares[system.placement], sizes.config(first).store.page
         streamed = max(0, (len(subject.prompt) - 1) // page * page - place.resident_tokens - place.cpu_tokens)
         draft = alone.get((system.placement, system.held), alone.get((STREAMED, system.held)))
-        limits = Limits(1e3 * streamed * token_bytes / rate, compute(system), None if system.plain else draft)
+        compute = None
+        if in_place is not None:
+            compute = in_place.plain_pass if system.plain else in_place.verification
+        stream = 1e3 * streamed * token_bytes / rate
+        limits = Limits(stream, compute, None if system.plain else draft)
         one = _described(system, sizes, place, streamed) | row(done, limits)
         one["prefill_ms"], one["prefill_bytes"] = prefills[system.placement]
         one["rate_bytes_per_second"] = rate

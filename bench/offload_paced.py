@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,18 @@ import torch
 from bench import report
 from bench.inputs import Models, say
 from bench.offload_cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
-from bench.offload_measure import InPlace, Measured, Subject, measure, measure_in_place, one_thread
+from bench.offload_measure import (
+    InPlace,
+    InPlaceText,
+    Measured,
+    Subject,
+    drafting_beside_a_pass,
+    measure,
+    measure_in_place,
+    one_thread,
+)
 from bench.plan_truth import shape_values
-from bench.primitives import processor
+from bench.primitives import attention_rates, processor
 from bench.random_models import random_model
 from bench.timeline_plot import best_run, draw
 from cpu_kv import PacedLink
@@ -39,15 +48,18 @@ def measure_pair(
     cases = []
     with one_thread():
         say(f"{target.name}, {len(prompt):,} tokens: what drafts and passes take with the KV in place")
-        in_place = measure_in_place(subject, sizes, composition)
-        figures = processor(target, sizes.context, sizes.gamma, in_place)
+        alone = measure_in_place(subject, sizes, composition)
+        attention = attention_rates(target, sizes.context, sizes.gamma)
+        token_bytes = _token_bytes(target)
+        beside = drafting_beside_a_pass(subject, sizes, composition, alone, token_bytes)
         for name, ratio in LINK_CASES.items():
-            rate = _rate(target, sizes, in_place, ratio)
+            rate = _rate(sizes, token_bytes, ratio * beside)
             say(f"{name}: a link of {rate / 1e9:.2f} GB/s")
-            measured = _measure(subject, sizes, paced_systems(composition, name, AHEAD), rate, in_place)
+            systems = paced_systems(composition, name, AHEAD)
+            case, measured, in_place = _case(name, subject, sizes, composition, systems, rate, attention)
             for one in measured:
                 _check_tokens(one, in_place.tokens)
-            cases.append(_case(name, subject, sizes, composition, measured, figures))
+            cases.append(case)
             if name == BALANCED and picture is not None:
                 shown = next(one for one in measured if one.system.offload.get("ahead") == AHEAD)
                 draw(best_run(shown.runs), _title(shown, target.name, rate), picture)
@@ -62,32 +74,54 @@ def measure_shape(shape: str, sizes: Sizes, acceptances: tuple[float, ...]) -> d
     subject = Subject(target, None, prompt, random_kv=True)
     with one_thread():
         say(f"{shape}, {len(prompt):,} tokens, synthetic acceptance")
-        in_place = measure_in_place(subject, sizes, "retrieval")
-        figures = processor(target, sizes.context, sizes.gamma, in_place)
-        rate = _rate(target, sizes, in_place, LINK_CASES[BALANCED])
+        alone = measure_in_place(subject, sizes, "retrieval")
+        attention = attention_rates(target, sizes.context, sizes.gamma)
+        token_bytes = _token_bytes(target)
+        beside = drafting_beside_a_pass(subject, sizes, "retrieval", alone, token_bytes)
+        rate = _rate(sizes, token_bytes, LINK_CASES[BALANCED] * beside)
         systems = held_systems(acceptances, AHEAD, STREAMED, "both")
-        measured = _measure(subject, sizes, systems, rate, in_place)
-    return _case("synthetic acceptance", subject, sizes, "retrieval", measured, figures)
+        return _case("synthetic acceptance", subject, sizes, "retrieval", systems, rate, attention)[0]
 
 
-def _rate(target: CausalModel, sizes: Sizes, in_place: InPlace, ratio: float) -> float:
-    """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft."""
-    token_bytes = 2 * target.layers * target.kv_heads * target.head_dim * target.dtype.itemsize
-    return sizes.context * token_bytes / (ratio * sizes.gamma * in_place.draft_token / 1e3)
+def _rate(sizes: Sizes, token_bytes: int, stream_ms: float) -> float:
+    """Bytes a second at which carrying the KV once takes `stream_ms`."""
+    return 1e3 * sizes.context * token_bytes / stream_ms
 
 
-def _measure(
-    subject: Subject, sizes: Sizes, systems: list[System], rate: float, in_place: InPlace
-) -> list[Measured]:
-    link: Callable[[], PacedLink] = lambda: PacedLink(rate)  # noqa: E731
-    return measure(
-        subject,
-        sizes,
-        systems,
-        link,
-        rate,
-        lambda system: in_place.plain_pass if system.plain else in_place.verification,
-    )
+def _token_bytes(target: CausalModel) -> int:
+    return 2 * target.layers * target.kv_heads * target.head_dim * target.dtype.itemsize
+
+
+def _case(
+    name: str,
+    subject: Subject,
+    sizes: Sizes,
+    drafting: str,
+    systems: list[System],
+    rate: float,
+    attention: list[dict[str, float]],
+) -> tuple[dict[str, Any], list[Measured], InPlace]:
+    """Runs a case; returns it as JSON values, what was measured, and the same with the KV in place."""
+    target, draft = subject.target, subject.draft
+    beside = InPlaceText(subject, sizes, drafting)
+    try:
+        measured = measure(subject, sizes, systems, lambda: PacedLink(rate), rate, beside)
+        in_place = beside.result()
+    finally:
+        beside.close()
+    case = {
+        "case": name,
+        "model": target.name,
+        "draft": None if draft is None else draft.name,
+        "device": "cpu",
+        "shape": shape_values(target),
+        "draft_shape": None if draft is None else shape_values(draft),
+        "drafting": drafting,
+        "settings": sizes.keys,
+        "processor": processor(in_place, attention),
+        "rows": [one.row for one in measured],
+    }
+    return case, measured, in_place
 
 
 def _check_tokens(measured: Measured, expected: Sequence[int]) -> None:
@@ -97,29 +131,6 @@ def _check_tokens(measured: Measured, expected: Sequence[int]) -> None:
                 f"{measured.system.name} ({measured.system.placement}): its tokens are not those of plain "
                 "decoding; this is a fault of the engine, or two logits closer than rounding: try another one"
             )
-
-
-def _case(
-    name: str,
-    subject: Subject,
-    sizes: Sizes,
-    drafting: str,
-    measured: list[Measured],
-    figures: dict[str, Any],
-) -> dict[str, Any]:
-    target, draft = subject.target, subject.draft
-    return {
-        "case": name,
-        "model": target.name,
-        "draft": None if draft is None else draft.name,
-        "device": "cpu",
-        "shape": shape_values(target),
-        "draft_shape": None if draft is None else shape_values(draft),
-        "drafting": drafting,
-        "settings": sizes.keys,
-        "processor": figures,
-        "rows": [one.row for one in measured],
-    }
 
 
 def _title(shown: Measured, model: str, rate: float) -> str:

@@ -68,8 +68,9 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
 
     `hit_round_ms` is of rounds whose draft had been made while the pass before ran, `miss_round_ms` of those
     that had to draft anew; `lost_ms_per_round` is what the latter took longer, spread over all rounds.
-    `round_over_max` is of the former, over the longer of stream and draft. `pass_over_bound` may be below 1:
-    a part of its stream may have been carried before the pass began.
+    `round_over_max` is of the former, over the longer of stream and of drafting alone;
+    `round_over_max_as_run` over the longer of stream and of drafting as long as it took beside the pass.
+    `pass_over_bound` may be below 1: a part of its stream may have been carried before the pass began.
     """
     rounds = [one for run in runs for one in _steady(run.rounds)]
     hits = _after(runs, guessed=True)
@@ -104,6 +105,9 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
         "overlap": middle([share for share in overlaps if share is not None]),
         "pass_over_bound": pass_ms / limits.verification if limits.verification else None,
         "round_over_max": middle([one.ms / limits.round(one.proposed) for one in whole]),
+        "round_over_max_as_run": middle(
+            [one.ms / max(limits.stream, one.draft_ms + one.ahead_ms) for one in whole]
+        ),
         "wait_ms_per_round": sum(run.wait_ms for run in runs) / sum(len(run.rounds) for run in runs),
         "bytes_to_device_per_round": sum(run.bytes_to_device for run in runs)
         / sum(len(run.rounds) for run in runs),

@@ -19,11 +19,14 @@ REPEATS = 7
 READ_BYTES = 2**28
 
 
-def attention_rates(model: CausalModel, context: int, queries: tuple[int, ...]) -> tuple[AttentionRate, ...]:
-    """GB/s at which one layer's KV of `context` tokens is attended by so many queries a key head.
+@torch.inference_mode()
+def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[str, float]]:
+    """GB/s at which KV of `context` tokens is attended by 1 query, by a draft of `gamma` tokens, and between.
 
-    Layers take turns, as in a pass, so that no cache holds them.
+    Layers take turns, as in a pass, so that no cache holds them. Values of `AttentionRate`, by the queries
+    that a key head has.
     """
+    queries = (1, 1 + gamma // 2, 1 + gamma)
     backend, group = choose_backend(model.device), model.heads // model.kv_heads
     shape = (model.layers, model.kv_heads, context, model.head_dim)
     keys, values = torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype)
@@ -36,15 +39,15 @@ def attention_rates(model: CausalModel, context: int, queries: tuple[int, ...]) 
                 attend(backend, asked, keys[layer], values[layer], model.head_dim**-0.5)
             times += [perf_counter() - started] if turn else []
     size = keys.nbytes + values.nbytes
-    return tuple(AttentionRate(count * group, size / median(times) / 1e9) for count, times in spent.items())
+    return [
+        asdict(AttentionRate(count * group, size / median(times) / 1e9)) for count, times in spent.items()
+    ]
 
 
-@torch.inference_mode()
-def processor(model: CausalModel, context: int, gamma: int, in_place: InPlace) -> dict[str, Any]:
+def processor(in_place: InPlace, attention: list[dict[str, float]]) -> dict[str, Any]:
     """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place."""
-    queries = (1, 1 + gamma // 2, 1 + gamma)
     return {
-        "attention": [asdict(rate) for rate in attention_rates(model, context, queries)],
+        "attention": attention,
         "memory_rate": memory_rate(READ_BYTES, REPEATS),
         "compute_rate": compute_rate(128, 1024, REPEATS),
         "draft_token_ms": in_place.draft_token,

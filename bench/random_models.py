@@ -24,12 +24,12 @@ SHAPES = {
     "tiny": Shape(
         LlamaConfig,
         {
-            "hidden_size": 256,
-            "intermediate_size": 512,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
             "num_hidden_layers": 4,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
-            "vocab_size": 1024,
+            "vocab_size": 2048,
             "max_position_embeddings": 65_536,
         },
     ),

@@ -151,7 +151,7 @@ def times(
     proposed: int = 4,
     accepted: int = 4,
 ) -> RoundTimes:
-    return RoundTimes(started, ms, draft, ms - draft, 0.0, 0.0, guessed, proposed, accepted)
+    return RoundTimes(started, ms, draft, ms - draft, ms - draft, 0.0, guessed, proposed, accepted)
 
 
 def run_of(rounds: list[RoundTimes], tokens: int, ms: float) -> Run:
@@ -176,6 +176,7 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
     assert one["hit_round_ms"] == pytest.approx(45.0) and one["miss_round_ms"] == pytest.approx(95.0)
     assert one["lost_ms_per_round"] == pytest.approx((95 - 45) / 3)
     assert one["round_over_max"] == pytest.approx(45 / 40)
+    assert one["round_over_max_as_run"] == pytest.approx((44 / 44 + 46 / 46) / 2)
     assert one["pass_over_bound"] == pytest.approx(45 / 40)
     assert one["draft_alone_ms"] == pytest.approx(40.0)
     assert one["link_use"] == pytest.approx(1.0)
@@ -265,7 +266,7 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
     cases = result["cases"]
     names = ["balanced", "stream-bound", "draft-bound", "synthetic acceptance"]
     assert [case["case"] for case in cases] == names
-    assert set(result["summary"]) == {*SUMMARY, "synthetic"}
+    assert set(result["summary"]) == {*SUMMARY, "synthetic", "round_over_max_as_run"}
     assert all(result["summary"][key] is not None for key in SUMMARY if key not in ("round_over_max",))
     balanced = [(one["system"], one["placement"]) for one in cases[0]["rows"]]
     assert balanced == [
