@@ -17,6 +17,7 @@ from bench.offload_rows import Limits, draft_token_ms, row
 from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.caches.places import Placement
 from offload_rt.model import CausalModel
+from offload_rt.session import kv_layout
 
 WARM_UP_TOKENS = 3  # times what a round drafts
 STREAM_FOR_DRAFTING = 2.0  # times what a draft takes alone
@@ -63,20 +64,25 @@ class InPlaceText:
     def __init__(self, subject: Subject, sizes: Sizes, composition: str) -> None:
         self._sizes = sizes
         self._configs = sizes.config("plain"), sizes.config(composition)
-        self._plain: list[Run] = []
-        self._drafting: list[Run] = []
+        self._plain: list[Run]
+        self._drafting: list[Run]
+        self.forget()
         self._text = EngineText(
             subject.target, subject.draft, CpuLink(), self._configs[1], subject.prompt, _room(sizes)
         )
         _read(self._text, subject)
         self.turn()
-        self._plain, self._drafting = [], []
+        self.forget()
 
     def turn(self) -> None:
         """Runs plain decoding and the composition once."""
         plain, drafting = self._configs
         self._plain.append(self._text.run(plain, self._sizes.plain_tokens))
         self._drafting.append(self._text.run(drafting, self._sizes.new_tokens))
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._plain, self._drafting = [], []
 
     def result(self) -> InPlace:
         """Medians over all turns."""
@@ -93,35 +99,39 @@ class InPlaceText:
         self._text.close()
 
 
-def measure_in_place(subject: Subject, sizes: Sizes, composition: str) -> InPlace:
-    """What drafting and passes cost with the KV in place."""
-    text = InPlaceText(subject, sizes, composition)
-    try:
-        for _ in range(sizes.repeats):
-            text.turn()
-        return text.result()
-    finally:
-        text.close()
+class SlowLinkText:
+    """The subject over a link on which a pass takes long enough for a whole draft beside it.
 
-
-def drafting_beside_a_pass(
-    subject: Subject, sizes: Sizes, composition: str, in_place: InPlace, token_bytes: int
-) -> float:
-    """ms that drafting ahead for one outcome takes while a pass streams: longer than with nothing beside it.
-
-    Measured over a link on which a pass takes long enough for that.
+    What shares a processor's memory and Python's lock takes longer beside something else: this is how much.
     """
-    stream_s = STREAM_FOR_DRAFTING * sizes.gamma * in_place.draft_token / 1e3
-    link = PacedLink(sizes.context * token_bytes / stream_s)
-    config = sizes.config(composition, ahead=1)
-    text = EngineText(subject.target, subject.draft, link, config, subject.prompt, _room(sizes))
-    try:
-        _read(text, subject)
-        runs = [text.run(config, sizes.new_tokens) for _ in range(sizes.repeats)]
-    finally:
-        text.close()
-    # The last rounds draft less: the text ends.
-    return median(one.ahead_ms for run in runs for one in run.rounds[1:-2] or run.rounds)
+
+    def __init__(self, subject: Subject, sizes: Sizes, composition: str, draft_token_ms: float) -> None:
+        self._sizes = sizes
+        self._config = sizes.config(composition, ahead=1)
+        self._runs: list[Run] = []
+        token_bytes = kv_layout(subject.target, 1).token_bytes
+        stream_s = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms / 1e3
+        link = PacedLink(sizes.context * token_bytes / stream_s)
+        room = _room(sizes)
+        self._text = EngineText(subject.target, subject.draft, link, self._config, subject.prompt, room)
+        _read(self._text, subject)
+
+    def turn(self) -> None:
+        """Runs the composition once, drafting ahead for one outcome."""
+        self._runs.append(self._text.run(self._config, self._sizes.new_tokens))
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._runs = []
+
+    def drafting_ms(self) -> float:
+        """Median of what drafting ahead for one outcome took, over all turns."""
+        # The last rounds draft less: the text ends.
+        return median(one.ahead_ms for run in self._runs for one in run.rounds[1:-2] or run.rounds)
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self._text.close()
 
 
 def _room(sizes: Sizes) -> int:
@@ -154,7 +164,8 @@ def measure(
     systems: Sequence[System],
     link: Callable[[], Link],
     rate: float,
-    beside: InPlaceText | None = None,
+    in_place: InPlaceText | None = None,
+    slow_link: SlowLinkText | None = None,
     placements: Mapping[str, Placement] = {},
 ) -> list[Measured]:
     """What the systems do, in their order.
@@ -165,7 +176,7 @@ def measure(
     Args:
         link: opens a link.
         rate: bytes a second that it carries to the device.
-        beside: takes its turns too.
+        in_place, slow_link: take their turns too.
         placements: shares by name, beside those of `SHARES`.
     """
     names = list(dict.fromkeys(system.placement for system in systems))
@@ -196,23 +207,24 @@ def measure(
                     config, count if turn else min(count, _warm_up(sizes)), system.held
                 )
                 done += [run] if turn else []
-            if beside is not None and turn:
-                beside.turn()
+            for other in (in_place, slow_link):
+                if other is not None and turn:
+                    other.turn()
         token_bytes = texts[names[0]].token_bytes
     alone = {
         (system.placement, system.held): draft_token_ms(done)
         for system, done in zip(systems, runs, strict=True)
         if system.offload.get("ahead") == 0
     }
-    in_place = None if beside is None else beside.result()
+    alone_in_place = None if in_place is None else in_place.result()
     measured = []
     for system, done in zip(systems, runs, strict=True):
         place, page = shares[system.placement], sizes.config(first).store.page
         streamed = max(0, (len(subject.prompt) - 1) // page * page - place.resident_tokens - place.cpu_tokens)
         draft = alone.get((system.placement, system.held), alone.get((STREAMED, system.held)))
         compute = None
-        if in_place is not None:
-            compute = in_place.plain_pass if system.plain else in_place.verification
+        if alone_in_place is not None:
+            compute = alone_in_place.plain_pass if system.plain else alone_in_place.verification
         stream = 1e3 * streamed * token_bytes / rate
         limits = Limits(stream, compute, None if system.plain else draft)
         one = _described(system, sizes, place, streamed) | row(done, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,11 @@ from bench import report
 from bench.inputs import Models, say
 from bench.offload_cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
 from bench.offload_measure import (
-    InPlace,
     InPlaceText,
     Measured,
+    SlowLinkText,
     Subject,
-    drafting_beside_a_pass,
     measure,
-    measure_in_place,
     one_thread,
 )
 from bench.plan_truth import shape_values
@@ -29,7 +28,7 @@ from cpu_kv import PacedLink
 from offload_rt.config import OffloadConfig
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
-from offload_rt.model import CausalModel
+from offload_rt.session import kv_layout
 
 AHEAD = OffloadConfig().ahead
 
@@ -46,19 +45,19 @@ def measure_pair(
     draft = None if models.draft is None else GraphedModel(models.draft, models.names[1] or "", say)
     subject = Subject(target, draft, prompt)
     cases = []
-    with one_thread():
+    with one_thread(), ExitStack() as opened:
         say(f"{target.name}, {len(prompt):,} tokens: what drafts and passes take with the KV in place")
-        alone = measure_in_place(subject, sizes, composition)
         attention = attention_rates(target, sizes.context, sizes.gamma)
-        token_bytes = _token_bytes(target)
-        beside = drafting_beside_a_pass(subject, sizes, composition, alone, token_bytes)
+        alone = _References(subject, sizes, composition)
+        opened.callback(alone.close)
+        alone.turns(sizes.repeats)
         for name, ratio in LINK_CASES.items():
-            rate = _rate(sizes, token_bytes, ratio * beside)
+            rate = alone.rate(ratio)
             say(f"{name}: a link of {rate / 1e9:.2f} GB/s")
             systems = paced_systems(composition, name, AHEAD)
-            case, measured, in_place = _case(name, subject, sizes, composition, systems, rate, attention)
+            case, measured = _case(name, alone, systems, rate, attention)
             for one in measured:
-                _check_tokens(one, in_place.tokens)
+                _check_tokens(one, alone.in_place.result().tokens)
             cases.append(case)
             if name == BALANCED and picture is not None:
                 shown = next(one for one in measured if one.system.offload.get("ahead") == AHEAD)
@@ -72,43 +71,67 @@ def measure_shape(shape: str, sizes: Sizes, acceptances: tuple[float, ...]) -> d
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(target.vocabulary, (sizes.context,), generator=generator).tolist()
     subject = Subject(target, None, prompt, random_kv=True)
-    with one_thread():
+    with one_thread(), ExitStack() as opened:
         say(f"{shape}, {len(prompt):,} tokens, synthetic acceptance")
-        alone = measure_in_place(subject, sizes, "retrieval")
         attention = attention_rates(target, sizes.context, sizes.gamma)
-        token_bytes = _token_bytes(target)
-        beside = drafting_beside_a_pass(subject, sizes, "retrieval", alone, token_bytes)
-        rate = _rate(sizes, token_bytes, LINK_CASES[BALANCED] * beside)
+        alone = _References(subject, sizes, "retrieval")
+        opened.callback(alone.close)
+        alone.turns(sizes.repeats)
         systems = held_systems(acceptances, AHEAD, STREAMED, "both")
-        return _case("synthetic acceptance", subject, sizes, "retrieval", systems, rate, attention)[0]
+        return _case("synthetic acceptance", alone, systems, alone.rate(LINK_CASES[BALANCED]), attention)[0]
 
 
-def _rate(sizes: Sizes, token_bytes: int, stream_ms: float) -> float:
-    """Bytes a second at which carrying the KV once takes `stream_ms`."""
-    return 1e3 * sizes.context * token_bytes / stream_ms
+class _References:
+    """What drafting and passes take apart from the systems: with the KV in place, and beside a long pass."""
 
+    def __init__(self, subject: Subject, sizes: Sizes, composition: str) -> None:
+        self.subject = subject
+        self.sizes = sizes
+        self.composition = composition
+        with ExitStack() as opened:
+            self.in_place = InPlaceText(subject, sizes, composition)
+            opened.callback(self.in_place.close)
+            self.in_place.turn()
+            token = self.in_place.result().draft_token
+            self.slow_link = SlowLinkText(subject, sizes, composition, token)
+            opened.callback(self.slow_link.close)
+            self._opened = opened.pop_all()
 
-def _token_bytes(target: CausalModel) -> int:
-    return 2 * target.layers * target.kv_heads * target.head_dim * target.dtype.itemsize
+    def turns(self, count: int) -> None:
+        """Runs both, `count` times."""
+        for _ in range(count):
+            self.in_place.turn()
+            self.slow_link.turn()
+
+    def rate(self, ratio: float) -> float:
+        """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft beside it."""
+        token_bytes = kv_layout(self.subject.target, 1).token_bytes
+        return 1e3 * self.sizes.context * token_bytes / (ratio * self.slow_link.drafting_ms())
+
+    def forget(self) -> None:
+        """Begins anew: what a case is held against is measured in its own turns."""
+        self.in_place.forget()
+        self.slow_link.forget()
+
+    def close(self) -> None:
+        """Gives their memory back."""
+        self._opened.close()
 
 
 def _case(
     name: str,
-    subject: Subject,
-    sizes: Sizes,
-    drafting: str,
+    alone: _References,
     systems: list[System],
     rate: float,
     attention: list[dict[str, float]],
-) -> tuple[dict[str, Any], list[Measured], InPlace]:
-    """Runs a case; returns it as JSON values, what was measured, and the same with the KV in place."""
+) -> tuple[dict[str, Any], list[Measured]]:
+    """Runs a case; returns it as JSON values, and what was measured."""
+    subject, sizes = alone.subject, alone.sizes
     target, draft = subject.target, subject.draft
-    beside = InPlaceText(subject, sizes, drafting)
-    try:
-        measured = measure(subject, sizes, systems, lambda: PacedLink(rate), rate, beside)
-        in_place = beside.result()
-    finally:
-        beside.close()
+    alone.forget()
+    measured = measure(
+        subject, sizes, systems, lambda: PacedLink(rate), rate, alone.in_place, alone.slow_link
+    )
     case = {
         "case": name,
         "model": target.name,
@@ -116,12 +139,12 @@ def _case(
         "device": "cpu",
         "shape": shape_values(target),
         "draft_shape": None if draft is None else shape_values(draft),
-        "drafting": drafting,
+        "drafting": alone.composition,
         "settings": sizes.keys,
-        "processor": processor(in_place, attention),
+        "processor": processor(alone.in_place.result(), alone.slow_link.drafting_ms(), attention),
         "rows": [one.row for one in measured],
     }
-    return case, measured, in_place
+    return case, measured
 
 
 def _check_tokens(measured: Measured, expected: Sequence[int]) -> None:

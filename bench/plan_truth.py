@@ -138,7 +138,8 @@ def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 def _request(case: dict[str, Any], one: dict[str, Any]) -> PlanRequest:
     paced = "processor" in case
     if paced:
-        hardware = paced_hardware(case, one["context"], one["rate_bytes_per_second"])
+        link = one["rate_bytes_per_second"]
+        hardware = paced_hardware(case, one["context"], link, one["gamma"], ahead=bool(one["ahead"]))
     else:
         hardware = hardware_from(case["hardware"])
     acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
@@ -174,10 +175,11 @@ def hardware_from(values: dict[str, Any]) -> Hardware:
     )
 
 
-def paced_hardware(case: dict[str, Any], context: int, link: float) -> Hardware:
+def paced_hardware(case: dict[str, Any], context: int, link: float, gamma: int, *, ahead: bool) -> Hardware:
     """A processor that stands in for a GPU, at the end of a paced link.
 
-    Its launches are what a drafted token took beyond what reading and computing explain.
+    Its launches are what a drafted token took beyond what reading and computing explain: alone, or, where
+    drafts are made ahead, beside a pass: without what the pass computes, which the planner adds.
 
     Args:
         link: bytes a second.
@@ -208,8 +210,14 @@ def paced_hardware(case: dict[str, Any], context: int, link: float) -> Hardware:
         launch_ms=0.0,
     )
     unlaunched = _planned(case, case["drafting"], context, Hardware(host, (processor,), True), graphs=False)
-    token = Predictor(unlaunched).draft(1).ms
-    launch = max(0.0, figures["draft_token_ms"] - token) / _launched_layers(unlaunched)
+    predictor = Predictor(unlaunched)
+    token = figures["draft_token_ms"]
+    if ahead:
+        attention = context * target.token_bytes / most.rate / 1e6
+        everywhere = Placement(context, 0, 0, 1, 1, target)
+        passing = attention + predictor.verification(everywhere, gamma).dense.busy_ms
+        token = max(token, (figures["drafting_beside_ms"] - passing) / gamma)
+    launch = max(0.0, token - predictor.draft(1).ms) / _launched_layers(unlaunched)
     return Hardware(host, (dataclasses.replace(processor, launch_ms=launch),), True)
 
 

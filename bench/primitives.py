@@ -44,13 +44,18 @@ def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[s
     ]
 
 
-def processor(in_place: InPlace, attention: list[dict[str, float]]) -> dict[str, Any]:
-    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place."""
+def processor(in_place: InPlace, drafting_ms: float, attention: list[dict[str, float]]) -> dict[str, Any]:
+    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place.
+
+    Args:
+        drafting_ms: drafting ahead for one outcome, beside a pass.
+    """
     return {
         "attention": attention,
         "memory_rate": memory_rate(READ_BYTES, REPEATS),
         "compute_rate": compute_rate(128, 1024, REPEATS),
         "draft_token_ms": in_place.draft_token,
+        "drafting_beside_ms": drafting_ms,
         "plain_pass_ms": in_place.plain_pass,
         "pass_ms": in_place.verification,
     }

@@ -30,6 +30,7 @@ from offload_rt.caches.places import Placement
 from offload_rt.graphs import GraphedModel
 from offload_rt.hardware import Hardware
 from offload_rt.named_hardware import named_hardware
+from offload_rt.placement import Placement as PlannedPlacement
 from offload_rt.prediction import Predictor
 from offload_rt.schedule import RoundTimes
 from offload_rt.timeline import Span
@@ -322,9 +323,15 @@ def test_plan_truth_holds_the_planner_against_every_row(
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
     case = measured["result"]["cases"][0]
     one = next(row for row in case["rows"] if row["system"] == "ahead 4")
-    case["processor"]["draft_token_ms"] = 7.0
+    alone = next(row for row in case["rows"] if row["system"] == "ahead 0")
+    case["processor"] |= {"draft_token_ms": 7.0, "drafting_beside_ms": 1e3}
+    assert Predictor(plan_truth._request(case, alone)).draft(3).ms == pytest.approx(21.0)
     request = plan_truth._request(case, one)
-    assert Predictor(request).draft(3).ms == pytest.approx(21.0)
+    sure = Predictor(dataclasses.replace(request, same_model_acceptance=1.0))
+    place = PlannedPlacement(0, 0, one["streamed_tokens"], 3, 32, request.target)
+    hit = sure.round(3, sure.verification(place, 3), sure.draft(3), 1)
+    assert hit.hit_rate == 1
+    assert hit.ms == pytest.approx(1e3, rel=0.01), "drafting takes what it took beside a pass"
     slow = dict(one, rate_bytes_per_second=1e3)
     predicted = plan_truth.predict(case, slow)
     bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
