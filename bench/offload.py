@@ -24,7 +24,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
     result = {
         "benchmark": "offload",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m bench " + " ".join(sys.argv[1:] if "bench" in sys.argv[0] else ["offload"]),
+        "command": _command(arguments),
         "machine": described | {"threads": torch.get_num_threads() if device.type == "cuda" else 1},
         "measured": " ".join((__doc__ or "").split()),
         "overrides": {key: str(value) for key, value in arguments.overrides},
@@ -161,6 +160,15 @@ def _given(sizes: Sizes, arguments: argparse.Namespace) -> Sizes:
         if (value := getattr(arguments, key)) is not None
     }
     return dataclasses.replace(sizes, settings={**sizes.settings, **dict(arguments.overrides)}, **given)
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """What to type for the same sizes, without the paths of this machine."""
+    words = ["python -m bench offload"]
+    for name in ("context", "gamma", "new_tokens", "repeats"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')} {value}"]
+    return " ".join([*words, *(["--quick"] if arguments.quick else [])])
 
 
 def headline(cases: list[dict[str, Any]]) -> dict[str, Any]:

@@ -69,9 +69,9 @@ PACED: dict[str, object] = {
     "store.slab_tokens": 4096,
     "store.ring_buffers": 12,
 }
-FULL = Sizes(16_384, 12, new_tokens=192, plain_tokens=24, repeats=5, settings=PACED)
+FULL = Sizes(16_384, 12, new_tokens=128, plain_tokens=16, repeats=3, settings=PACED)
 QUICK = Sizes(8192, 12, new_tokens=96, plain_tokens=10, repeats=2, settings=PACED)
-SYNTHETIC_FULL = Sizes(8192, 12, new_tokens=128, plain_tokens=16, repeats=3, settings=PACED)
+SYNTHETIC_FULL = Sizes(8192, 8, new_tokens=96, plain_tokens=12, repeats=3, settings=PACED)
 SYNTHETIC_QUICK = Sizes(8192, 8, new_tokens=40, plain_tokens=6, repeats=1, settings=PACED)
 ON_GPU = Sizes(
     16_384,

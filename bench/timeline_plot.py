@@ -9,6 +9,7 @@ from bench.engine import Run
 from bench.overlap import Interval, busy, on_lane
 
 ROUNDS = 4
+DRAFTING = "draft (device)"
 COLOURS = ("#4878a8", "#78a8c8", "#c85848", "#58a868", "#a878b8")
 
 
@@ -18,7 +19,7 @@ def lanes(run: Run) -> dict[str, list[Interval]]:
         "link to device": busy(run.copies),
         "link to host": busy(run.copies, to_host=True),
         "pass (device)": on_lane(run.spans, "pass"),
-        "draft (device)": on_lane(run.spans, "draft"),
+        DRAFTING: on_lane(run.spans, "draft"),
         "CPU attention": on_lane(run.spans, "cpu"),
     }
 
@@ -46,18 +47,20 @@ def draw(run: Run, title: str, path: Path) -> None:
     start, end = window(run)
     figure, axes = pyplot.subplots(figsize=(12, 3.6), layout="constrained")
     named = lanes(run)
-    for place, (intervals, colour) in enumerate(zip(named.values(), COLOURS, strict=True)):
+    for place, (lane, colour) in enumerate(zip(named, COLOURS, strict=True)):
         bars = [
             (1e3 * (max(a, start) - start), 1e3 * (min(b, end) - max(a, start)))
-            for a, b in intervals
+            for a, b in named[lane]
             if a < end and b > start
         ]
-        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.4)
+        # Edges part one draft from the next; a short copy would be all edge.
+        edge = "white" if lane == DRAFTING else colour
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors=edge, linewidth=0.5)
     for one in run.rounds:
         if start <= one.started <= end:
             axes.axvline(1e3 * (one.started - start), color="black", linestyle="--", linewidth=0.8)
     axes.set_yticks(range(len(named)), list(named))
-    axes.invert_yaxis()
+    axes.set_ylim(len(named) - 0.5, -0.5)
     axes.set_xlim(0, 1e3 * (end - start))
     axes.set_xlabel("ms; dashed: a round begins")
     axes.set_title(title, fontsize="medium")
