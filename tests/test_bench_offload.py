@@ -251,11 +251,13 @@ def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     settings = [f"{key}={json.dumps(value)}" for key, value in TINY_KEYS.items()]
     given = [part for setting in settings for part in ("--set", setting)]
     threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "READ_BYTES", 2**20)
         patch.setattr(primitives, "REPEATS", 1)
         assert command_line.main(["offload", "--device", "cpu", *arguments, *sizes, *given]) == 0
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2, "given back"
+    torch.set_num_threads(threads)
     result: dict[str, Any] = json.loads(out.read_text())
     return {"path": out, "result": result}
 
