@@ -21,7 +21,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Placement:
+class Shares:
     """How many of a layer's first tokens are not streamed; multiples of the store's page.
 
     Attributes:
@@ -40,7 +40,7 @@ class Placement:
                 raise ValueError(f"{name} must be a multiple of {page} and not negative, not {tokens}")
 
 
-EVERYTHING_STREAMED = Placement()
+EVERYTHING_STREAMED = Shares()
 
 
 class ResidentShare:
