@@ -11,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import bench.attention
 import bench.model_card
 import bench.speedup
 from offload_rt.errors import UsageError
 
-COMMANDS = (bench.speedup, bench.model_card)
+COMMANDS = (bench.speedup, bench.model_card, bench.attention)
 
 
 class _Parser(argparse.ArgumentParser):
