@@ -53,31 +53,39 @@ def test_tokens_drawn_from_nan_are_refused() -> None:
 
 
 class Setting:
-    """A greedy target with one level below it, the small model or the target over a cheaper cache."""
+    """A greedy target with a drafter below it: the small model, the target over a cheaper cache, or both.
 
-    def __init__(self, parts: Parts, *, small: bool) -> None:
-        def below(full: FullTokenCache, sampling: Sampling) -> VerifierDrafter:
-            if small:
+    Attributes:
+        passed: new tokens of each pass of the lowest level.
+    """
+
+    def __init__(self, parts: Parts, below: str) -> None:
+        def drafter(full: FullTokenCache, sampling: Sampling) -> VerifierDrafter:
+            if below == "small":
                 return parts.draft_model(sampling)
-            return parts.derived("retrieved", full, sampling, NoDrafter(), 0)
+            if below == "retrieved":
+                return parts.derived("retrieved", full, sampling, NoDrafter(), 0)
+            return parts.derived("retrieved", full, sampling, parts.draft_model(sampling), 2)
 
         sampling = Sampling(SamplingLaw(0.0), ScriptedDraws())
-        composition = parts.full(below)
+        composition = parts.full(drafter)
         self.verifier: Verifier = composition(sampling)
         cache: Any = self.verifier.cache
         cache.prefill(PROMPT[:-1])
         self.text = list(PROMPT)
-        drafter = self.verifier.drafter
-        assert isinstance(drafter, VerifierDrafter)
-        self.drafter = drafter
-        drafter.prefill(Text(self.text))
-        self.passed: list[int] = []  # new tokens of each pass of the drafter
+        top = self.verifier.drafter
+        assert isinstance(top, VerifierDrafter)
+        self.drafter = top
+        top.prefill(Text(self.text))
+        self.passed: list[int] = []
 
         def counted(length: int, queries: int) -> float:
             self.passed.append(queries)
             return 0.0
 
-        drafter.verifier._pass_cost = counted
+        lowest = top.verifier.drafter if below == "both" else top
+        assert isinstance(lowest, VerifierDrafter)
+        lowest.verifier._pass_cost = counted
 
     def round(self, count: int) -> int:
         """A round; how many drafted tokens were accepted."""
@@ -88,7 +96,7 @@ class Setting:
 
 
 def test_a_small_model_passes_over_every_token_once() -> None:
-    setting = Setting(Parts(seed=3), small=True)
+    setting = Setting(Parts(seed=3), "small")
     seen: set[int] = set()
     for _ in range(30):
         setting.passed.clear()
@@ -103,15 +111,31 @@ def test_a_small_model_passes_over_every_token_once() -> None:
     assert seen == {0, 1, 2, 3}
 
 
+def test_a_small_model_below_a_middle_level_does_too() -> None:
+    """Round after round of the middle level, before anything is settled."""
+    setting = Setting(Parts(seed=3), "both")
+    middle, seen = setting.drafter.verifier, set()
+    text = Text(setting.text)
+    due = 1
+    for _ in range(20):
+        setting.passed.clear()
+        result = middle.round(text, 2)
+        assert setting.passed == [due, 1]
+        text = text.extended(result.tokens)
+        due = 2 if result.accepted == 2 else 1  # the last one drawn is lacking too
+        seen.add(result.accepted)
+    assert seen == {0, 1, 2}
+
+
 def test_a_draft_that_is_thrown_away_is_not_waited_for() -> None:
-    setting = Setting(Parts(seed=4), small=False)
+    setting = Setting(Parts(seed=4), "retrieved")
     for _ in range(3):
         setting.drafter.propose(Text(setting.text), 3)
         setting.round(0)
     setting.round(3)
     assert setting.drafter.verifier.stats.host_reads == 0
     # A small model must know which of its tokens stand.
-    small = Setting(Parts(seed=4), small=True)
+    small = Setting(Parts(seed=4), "small")
     small.drafter.propose(Text(small.text), 3)
     before = small.drafter.verifier.stats.host_reads
     small.round(0)
@@ -141,7 +165,7 @@ def test_nan_in_drawn_tokens_names_the_draft(config: str, temperature: float) ->
 
 def test_the_host_reads_drafts_of_the_program_too() -> None:
     """By their tokens, whoever asks: here without a verdict over them."""
-    setting = Setting(Parts(seed=5), small=False)
+    setting = Setting(Parts(seed=5), "retrieved")
     setting.verifier.sampling.law = SamplingLaw(1.0)
     setting.verifier.sampling.draws = GeneratorDraws(0)
     draft = setting.drafter.propose(Text(setting.text), 3)
