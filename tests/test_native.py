@@ -118,6 +118,14 @@ def test_error_is_at_most_twice_torchs(
     assert_as_exact_as_torch(kernel, queries, keys, values, mask)
 
 
+def test_rounded_weights_are_not_biased(kernel: native.Kernel) -> None:
+    queries, keys, values = drawn(1, 64, 1000, 64, torch.bfloat16)
+    values = values + 1  # whose mean shows whether the weights are too small as a whole
+    want, _ = expected(queries, keys, values, 0.125, None)
+    out, _ = kernel.attend(queries, keys, values, 0.125, None)
+    assert abs(float((out - want).mean())) < 2e-4
+
+
 @DTYPES
 def test_every_number_of_queries(kernel: native.Kernel, dtype: torch.dtype) -> None:
     queries, keys, values = drawn(1, 66, 201, 64, dtype)

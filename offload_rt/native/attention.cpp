@@ -72,27 +72,6 @@ template <typename Products> static inline void soften(Scratch<Products>& s, int
     store(&s.mass[r * LANES], mass);
 }
 
-// Queries [count, dim] over keys and values first .. last of one head. Leaves sums (not divided), the
-// largest score and the mass of each query in `s`; scores are in powers of two.
-template <typename Products, typename T = typename Products::Entry>
-static void attend_tile(const T* q, int64_t q_stride, int count, const T* keys, int64_t k_stride, const T* values,
-                        int64_t v_stride, int64_t first, int64_t last, int dim, float scale, const float* mask,
-                        int64_t mask_stride, Scratch<Products>& s) {
-    s.products.set_queries(q, q_stride, count, scale);
-    std::fill_n(&s.sums[0], count * dim, 0.0f);
-    std::fill_n(&s.peak[0], count, -INFINITE);
-    std::fill_n(&s.mass[0], count * LANES, 0.0f);
-    for (int64_t start = first; start < last; start += BLOCK) {
-        int held = int(std::min<int64_t>(BLOCK, last - start));
-        s.products.score(keys + start * k_stride, k_stride, held, count, &s.scores[0]);
-        // One after the other: the peaks of all queries do not wait for each other, nor the weights for a peak.
-        for (int r = 0; r < count; ++r) raise_peak(s, r, held, dim, mask ? mask + r * mask_stride + start : nullptr);
-        for (int r = 0; r < count; ++r) soften(s, r, held);
-        s.products.sum(&s.weights[0], values + start * v_stride, v_stride, held, count, &s.sums[0]);
-    }
-    s.products.finish(&s.sums[0], count);
-}
-
 struct Strides { int64_t head, row; };
 
 // What a caller hands over; see the entry points.
@@ -116,6 +95,28 @@ template <typename T> struct Call {
     }
 };
 
+// Queries row .. row + count over keys and values first .. last of one head. Leaves sums (not divided), the
+// largest score and the mass of each query in `s`.
+template <typename Products, typename T = typename Products::Entry>
+static void attend_tile(const Call<T>& call, int64_t head, int64_t row, int count, int64_t first, int64_t last,
+                        Scratch<Products>& s) {
+    const Strides &qs = call.query_strides, &ks = call.key_strides, &vs = call.value_strides;
+    s.products.set_queries(call.queries + head * qs.head + row * qs.row, qs.row, count, call.scale);
+    std::fill_n(&s.sums[0], count * call.dim, 0.0f);
+    std::fill_n(&s.peak[0], count, -INFINITE);
+    std::fill_n(&s.mass[0], count * LANES, 0.0f);
+    for (int64_t start = first; start < last; start += BLOCK) {
+        int held = int(std::min<int64_t>(BLOCK, last - start));
+        s.products.score(call.keys + head * ks.head + start * ks.row, ks.row, held, count, &s.scores[0]);
+        // One after the other: the peaks of all queries do not wait for each other, nor the weights for a peak.
+        for (int r = 0; r < count; ++r)
+            raise_peak(s, r, held, call.dim, call.mask ? call.mask + (row + r) * call.tokens + start : nullptr);
+        for (int r = 0; r < count; ++r) soften(s, r, held);
+        s.products.sum(&s.weights[0], call.values + head * vs.head + start * vs.row, vs.row, held, count, &s.sums[0]);
+    }
+    s.products.finish(&s.sums[0], count);
+}
+
 template <typename Products, typename T = typename Products::Entry> static void attend(const Call<T>& call) {
     const int64_t rows = call.heads * call.count, dim = call.dim;
     const int64_t tiles = (call.count + QUERY_TILE - 1) / QUERY_TILE;
@@ -136,11 +137,7 @@ template <typename Products, typename T = typename Products::Entry> static void 
             int64_t split = task % splits, tile = task / splits % tiles, head = task / splits / tiles;
             int64_t row = tile * QUERY_TILE;
             int count = int(std::min<int64_t>(QUERY_TILE, call.count - row));
-            attend_tile(call.queries + head * call.query_strides.head + row * call.query_strides.row, call.query_strides.row,
-                        count, call.keys + head * call.key_strides.head, call.key_strides.row,
-                        call.values + head * call.value_strides.head, call.value_strides.row, split * step,
-                        std::min(call.tokens, (split + 1) * step), call.dim, call.scale,
-                        call.mask ? call.mask + row * call.tokens : nullptr, call.tokens, s);
+            attend_tile(call, head, row, count, split * step, std::min(call.tokens, (split + 1) * step), s);
             for (int r = 0; r < count; ++r) {
                 int64_t at = head * call.count + row + r, part = split * rows + at;
                 if (splits > 1) {
@@ -173,19 +170,20 @@ template <typename Products, typename T = typename Products::Entry> static void 
 extern "C" {
 
 // Strides in elements; out [heads, queries, dim] and lse [heads, queries] are contiguous, mask [queries, tokens].
-void offload_rt_attend_float32(const float* q, int64_t q_head, int64_t q_row, const float* k, int64_t k_head, int64_t k_row,
-                               const float* v, int64_t v_head, int64_t v_row, float* out, float* lse, int64_t heads,
-                               int64_t queries, int64_t tokens, int64_t dim, float scale, const float* mask, int64_t threads) {
-    attend<WidenedProducts<float>>({q, k, v, {q_head, q_row}, {k_head, k_row}, {v_head, v_row}, out, lse, heads, queries, tokens,
-                                    int(dim), scale, mask, int(threads)});
+void offload_rt_attend_float32(const float* q, int64_t q_head, int64_t q_row, const float* k, int64_t k_head,
+                               int64_t k_row, const float* v, int64_t v_head, int64_t v_row, float* out, float* lse,
+                               int64_t heads, int64_t queries, int64_t tokens, int64_t dim, float scale,
+                               const float* mask, int64_t threads) {
+    attend<WidenedProducts<float>>({q, k, v, {q_head, q_row}, {k_head, k_row}, {v_head, v_row}, out, lse, heads,
+                                    queries, tokens, int(dim), scale, mask, int(threads)});
 }
 
 void offload_rt_attend_bfloat16(const BFloat16* q, int64_t q_head, int64_t q_row, const BFloat16* k, int64_t k_head,
-                                int64_t k_row, const BFloat16* v, int64_t v_head, int64_t v_row, BFloat16* out, float* lse,
-                                int64_t heads, int64_t queries, int64_t tokens, int64_t dim, float scale, const float* mask,
-                                int64_t threads) {
-    Call<BFloat16> call{q, k, v, {q_head, q_row}, {k_head, k_row}, {v_head, v_row}, out, lse, heads, queries, tokens, int(dim),
-                        scale, mask, int(threads)};
+                                int64_t k_row, const BFloat16* v, int64_t v_head, int64_t v_row, BFloat16* out,
+                                float* lse, int64_t heads, int64_t queries, int64_t tokens, int64_t dim, float scale,
+                                const float* mask, int64_t threads) {
+    Call<BFloat16> call{q, k, v, {q_head, q_row}, {k_head, k_row}, {v_head, v_row}, out, lse, heads,
+                        queries, tokens, int(dim), scale, mask, int(threads)};
 #ifdef OFFLOAD_RT_BF16_DOTS
     if (dim % Bf16DotProducts::STEP == 0) return attend<Bf16DotProducts>(call);
 #endif

@@ -17,6 +17,9 @@
 #include "block.h"
 #include "vectors.h"
 
+// For loops with a vector register for every accumulator: within a larger function the compiler spills them.
+#define OWN_REGISTERS __attribute__((noinline))
+
 class Bf16DotProducts {
   public:
     using Entry = BFloat16;
@@ -37,14 +40,9 @@ class Bf16DotProducts {
         for (int group = 0; group < held; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(held - group - g * LANES, 0, LANES);
-                const BFloat16* base = keys + (group + g * LANES) * stride;
-                // A test for each row would cost more than the transposition.
-                if (lanes == LANES)
-                    transpose_keys(base, stride, g, [](int) { return true; });
-                else
-                    transpose_keys(base, stride, g, [lanes](int i) { return i < lanes; });
+                transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g);
             }
-            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES * stride, row_calls(count) * dim_ / 2);
+            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
             int r = 0;
             for (; r + 4 <= count; r += 4) score_rows<4>(r, scores + group, ahead);
             for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
@@ -56,9 +54,10 @@ class Bf16DotProducts {
     void sum(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count, float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / STEP;
-        Ahead ahead(values + BLOCK * stride, BLOCK * stride, passes * row_calls(count) * BLOCK / 2);
+        Ahead ahead(values + BLOCK * stride, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
         int d = 0;
-        for (; d + WIDE <= dim_; d += WIDE) sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
+        for (; d + WIDE <= dim_; d += WIDE)
+            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
         for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, held, count, sums + d, ahead);
     }
 
@@ -83,19 +82,19 @@ class Bf16DotProducts {
     static __m512bh both(uint32_t pair) { return reinterpret<__m512bh>(_mm512_set1_epi32(int(pair))); }
     static __m512bh pairs(const float* p) { return reinterpret<__m512bh>(_mm512_load_ps(p)); }
 
-    // A group of LANES keys, zero where there is none, to keys_t_ [dim / 2][GROUPS][LANES].
-    template <typename Present> void transpose_keys(const BFloat16* keys, int64_t stride, int group, Present present) {
+    // A group of `lanes` keys, and zeros up to LANES, to keys_t_ [dim / 2][GROUPS][LANES].
+    OWN_REGISTERS void transpose_keys(const BFloat16* keys, int64_t stride, int lanes, int group) {
         for (int d = 0; d < dim_; d += STEP) {
             Vec rows[LANES];
             for (int i = 0; i < LANES; ++i)
-                rows[i] = present(i) ? load(reinterpret_cast<const float*>(keys + i * stride + d)) : Vec{};
+                rows[i] = i < lanes ? load(reinterpret_cast<const float*>(keys + i * stride + d)) : Vec{};
             transpose(rows);
             float* to = &keys_t_[(d / 2 * GROUPS + group) * LANES];
             for (int i = 0; i < LANES; ++i) _mm512_store_ps(to + i * GROUPS * LANES, reinterpret<__m512>(rows[i]));
         }
     }
 
-    template <int R> void score_rows(int first, float* scores, Ahead& ahead) const {
+    template <int R> OWN_REGISTERS void score_rows(int first, float* scores, Ahead& ahead) const {
         const uint32_t* q = &queries_[first * dim_ / 2];
         __m512 acc[R][GROUPS] = {};
         Ahead next = ahead;  // in registers
@@ -111,7 +110,8 @@ class Bf16DotProducts {
         ahead = next;
         for (int r = 0; r < R; ++r)
             for (int g = 0; g < GROUPS; ++g)
-                _mm512_store_ps(scores + (first + r) * BLOCK + g * LANES, _mm512_mul_ps(acc[r][g], _mm512_set1_ps(scale_)));
+                _mm512_store_ps(scores + (first + r) * BLOCK + g * LANES,
+                                _mm512_mul_ps(acc[r][g], _mm512_set1_ps(scale_)));
     }
 
     // Two rows of values, the second zero if there is none, to pairs_ [BLOCK / 2][W][LANES].
@@ -125,8 +125,8 @@ class Bf16DotProducts {
     }
 
     template <int W>
-    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count, float* sums,
-                     Ahead& ahead) {
+    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count,
+                     float* sums, Ahead& ahead) {
         float* to = &pairs_[0];
         const BFloat16* row = values;
         for (int k = 0; k + 2 <= held; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
@@ -137,7 +137,8 @@ class Bf16DotProducts {
         if (r < count) sum_rows<1, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
     }
 
-    template <int R, int W> void sum_rows(const BFloat16* weights, int held, float* sums, Ahead& ahead) const {
+    template <int R, int W>
+    OWN_REGISTERS void sum_rows(const BFloat16* weights, int held, float* sums, Ahead& ahead) const {
         // From zero: a sum over all tokens in one chain would lose digits with their number.
         __m512 acc[R][W] = {};
         Ahead next = ahead;

@@ -29,7 +29,8 @@ struct BFloat16 { uint16_t bits; };
 // Working memory on the bounds of cache lines: a vector across two lines takes two loads.
 template <typename T> class Buffer {
   public:
-    explicit Buffer(size_t count) : data_(static_cast<T*>(std::aligned_alloc(LINE, (count * sizeof(T) + LINE - 1) / LINE * LINE))) {
+    explicit Buffer(size_t count) {
+        data_ = static_cast<T*>(std::aligned_alloc(LINE, (count * sizeof(T) + LINE - 1) / LINE * LINE));
         if (count && !data_) throw std::bad_alloc();
     }
     ~Buffer() { std::free(data_); }

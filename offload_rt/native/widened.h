@@ -13,7 +13,8 @@ template <typename T> class WidenedProducts {
     using Entry = T;
     using Weight = float;
 
-    WidenedProducts(int dim, int rows) : dim_(dim), queries_(size_t(rows) * dim), keys_t_(size_t(dim) * GROUPS * LANES) {}
+    WidenedProducts(int dim, int rows)
+        : dim_(dim), queries_(size_t(rows) * dim), keys_t_(size_t(dim) * GROUPS * LANES) {}
 
     void set_queries(const T* q, int64_t stride, int count, float scale) {
         for (int r = 0; r < count; ++r)
@@ -35,7 +36,7 @@ template <typename T> class WidenedProducts {
                 }
             }
             int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
-            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES * stride, calls * dim_);
+            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES, dim_, stride, calls * dim_);
             int r = 0;
             for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(r, scores + group, ahead);
             for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
@@ -47,9 +48,10 @@ template <typename T> class WidenedProducts {
     void sum(const float* weights, const T* values, int64_t stride, int held, int count, float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / LANES, calls = count / SUM_ROWS + count % SUM_ROWS;
-        Ahead ahead(values + BLOCK * stride, BLOCK * stride, int64_t(passes) * calls * BLOCK);
+        Ahead ahead(values + BLOCK * stride, BLOCK, dim_, stride, passes * calls * BLOCK);
         int d = 0;
-        for (; d + WIDE <= dim_; d += WIDE) sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
+        for (; d + WIDE <= dim_; d += WIDE)
+            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
         for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, held, count, sums + d, ahead);
     }
 
