@@ -19,6 +19,7 @@ from cpu_kv import KVLayout, LayerStream, SequenceKV, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, merge
 from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, KeysValues, ResidentShare, Shares, Tail
+from offload_rt.host import to_device
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
@@ -167,7 +168,7 @@ class FullCache:
         proposed = self._new.count - 1
         self._new = self._coverage = None
         keys, values = self._tail.commit(path)
-        chosen = torch.tensor(path, device=self.device)
+        chosen = to_device(path, self.device)
         verified = Verified(keys, values, self._queries.index_select(2, chosen), proposed)
         for layer in range(self.layout.layers):
             self.engine.write_back(layer, keys[layer], values[layer])

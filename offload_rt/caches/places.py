@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend, merge
+from offload_rt.host import to_device
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -123,7 +124,7 @@ class Tail:
 
     def commit(self, path: Sequence[int]) -> KeysValues:
         """Keeps these pending tokens, in this order; returns copies `[layers, kv_heads, n, head_dim]`."""
-        chosen = torch.tensor(path, device=self.keys.device) + self.tokens
+        chosen = to_device([self.tokens + place for place in path], self.keys.device)
         keys, values = self.keys.index_select(2, chosen), self.values.index_select(2, chosen)
         stop = self.tokens + len(path)
         self.keys[:, :, self.tokens : stop] = keys
