@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from offload_rt.planner import Plan
 
 HARDWARE_FLAGS = ("gpus", "link", "dram", "ram", "cpu_attention", "vram")
-GAMMA2 = "speculation.gamma2"
 NO_DRAFT = "none"
 
 
@@ -47,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         dest="overrides",
         metavar="section.key=value",
-        help=f"sets any configuration key; {GAMMA2} is else chosen by the plan",
+        help="sets any configuration key; speculation.gamma2 is chosen by the plan where it is 0",
     )
     config.add_argument(
         "--acceptance", type=float, metavar="A", help="of tokens the target drafts itself (default: 0.92)"
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             hardware=hardware,
             same_model_acceptance=SAME_MODEL_ACCEPTANCE if same is None else same,
             small_model_acceptance=SMALL_MODEL_ACCEPTANCE if small is None else small,
-            fixed_draft=GAMMA2 in overrides,
+            fixed_draft=config.speculation.gamma2 > 0,
             drafts_ahead=not arguments.no_ahead,
         )
     )
