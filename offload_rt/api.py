@@ -23,7 +23,6 @@ from offload_rt.devices import available_memory
 from offload_rt.drafting.base import LevelStats
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
-from offload_rt.fitting import fitting_plan
 from offload_rt.governor import Governor
 from offload_rt.graphs import GraphedModel
 from offload_rt.loading import (
@@ -36,6 +35,8 @@ from offload_rt.loading import (
     load_tokenizer,
 )
 from offload_rt.model import CausalModel
+from offload_rt.planning.fitting import fitting_plan
+from offload_rt.planning.shapes import find_shape, from_config
 from offload_rt.results import (
     FinishReason,
     GenerationResult,
@@ -48,7 +49,6 @@ from offload_rt.results import (
 )
 from offload_rt.sampling import GeneratorDraws, SamplingLaw
 from offload_rt.session import Session, kv_layout
-from offload_rt.shapes import find_shape, from_config
 from offload_rt.text import TextStream
 from offload_rt.timeline import NO_TIMELINE
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from offload_rt.config import load_config
-from offload_rt.hardware import GIB, AttentionRate, Gpu, Hardware, Host
-from offload_rt.placement import PlanRequest
-from offload_rt.shapes import find_shape
+from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.shapes import find_shape
 
 BF16 = torch.bfloat16
 LLAMA = find_shape("llama2-7b", None)

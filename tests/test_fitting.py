@@ -9,14 +9,15 @@ import torch
 from tiny_models import byte_ids, tiny_target
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, api, fitting
+from offload_rt import LLM, SamplingParams, api
 from offload_rt.caches.places import Shares
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
-from offload_rt.fitting import fitting_plan
-from offload_rt.named_hardware import named_hardware
-from offload_rt.planner import Plan
-from offload_rt.shapes import ModelShape, find_shape, from_config
+from offload_rt.machine.named_hardware import named_hardware
+from offload_rt.planning import fitting
+from offload_rt.planning.fitting import fitting_plan
+from offload_rt.planning.planner import Plan
+from offload_rt.planning.shapes import ModelShape, find_shape, from_config
 
 CPU = torch.device("cpu")
 LLAMA = find_shape("llama2-7b", torch.bfloat16)

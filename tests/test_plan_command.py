@@ -12,7 +12,7 @@ import pytest
 from plan_cases import HOST, nearest_context
 
 from offload_rt import cli
-from offload_rt.hardware import Hardware
+from offload_rt.machine.hardware import Hardware
 
 
 def run(arguments: str, *more: str) -> int:
@@ -94,9 +94,9 @@ def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_named_machine_it_is_this_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    doctor: Any = ModuleType("offload_rt.doctor")
+    doctor: Any = ModuleType("offload_rt.machine.doctor")
     doctor.inspect = lambda: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
-    monkeypatch.setitem(sys.modules, "offload_rt.doctor", doctor)
+    monkeypatch.setitem(sys.modules, "offload_rt.machine.doctor", doctor)
     assert run("--context 32768") == 0
     out = capsys.readouterr().out
     assert "demo and demo-draft in float32" in out and "host (measured)" in out

@@ -16,13 +16,13 @@ from plan_cases import BF16, CARD, CONTEXT, HOST, JF68M, LLAMA, gpu, nearest_con
 
 from offload_rt.config import Config, load_config
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, AttentionRate, Gpu, Hardware, Host
-from offload_rt.named_hardware import CARDS, named_hardware
-from offload_rt.placement import PlanRequest, gpu_memory, resident_capacity, ring_fits
-from offload_rt.planner import Plan, plan
-from offload_rt.prediction import Predictor, attention_rate
-from offload_rt.shapes import ModelShape, find_shape
-from offload_rt.sharing import EXTRA_RING_BUFFERS, Shares
+from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.named_hardware import CARDS, named_hardware
+from offload_rt.planning.placement import PlanRequest, gpu_memory, resident_capacity, ring_fits
+from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.prediction import Predictor, attention_rate
+from offload_rt.planning.shapes import ModelShape, find_shape
+from offload_rt.planning.sharing import EXTRA_RING_BUFFERS, Shares
 
 quick = settings(derandomize=True, deadline=None, max_examples=30)
 

@@ -9,12 +9,12 @@ import torch
 from plan_cases import CARD, CONTEXT, HOST, JF68M, LLAMA, gpu, request
 
 from offload_rt.config import load_config
-from offload_rt.hardware import GIB, AttentionRate, Hardware
-from offload_rt.placement import gpu_memory, host_memory
-from offload_rt.planner import plan
-from offload_rt.prediction import Predictor, attention_rate, expected_tokens, hit_rate
-from offload_rt.shapes import find_shape
-from offload_rt.sharing import Shares
+from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
+from offload_rt.planning.placement import gpu_memory, host_memory
+from offload_rt.planning.planner import plan
+from offload_rt.planning.prediction import Predictor, attention_rate, expected_tokens, hit_rate
+from offload_rt.planning.shapes import find_shape
+from offload_rt.planning.sharing import Shares
 
 
 def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:

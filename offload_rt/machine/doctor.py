@@ -19,8 +19,8 @@ import torch
 
 from offload_rt.devices import CACHE_FOLDER, cache_folder
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, Hardware
-from offload_rt.inventory import (
+from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.inventory import (
     Card,
     HostFacts,
     Versions,
@@ -29,8 +29,8 @@ from offload_rt.inventory import (
     read_host,
     read_versions,
 )
-from offload_rt.measuring import Progress, Sizes, measure_host
-from offload_rt.measuring_gpu import LinkFigures, PinnedCopies, measure_gpu
+from offload_rt.machine.measuring import Progress, Sizes, measure_host
+from offload_rt.machine.measuring_gpu import LinkFigures, PinnedCopies, measure_gpu
 from offload_rt.native import SOURCES
 
 FORMAT = 1

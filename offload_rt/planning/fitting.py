@@ -9,11 +9,11 @@ import torch
 from offload_rt.config import Config
 from offload_rt.devices import available_memory
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, Hardware
-from offload_rt.named_hardware import NO_GPU, SYSTEM_BYTES, named_hardware
-from offload_rt.placement import PlanRequest
-from offload_rt.planner import Plan, plan
-from offload_rt.shapes import ModelShape
+from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.named_hardware import NO_GPU, SYSTEM_BYTES, named_hardware
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.shapes import ModelShape
 
 
 def fitting_plan(
@@ -53,7 +53,7 @@ def _hardware(device: torch.device, loaded_bytes: int) -> Hardware:
     if device.type != "cuda":
         # Attended in place there is nothing to place: only memory counts, and that needs no measurement.
         return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
-    from offload_rt.doctor import inspect
+    from offload_rt.machine.doctor import inspect
 
     measured = inspect().hardware
     index = torch.cuda.current_device() if device.index is None else device.index
