@@ -13,7 +13,8 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.base import NoDrafter, Text
 from offload_rt.drafting.drawn import DrawnTokens
-from offload_rt.drafting.verifier import Sampling, Verifier, VerifierDrafter
+from offload_rt.drafting.hierarchical import VerifierDrafter
+from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.model import NotANumber
 from offload_rt.sampling import GeneratorDraws, SamplingLaw
 
