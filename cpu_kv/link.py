@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -69,6 +70,33 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Stop; copies that have not ended fail. Idempotent."""
+
+
+@dataclass(frozen=True)
+class CopyRecord:
+    """One copy that was made: the link was busy with it from ``start`` to ``end``.
+
+    Both in seconds of ``time.perf_counter``. On a paced link they are the times at which it was due.
+    """
+
+    to_host: bool
+    byte_count: int
+    start: float
+    end: float
+
+
+@runtime_checkable
+class RecordingLink(Link, Protocol):
+    """A link that can tell what it carried when."""
+
+    def record(self) -> None:
+        """From now on, note every copy."""
+
+    def recorded(self) -> list[CopyRecord]:
+        """The copies made since they were last asked for, each direction in its order.
+
+        With CUDA the host waits for what is under way. Raises CopyFailed where that fails.
+        """
 
 
 def pair_bytes(pairs: Pairs) -> int:
@@ -143,10 +171,11 @@ class PacedLink:
         self._latency_s = latency_s
         self._timeout = timeout
         self._closing = threading.Event()
+        self._records: list[CopyRecord] | None = None
         self._lanes = {to_host: _Lane(to_host) for to_host in (False, True)}
 
     def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
-        lane, asked_at = self._lanes[to_host], time.monotonic()
+        lane, asked_at = self._lanes[to_host], time.perf_counter()
         try:
             future = lane.thread.submit(self._run, lane, list(pairs), after, asked_at)
         except RuntimeError as error:  # closed
@@ -161,6 +190,13 @@ class PacedLink:
         for lane in self._lanes.values():
             lane.thread.shutdown(wait=True, cancel_futures=True)
 
+    def record(self) -> None:
+        self._records = []
+
+    def recorded(self) -> list[CopyRecord]:
+        records = self._records or []
+        return [records.pop(0) for _ in range(len(records))]  # the lanes append meanwhile
+
     def move(self, pairs: Pairs) -> None:
         """Make the copy itself, in the worker's thread. Tests override it to delay and to fail."""
         for destination, source in pairs:
@@ -170,21 +206,24 @@ class PacedLink:
         start = max(asked_at, lane.free_at)
         if after is not None and not after.done():
             after.synchronize()
-            start = max(start, time.monotonic())
+            start = max(start, time.perf_counter())
         end = start + self._latency_s + pair_bytes(pairs) / self._bytes_per_second
-        if self._closing.wait(max(0.0, end - time.monotonic())):
+        if self._closing.wait(max(0.0, end - time.perf_counter())):
             raise RuntimeError("the link was closed")
         # The pace is kept over many copies: what this thread overslept, or took to move, is made up for.
         lane.free_at = end
         # The mode of a thread: without it, tensors made in inference mode could not be written to here.
         with torch.inference_mode():
             self.move(pairs)
+        if self._records is not None:
+            self._records.append(CopyRecord(lane.to_host, pair_bytes(pairs), start, end))
 
 
 class _Lane:
     """One direction of a paced link: its thread, and the time at which its last copy was due."""
 
     def __init__(self, to_host: bool):
+        self.to_host = to_host
         name = "to-host" if to_host else "to-device"
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"cpu_kv-paced-{name}")
         self.free_at = 0.0
@@ -227,6 +266,7 @@ class CudaLink:
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self._timeout = timeout
         self._streams = {to_host: torch.cuda.Stream(self.device) for to_host in (False, True)}
+        self._recording: _CudaRecording | None = None
 
     def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
         stream = self._streams[to_host]
@@ -234,9 +274,13 @@ class CudaLink:
             with torch.cuda.stream(stream):
                 if after is not None:
                     after.wait()
+                recording = self._recording
+                begun = None if recording is None else _recorded(stream, timed=True)
                 for destination, source in pairs:
                     _copy_plainly(destination, source)
-                event = _recorded(stream)
+                event = _recorded(stream, timed=recording is not None)
+                if recording is not None and begun is not None:
+                    recording.copies.append((to_host, pair_bytes(pairs), begun, event))
         except RuntimeError as error:
             return PassedTicket(_failure(pairs, to_host, error))
         return _CudaTicket(event, self.device, pairs, to_host, self._timeout)
@@ -245,9 +289,35 @@ class CudaLink:
         event = _recorded(torch.cuda.current_stream(self.device))
         return _CudaTicket(event, self.device, (), False, self._timeout)
 
+    def record(self) -> None:
+        self._recording = _CudaRecording(self.device)
+
+    def recorded(self) -> list[CopyRecord]:
+        return [] if self._recording is None else self._recording.take(self._timeout)
+
     def close(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
+
+
+class _CudaRecording:
+    """Copies between two events each, and an event whose time on the host's clock is known."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.copies: list[tuple[bool, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._origin = _recorded(torch.cuda.current_stream(device), timed=True)
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def take(self, timeout: float) -> list[CopyRecord]:
+        copies = [self.copies.pop(0) for _ in range(len(self.copies))]
+        records = []
+        for to_host, byte_count, begun, ended in copies:
+            _CudaTicket(ended, self._device, (), to_host, timeout).synchronize()
+            start, end = (self._origin_s + self._origin.elapsed_time(event) / 1e3 for event in (begun, ended))
+            records.append(CopyRecord(to_host, byte_count, start, end))
+        return records
 
 
 class _CudaTicket:
@@ -278,8 +348,8 @@ class _CudaTicket:
             raise CopyFailed(f"{self._description} failed: {error}") from error
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
+def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
 

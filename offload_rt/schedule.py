@@ -33,6 +33,7 @@ class RoundTimes:
     """One round.
 
     Attributes:
+        started: seconds of `time.perf_counter`.
         ms: the whole round, from its draft to its verdict.
         draft_ms: drafting before the pass began; what drafting ahead has spared is not in it.
         pass_ms: from the pass's begin to its logits.
@@ -42,6 +43,7 @@ class RoundTimes:
         proposed, accepted: tokens.
     """
 
+    started: float
     ms: float
     draft_ms: float
     pass_ms: float
@@ -155,7 +157,8 @@ class Schedule:
         draft = self._draft(text, count)
         drafted = perf_counter()
         if self._lane is None or not draft.tokens:
-            begun = self.verifier.begin(text, draft)
+            with self._timeline.span("pass", "verify"):
+                begun = self.verifier.begin(text, draft)
             passed = ended = perf_counter()
         else:
             begun, passed, ended = self._overlapped(self._lane, text, draft, following)
@@ -171,6 +174,7 @@ class Schedule:
             self._length.observe_tokens(result.proposed, result.accepted)
         self.stats.rounds.append(
             RoundTimes(
+                started=started,
                 ms=1e3 * (done - started),
                 draft_ms=1e3 * (drafted - started),
                 pass_ms=1e3 * (ended - drafted),

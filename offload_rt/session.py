@@ -71,7 +71,7 @@ class Session:
             failed.callback(self.engine.close)
             cpu = None
             if shares.cpu_tokens:
-                cpu = CpuShare(choose_backend(torch.device("cpu")), target.device)
+                cpu = CpuShare(choose_backend(torch.device("cpu")), target.device, timeline)
                 failed.callback(cpu.close)
             self.full = FullCache(
                 self._sequence,
@@ -109,9 +109,13 @@ class Session:
         prompt = self.text[:-1]
         if prompt:
             prefill(self._target, self.full, prompt, self.config.prefill.chunk, progress)
+        self.take_prompt()
+        self.prefill_ms = 1e3 * (perf_counter() - started)
+
+    def take_prompt(self) -> None:
+        """The full cache holds the prompt but for its last token: the drafts' caches fill themselves."""
         self._prompt_queries = self.full.last_queries
         self._fill_drafts()
-        self.prefill_ms = 1e3 * (perf_counter() - started)
 
     @torch.inference_mode()
     def _fill_drafts(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend, merge
 from offload_rt.host import to_device
+from offload_rt.timeline import NO_TIMELINE, Timeline
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -136,9 +137,12 @@ class Tail:
 class CpuShare:
     """Attends KV in host memory on a thread of its own, beside what the device and the link do."""
 
-    def __init__(self, backend: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self, backend: AttentionBackend, device: torch.device, timeline: Timeline = NO_TIMELINE
+    ) -> None:
         self._backend = backend
         self._device = device
+        self._timeline = timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-cpu-attention")
 
     def start(
@@ -169,4 +173,5 @@ class CpuShare:
     ) -> tuple[Tensor, Tensor]:
         if arrived is not None:
             arrived.synchronize()
-        return merge([attend(self._backend, queries, keys, values, scale) for keys, values in runs])
+        with self._timeline.span("cpu", "attention"):
+            return merge([attend(self._backend, queries, keys, values, scale) for keys, values in runs])

@@ -1,0 +1,174 @@
+"""One text over a link, decoded again and again by several compositions, with all that happened recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from bench.held import HeldVerifier, Hold
+from cpu_kv import Link, PagedKVStore
+from cpu_kv.link import CopyRecord, RecordingLink
+from offload_rt.attention import choose_backend
+from offload_rt.caches.full import LAST_QUERIES
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
+from offload_rt.config import Config
+from offload_rt.decoding import decode
+from offload_rt.drafting.verifier import Sampling
+from offload_rt.model import CausalModel
+from offload_rt.sampling import GeneratorDraws, SamplingLaw
+from offload_rt.schedule import RoundTimes
+from offload_rt.session import Session, kv_layout
+from offload_rt.timeline import Span, Timeline
+
+GREEDY = SamplingLaw()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One continuation.
+
+    Attributes:
+        ms: from the first round's begin to the last one's end.
+        spans, copies: what ran when; those of the time between `rounds[0].started` and the end.
+        wait_ms: how long the host waited for copies.
+    """
+
+    tokens: list[int]
+    ms: float
+    rounds: list[RoundTimes]
+    spans: list[Span]
+    copies: list[CopyRecord]
+    bytes_to_device: int
+    bytes_to_host: int
+    wait_ms: float
+
+
+class EngineText:
+    """A prompt whose KV is in the store, and what continues it.
+
+    Args:
+        link: is closed with the text. One that is no `RecordingLink` leaves `Run.copies` empty.
+        config: its store and its retrieval hold for every composition that is run.
+        new_tokens: at most so many are generated a run.
+    """
+
+    def __init__(
+        self,
+        target: CausalModel,
+        draft: CausalModel | None,
+        link: Link,
+        config: Config,
+        prompt: Sequence[int],
+        new_tokens: int,
+        placement: Shares = EVERYTHING_STREAMED,
+    ) -> None:
+        self.link = link
+        self.placement = placement
+        self._timeline = Timeline()
+        self._device = target.device
+        with ExitStack() as opened:
+            opened.callback(link.close)
+            store = PagedKVStore(
+                kv_layout(target, config.store.page),
+                pin=target.device.type == "cuda",
+                slab_tokens=config.store.slab_tokens,
+            )
+            opened.callback(store.close)
+            self._session = Session(
+                config,
+                target,
+                draft,
+                store,
+                link,
+                choose_backend(target.device),
+                self._sampling(),
+                prompt,
+                new_tokens,
+                frozenset(),
+                placement,
+                self._timeline,
+            )
+            opened.callback(self._session.close)
+            self._opened = opened.pop_all()
+        self._records: RecordingLink | None = None
+        if isinstance(link, RecordingLink):
+            self._records = link
+            link.record()
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token in all layers."""
+        return self._session.full.layout.token_bytes
+
+    def _sampling(self) -> Sampling:
+        return Sampling(GREEDY, GeneratorDraws(0, self._device))
+
+    def read_prompt(self) -> tuple[float, int]:
+        """Prefills; returns ms, and bytes that went to the host."""
+        self._session.prefill()
+        return self._session.prefill_ms, self._session.engine.counters.bytes_to_host
+
+    @torch.inference_mode()
+    def fill(self, seed: int = 0) -> None:
+        """Fills the store with random KV in the place of a prefill: what is in it does not change how long
+        anything takes."""
+        full, tokens = self._session.full, self._session.prompt_tokens - 1
+        layout = full.layout
+        generator = torch.Generator(device=self._device).manual_seed(seed)
+        shape = (layout.kv_heads, tokens, layout.head_dim)
+        for layer in range(layout.layers):
+            keys, values = (
+                torch.randn(shape, generator=generator, device=self._device, dtype=layout.dtype)
+                for _ in range(2)
+            )
+            if full.engine.link.in_place:
+                full.sequence.append(layer, keys, values)
+            else:
+                full.engine.write_back(layer, keys, values)
+                full.keep(layer, keys, values)
+                full.engine.flush()
+        full.start_from(tokens)
+        queries = (layout.layers, full.heads, LAST_QUERIES, layout.head_dim)
+        full.last_queries = torch.randn(queries, generator=generator, device=self._device, dtype=layout.dtype)
+        self._session.take_prompt()
+
+    def run(self, config: Config, new_tokens: int, held: Hold | None = None) -> Run:
+        """Continues the prompt greedily by a composition.
+
+        Args:
+            held: the acceptance is held by a synthetic verdict.
+        """
+        session = self._session
+        session.recompose(config, self._sampling(), frozenset())
+        if held is not None:
+            session.verifier = HeldVerifier(session.verifier, held)
+        length = session.draft_length(clock=True)
+        governor, schedule = session.governor(True, length), session.schedule(True, length)
+        spans_before, counters = len(self._timeline.spans), session.engine.counters
+        if self._records is not None:
+            self._records.recorded()
+        started = perf_counter()
+        try:
+            tokens = [t.id for t in decode(schedule, session.text, new_tokens, (), governor)]
+            ended = perf_counter()
+        finally:
+            session.full.abandon()  # the link would go on into a pass that nobody asks for
+        copies = [] if self._records is None else self._records.recorded()
+        return Run(
+            tokens,
+            1e3 * (ended - started),
+            schedule.stats.rounds,
+            self._timeline.spans[spans_before:],
+            [copy for copy in copies if started <= copy.end and copy.start <= ended],
+            counters.bytes_to_device,
+            counters.bytes_to_host,
+            counters.wait_ms,
+        )
+
+    def close(self) -> None:
+        """Gives everything back, the link too. Idempotent."""
+        self._opened.close()

@@ -1,0 +1,165 @@
+"""`bench offload` without a GPU: paced links, the demo pair, and random weights in small shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import report
+from bench.inputs import Models, say
+from bench.offload_cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
+from bench.offload_measure import (
+    InPlaceText,
+    Measured,
+    SlowLinkText,
+    Subject,
+    measure,
+    one_thread,
+)
+from bench.plan_truth import shape_values
+from bench.primitives import attention_rates, processor
+from bench.random_models import random_model
+from bench.timeline_plot import best_run, draw
+from cpu_kv import PacedLink
+from offload_rt.config import OffloadConfig
+from offload_rt.errors import UsageError
+from offload_rt.graphs import GraphedModel
+from offload_rt.session import kv_layout
+
+AHEAD = OffloadConfig().ahead
+
+
+def measure_pair(
+    models: Models, prompt: Sequence[int], sizes: Sizes, composition: str, picture: Path | None
+) -> list[dict[str, Any]]:
+    """A pair of models over links on which a stream takes as long as a draft, twice as long, and half.
+
+    Raises:
+        UsageError: a system's tokens are not those of plain decoding.
+    """
+    target = GraphedModel(models.target, models.names[0], say)
+    draft = None if models.draft is None else GraphedModel(models.draft, models.names[1] or "", say)
+    subject = Subject(target, draft, prompt)
+    cases = []
+    with one_thread(), ExitStack() as opened:
+        say(f"{target.name}, {len(prompt):,} tokens: what drafts and passes take with the KV in place")
+        attention = attention_rates(target, sizes.context, sizes.gamma)
+        alone = _References(subject, sizes, composition)
+        opened.callback(alone.close)
+        alone.turns(sizes.repeats)
+        for name, ratio in LINK_CASES.items():
+            rate = alone.rate(ratio)
+            say(f"{name}: a link of {rate / 1e9:.2f} GB/s")
+            systems = paced_systems(composition, name, AHEAD)
+            case, measured = _case(name, alone, systems, rate, attention)
+            for one in measured:
+                _check_tokens(one, alone.in_place.result().tokens)
+            cases.append(case)
+            if name == BALANCED and picture is not None:
+                shown = next(one for one in measured if one.system.offload.get("ahead") == AHEAD)
+                draw(best_run(shown.runs), _title(shown, target.name, rate), picture)
+    return cases
+
+
+def measure_shape(shape: str, sizes: Sizes, acceptances: tuple[float, ...]) -> dict[str, Any]:
+    """Random weights over random KV, with acceptance held at some values; a balanced link."""
+    target = GraphedModel(random_model(shape, torch.device("cpu"), torch.float32), shape, say)
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(target.vocabulary, (sizes.context,), generator=generator).tolist()
+    subject = Subject(target, None, prompt, random_kv=True)
+    with one_thread(), ExitStack() as opened:
+        say(f"{shape}, {len(prompt):,} tokens, synthetic acceptance")
+        attention = attention_rates(target, sizes.context, sizes.gamma)
+        alone = _References(subject, sizes, "retrieval")
+        opened.callback(alone.close)
+        alone.turns(sizes.repeats)
+        systems = held_systems(acceptances, AHEAD, STREAMED, "both")
+        return _case("synthetic acceptance", alone, systems, alone.rate(LINK_CASES[BALANCED]), attention)[0]
+
+
+class _References:
+    """What drafting and passes take apart from the systems: with the KV in place, and beside a long pass."""
+
+    def __init__(self, subject: Subject, sizes: Sizes, composition: str) -> None:
+        self.subject = subject
+        self.sizes = sizes
+        self.composition = composition
+        with ExitStack() as opened:
+            self.in_place = InPlaceText(subject, sizes, composition)
+            opened.callback(self.in_place.close)
+            self.in_place.turn()
+            token = self.in_place.result().draft_token
+            self.slow_link = SlowLinkText(subject, sizes, composition, token)
+            opened.callback(self.slow_link.close)
+            self._opened = opened.pop_all()
+
+    def turns(self, count: int) -> None:
+        """Runs both, `count` times."""
+        for _ in range(count):
+            self.in_place.turn()
+            self.slow_link.turn()
+
+    def rate(self, ratio: float) -> float:
+        """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft beside it."""
+        token_bytes = kv_layout(self.subject.target, 1).token_bytes
+        return 1e3 * self.sizes.context * token_bytes / (ratio * self.slow_link.drafting_ms())
+
+    def forget(self) -> None:
+        """Begins anew: what a case is held against is measured in its own turns."""
+        self.in_place.forget()
+        self.slow_link.forget()
+
+    def close(self) -> None:
+        """Gives their memory back."""
+        self._opened.close()
+
+
+def _case(
+    name: str,
+    alone: _References,
+    systems: list[System],
+    rate: float,
+    attention: list[dict[str, float]],
+) -> tuple[dict[str, Any], list[Measured]]:
+    """Runs a case; returns it as JSON values, and what was measured."""
+    subject, sizes = alone.subject, alone.sizes
+    target, draft = subject.target, subject.draft
+    alone.forget()
+    measured = measure(
+        subject, sizes, systems, lambda: PacedLink(rate), rate, alone.in_place, alone.slow_link
+    )
+    case = {
+        "case": name,
+        "model": target.name,
+        "draft": None if draft is None else draft.name,
+        "device": "cpu",
+        "shape": shape_values(target),
+        "draft_shape": None if draft is None else shape_values(draft),
+        "drafting": alone.composition,
+        "settings": sizes.keys,
+        "processor": processor(alone.in_place.result(), alone.slow_link.drafting_ms(), attention),
+        "rows": [one.row for one in measured],
+    }
+    return case, measured
+
+
+def _check_tokens(measured: Measured, expected: Sequence[int]) -> None:
+    for run in measured.runs:
+        if any(token != other for token, other in zip(run.tokens, expected, strict=False)):
+            raise UsageError(
+                f"{measured.system.name} ({measured.system.placement}): its tokens are not those of plain "
+                "decoding; this is a fault of the engine, or two logits closer than rounding: try another one"
+            )
+
+
+def _title(shown: Measured, model: str, rate: float) -> str:
+    one = shown.row
+    return (
+        f"{model}, {report.tokens_name(one['context'])} tokens over a paced link of {rate / 1e9:.2f} GB/s, "
+        f"{one['gamma']} tokens drafted a round, {one['system']}: "
+        f"{one['ms_per_token']['median']:.1f} ms a token"
+    )

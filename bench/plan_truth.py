@@ -1,0 +1,249 @@
+"""`python -m bench plan-truth`: what the planner predicts, beside what `bench offload` measured.
+
+The planner is asked for the placements that were run, with the figures that were measured apart from them in
+the same run: on a CPU, what attention, memory and products take alone, what a drafted token takes with the
+KV in place, and the bandwidth of the paced link; on a GPU, what `offload-rt doctor` says. Of a row itself it
+is given the acceptance of a drafted token, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import inputs, report
+from offload_rt.config import load_config
+from offload_rt.errors import UsageError
+from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
+from offload_rt.model import CausalModel
+from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.planning.shapes import ModelShape, from_config
+
+AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
+PREDICTED = ("pass_ms", "draft_ms", "round_ms", "tokens_per_round", "outcome_hit_rate", "ms_per_token")
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "plan-truth",
+        help="the planner's predictions beside what was measured",
+        description="Compares the planner's predictions with a result of `bench offload`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="?",
+        default=inputs.RESULTS / "offload-cpu.json",
+        help="JSON of `bench offload` (default: bench/results/offload-cpu.json)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: beside the results)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Predicts every row, prints the table, writes the JSON."""
+    measured = _read(arguments.results)
+    out = arguments.out or arguments.results.with_name(f"plan-truth-{arguments.results.name}")
+    out = inputs.destination(out, "plan-truth", {})
+    rows, cells = [], []
+    for case in measured["cases"]:
+        predict_rows(case)
+        for one in case["rows"]:
+            named = {"case": case["case"], "model": case["model"]}
+            named |= {key: one[key] for key in ("system", "placement", "context", "gamma", "synthetic")}
+            found = {"pass_ms": one["pass_ms"], "tokens_per_round": one["tokens_per_round"]}
+            found |= {"round_ms": one["round_ms"], "outcome_hit_rate": one["outcome_hit_rate"]}
+            found |= {"draft_ms": one["draft_alone_ms"], "ms_per_token": one["ms_per_token"]["median"]}
+            ratio = one["predicted_over_measured"]
+            rows.append(named | {"measured": found, "predicted": one["predicted"], "ratio": ratio})
+            cells.append(_cells(rows[-1]))
+    result = {
+        "benchmark": "plan-truth",
+        "of": arguments.results.name,
+        "machine": measured["machine"],
+        "worst": worst([one["ratio"] for one in rows]),
+        "rows": rows,
+    }
+    report.write_json(out, result)
+    header = ["case, system, KV", *(f"{name}: planned" for name in ("pass", "draft", "round"))]
+    header += ["measured pass", "draft", "round", "tokens/round", "measured", "ms/token", "measured", "ratio"]
+    print(report.table(header, cells), end="\n\n")
+    print(json.dumps({"worst": result["worst"], "rows": len(rows)}))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"results {path}: cannot be read ({error.strerror}); run `python -m bench offload` first"
+        ) from None
+    except ValueError:
+        raise UsageError(f"results {path}: is no JSON; give what `bench offload` has written") from None
+    if not isinstance(result, dict) or result.get("benchmark") != "offload":
+        raise UsageError(f"results {path}: is no result of `bench offload`")
+    return result
+
+
+def worst(ratios: list[float]) -> float:
+    """The ratio that is furthest from 1, either way."""
+    return max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+
+
+def shape_values(model: CausalModel) -> dict[str, Any]:
+    """A model's shape as JSON values."""
+    shape = from_config(model.module.config, model.dtype, model.name)
+    return dataclasses.asdict(shape) | {"dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def predict_rows(case: dict[str, Any]) -> None:
+    """Adds `predicted` and `predicted_over_measured` (of ms a token) to every row of a case."""
+    for one in case["rows"]:
+        one["predicted"] = predict(case, one)
+        one["predicted_over_measured"] = one["predicted"]["ms_per_token"] / one["ms_per_token"]["median"]
+
+
+def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """What the planner says of one row, by the names in `PREDICTED`."""
+    request = _request(case, one)
+    predictor = Predictor(request)
+    store = request.config.store
+    placement = Placement(
+        resident_tokens=one["resident_tokens"],
+        cpu_tokens=one["cpu_tokens"],
+        streamed_tokens=one["streamed_tokens"],
+        ring_buffers=store.ring_buffers,
+        segment_tokens=store.segment_tokens,
+        shape=request.target,
+    )
+    gamma = one["gamma"]
+    verification, draft = predictor.verification(placement, gamma), predictor.draft(gamma)
+    # Drafting ahead ends with the pass: for no more outcomes than it pays for.
+    outcomes = range(1, one["ahead"] + 1) if one["ahead"] else range(1)
+    best: RoundTime = min(
+        (predictor.round(gamma, verification, draft, count) for count in outcomes), key=lambda found: found.ms
+    )
+    values = (verification.ms, draft.ms, best.ms, best.tokens, best.hit_rate, best.ms_per_token)
+    return dict(zip(PREDICTED, values, strict=True))
+
+
+def _request(case: dict[str, Any], one: dict[str, Any]) -> PlanRequest:
+    paced = "processor" in case
+    if paced:
+        link = one["rate_bytes_per_second"]
+        hardware = paced_hardware(case, one["context"], link, one["gamma"], ahead=bool(one["ahead"]))
+    else:
+        hardware = hardware_from(case["hardware"])
+    acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
+    request = _planned(case, one["composition"], one["context"], hardware, graphs=not paced)
+    return dataclasses.replace(request, same_model_acceptance=acceptance)
+
+
+def _planned(
+    case: dict[str, Any], composition: str, context: int, hardware: Hardware, *, graphs: bool
+) -> PlanRequest:
+    return PlanRequest(
+        target=_shape(case["shape"]),
+        draft=None if case["draft_shape"] is None else _shape(case["draft_shape"]),
+        config=load_config(composition, case["settings"]),
+        context=context,
+        new_tokens=0,
+        hardware=hardware,
+        fixed_draft=True,
+        graphs=graphs,
+    )
+
+
+def _shape(values: dict[str, Any]) -> ModelShape:
+    return ModelShape(**values | {"dtype": getattr(torch, values["dtype"])})
+
+
+def hardware_from(values: dict[str, Any]) -> Hardware:
+    """A machine from `dataclasses.asdict` of it."""
+    host = values["host"]
+    rates = tuple(AttentionRate(**rate) for rate in host["attention"])
+    return Hardware(
+        Host(**host | {"attention": rates}), tuple(Gpu(**gpu) for gpu in values["gpus"]), values["measured"]
+    )
+
+
+def paced_hardware(case: dict[str, Any], context: int, link: float, gamma: int, *, ahead: bool) -> Hardware:
+    """A processor that stands in for a GPU, at the end of a paced link.
+
+    Its launches are what a drafted token took beyond what reading and computing explain: alone, or, where
+    drafts are made ahead, beside a pass: without what the pass computes, which the planner adds.
+
+    Args:
+        link: bytes a second.
+    """
+    figures, target = case["processor"], _shape(case["shape"])
+    rates = tuple(AttentionRate(**rate) for rate in figures["attention"])
+    most = rates[-1]
+    host = Host(
+        memory_bytes=AMPLE_BYTES,
+        lockable_bytes=AMPLE_BYTES,
+        memory_rate=figures["memory_rate"],
+        compute_rate=figures["compute_rate"],
+        attention=rates,
+        attention_beside_link=1.0,
+        link_beside_attention=1.0,
+        launch_ms=0.0,
+        threads=1,
+    )
+    # FLOP a byte of KV, at as many queries as a draft has.
+    intensity = target.attention_flops * (most.queries / target.group) / target.layer_token_bytes
+    processor = Gpu(
+        name="a processor behind a paced link",
+        memory_bytes=AMPLE_BYTES,
+        memory_rate=rates[0].rate,
+        compute_rate=most.rate * intensity / 1e3,
+        to_device_rate=link / 1e9,
+        to_host_rate=link / 1e9,
+        launch_ms=0.0,
+    )
+    unlaunched = _planned(case, case["drafting"], context, Hardware(host, (processor,), True), graphs=False)
+    predictor = Predictor(unlaunched)
+    token = figures["draft_token_ms"]
+    if ahead:
+        attention = context * target.token_bytes / most.rate / 1e6
+        everywhere = Placement(context, 0, 0, 1, 1, target)
+        passing = attention + predictor.verification(everywhere, gamma).dense.busy_ms
+        token = max(token, (figures["drafting_beside_ms"] - passing) / gamma)
+    launch = max(0.0, token - predictor.draft(1).ms) / _launched_layers(unlaunched)
+    return Hardware(host, (dataclasses.replace(processor, launch_ms=launch),), True)
+
+
+def _launched_layers(request: PlanRequest) -> float:
+    """Layers whose operations are launched for a drafted token: by how much a launch lengthens a draft."""
+    gpu = request.hardware.gpus[0]
+    slower = dataclasses.replace(gpu, launch_ms=gpu.launch_ms + 1.0)
+    hardware = dataclasses.replace(request.hardware, gpus=(slower,))
+    lengthened = Predictor(dataclasses.replace(request, hardware=hardware)).draft(1).ms
+    return lengthened - Predictor(request).draft(1).ms
+
+
+def _cells(one: dict[str, Any]) -> list[str]:
+    planned, found = one["predicted"], one["measured"]
+    name = ", ".join((one["case"], one["system"], one["placement"]))
+    if one["synthetic"] is not None:
+        name += f", synthetic {one['synthetic']:g}"
+    times = ("pass_ms", "draft_ms", "round_ms")
+    return [
+        name,
+        *(report.number(planned[key], 1) for key in times),
+        *(report.number(found[key], 1) for key in times),
+        *(
+            report.number(values[key])
+            for key in ("tokens_per_round", "ms_per_token")
+            for values in (planned, found)
+        ),
+        report.number(one["ratio"]),
+    ]

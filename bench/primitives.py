@@ -1,0 +1,61 @@
+"""What the processor does alone, in a run's own shapes: the figures that `plan-truth` predicts from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.offload_measure import InPlace
+from offload_rt.attention import attend, choose_backend
+from offload_rt.machine.hardware import AttentionRate
+from offload_rt.machine.measuring import compute_rate, memory_rate
+from offload_rt.model import CausalModel
+
+REPEATS = 7
+READ_BYTES = 2**28
+
+
+@torch.inference_mode()
+def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[str, float]]:
+    """GB/s at which KV of `context` tokens is attended by 1 query, by a draft of `gamma` tokens, and between.
+
+    Layers take turns, as in a pass, so that no cache holds them. Values of `AttentionRate`, by the queries
+    that a key head has.
+    """
+    queries = (1, 1 + gamma // 2, 1 + gamma)
+    backend, group = choose_backend(model.device), model.heads // model.kv_heads
+    shape = (model.layers, model.kv_heads, context, model.head_dim)
+    keys, values = torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype)
+    spent: dict[int, list[float]] = {count: [] for count in queries}
+    for turn in range(REPEATS + 1):
+        for count, times in spent.items():
+            asked = torch.randn(model.heads, count, model.head_dim, dtype=model.dtype)
+            started = perf_counter()
+            for layer in range(model.layers):
+                attend(backend, asked, keys[layer], values[layer], model.head_dim**-0.5)
+            times += [perf_counter() - started] if turn else []
+    size = keys.nbytes + values.nbytes
+    return [
+        asdict(AttentionRate(count * group, size / median(times) / 1e9)) for count, times in spent.items()
+    ]
+
+
+def processor(in_place: InPlace, drafting_ms: float, attention: list[dict[str, float]]) -> dict[str, Any]:
+    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place.
+
+    Args:
+        drafting_ms: drafting ahead for one outcome, beside a pass.
+    """
+    return {
+        "attention": attention,
+        "memory_rate": memory_rate(READ_BYTES, REPEATS),
+        "compute_rate": compute_rate(128, 1024, REPEATS),
+        "draft_token_ms": in_place.draft_token,
+        "drafting_beside_ms": drafting_ms,
+        "plain_pass_ms": in_place.plain_pass,
+        "pass_ms": in_place.verification,
+    }

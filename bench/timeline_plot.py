@@ -1,0 +1,70 @@
+"""A picture of some consecutive rounds: one lane a resource, drawn from what was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.engine import Run
+from bench.overlap import Interval, busy, on_lane
+
+ROUNDS = 4
+COLOURS = ("#4878a8", "#78a8c8", "#c85848", "#58a868", "#a878b8")
+
+
+def lanes(run: Run) -> dict[str, list[Interval]]:
+    """When each resource worked."""
+    return {
+        "link to device": busy(run.copies),
+        "link to host": busy(run.copies, to_host=True),
+        "pass (device)": on_lane(run.spans, "pass"),
+        "draft (device)": on_lane(run.spans, "draft"),
+        "CPU attention": on_lane(run.spans, "cpu"),
+    }
+
+
+def window(run: Run, rounds: int = ROUNDS) -> Interval:
+    """From the begin to the end of consecutive rounds in the middle of a run: of those that were drafted
+    ahead, if there are."""
+    times = run.rounds
+    count = min(rounds, len(times))
+    best = max(
+        range(len(times) - count + 1),
+        key=lambda at: (sum(one.guessed is True for one in times[at : at + count]), at > 0, -at),
+    )
+    last = times[best + count - 1]
+    return times[best].started, last.started + last.ms / 1e3
+
+
+def draw(run: Run, title: str, path: Path) -> None:
+    """Writes the picture as PNG; beginnings of rounds are dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    start, end = window(run)
+    figure, axes = pyplot.subplots(figsize=(12, 3.6), layout="constrained")
+    named = lanes(run)
+    for place, (intervals, colour) in enumerate(zip(named.values(), COLOURS, strict=True)):
+        bars = [
+            (1e3 * (max(a, start) - start), 1e3 * (min(b, end) - max(a, start)))
+            for a, b in intervals
+            if a < end and b > start
+        ]
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.4)
+    for one in run.rounds:
+        if start <= one.started <= end:
+            axes.axvline(1e3 * (one.started - start), color="black", linestyle="--", linewidth=0.8)
+    axes.set_yticks(range(len(named)), list(named))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1e3 * (end - start))
+    axes.set_xlabel("ms; dashed: a round begins")
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def best_run(runs: Sequence[Run]) -> Run:
+    """The run of median duration."""
+    return sorted(runs, key=lambda run: run.ms)[len(runs) // 2]

@@ -1,0 +1,408 @@
+"""`bench offload` and `bench plan-truth`: what they record, reckon and report. No time is checked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bench import SMALL, last_line
+from test_bench import pair as pair  # a fixture
+from test_bench import text as text
+from tiny_models import byte_ids, tiny_target
+
+import bench.__main__ as command_line
+from bench import offload_gpu, plan_truth, primitives
+from bench.engine import EngineText, Run
+from bench.held import Hold
+from bench.offload_cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
+from bench.offload_rows import Limits, acceptance, draft_token_ms, row
+from bench.overlap import busy, common, link_use, overlap, union
+from bench.random_models import random_model
+from bench.timeline_plot import lanes, window
+from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
+from cpu_kv.link import CopyRecord
+from offload_rt.caches.places import Shares
+from offload_rt.graphs import GraphedModel
+from offload_rt.machine.hardware import Hardware
+from offload_rt.machine.named_hardware import named_hardware
+from offload_rt.planning.placement import Placement as PlannedPlacement
+from offload_rt.planning.prediction import Predictor
+from offload_rt.schedule import RoundTimes
+from offload_rt.timeline import Span
+
+TINY_KEYS = {key: value for key, value in SMALL.items() if key != "speculation.gamma2"}
+TINY_KEYS |= {"store.segment_tokens": 32}
+TINY = Sizes(200, 3, new_tokens=16, plain_tokens=4, repeats=1, settings=TINY_KEYS)
+SUMMARY = {
+    "round_over_max",
+    "link_use",
+    "pass_over_bound",
+    "ahead_speedup",
+    "outcome_hit_rate",
+    "ratio_over_plain",
+    "ms_per_token",
+    "predicted_over_measured",
+}
+
+
+# ---------------------------------------------------------------------------------------- recorded copies
+
+
+def layout() -> KVLayout:
+    return KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
+
+
+def test_records_of_a_paced_link_add_up_to_the_counters_and_keep_its_pace() -> None:
+    link = PacedLink(1e7, latency_s=1e-4)
+    store = PagedKVStore(layout(), slab_tokens=16)
+    sequence = store.new_sequence()
+    engine = TransferEngine(sequence, link, segment_tokens=8, ring_buffers=2)
+    link.record()
+    try:
+        for layer in range(2):
+            engine.write_back(layer, torch.ones(2, 30, 4), torch.ones(2, 30, 4))
+        engine.flush()
+        stream = engine.stream(30)
+        for layer in range(2):
+            for _ in stream.segments(layer):
+                pass
+        engine.finish_compute()
+        records = link.recorded()
+        assert link.recorded() == []
+    finally:
+        engine.close()
+        link.close()
+        sequence.close()
+        store.close()
+    for to_host, counted in (
+        (False, engine.counters.bytes_to_device),
+        (True, engine.counters.bytes_to_host),
+    ):
+        lane = [one for one in records if one.to_host == to_host]
+        assert sum(one.byte_count for one in lane) == counted == 2 * 30 * 2 * 2 * 4 * 4
+        for one in lane:
+            assert one.end - one.start == pytest.approx(1e-4 + one.byte_count / 1e7)
+        assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(lane))
+
+
+def test_a_link_that_is_not_asked_records_nothing() -> None:
+    link = PacedLink(1e9)
+    link.copy([(torch.empty(4), torch.ones(4))]).synchronize()
+    assert link.recorded() == []
+    link.record()
+    link.copy([(torch.empty(4), torch.ones(4))], to_host=True).synchronize()
+    link.close()  # waits for the thread, which notes a copy when it is done
+    assert [(one.to_host, one.byte_count) for one in link.recorded()] == [(True, 16)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_records_of_a_cuda_link() -> None:
+    link = CudaLink("cuda")
+    link.record()
+    source = torch.ones(2**20, pin_memory=True)
+    there = torch.empty(2**20, device="cuda")
+    link.copy([(there, source)])
+    link.copy([(source, there)], to_host=True).synchronize()
+    first, second = link.recorded()
+    assert (first.to_host, second.to_host) == (False, True)
+    assert first.byte_count == second.byte_count == 2**22
+    assert 0 < first.end - first.start < 1 and 0 < second.end - second.start < 1
+
+
+# --------------------------------------------------------------------------------------------- arithmetic
+
+
+def copies(*times: tuple[float, float], to_host: bool = False) -> list[CopyRecord]:
+    return [CopyRecord(to_host, 1, start, end) for start, end in times]
+
+
+def test_link_use_is_the_busy_share_of_a_pass() -> None:
+    # Busy 1 s before the pass, 6 of its first 8, then nothing until the pass ends.
+    carried = copies((-1, 3), (3, 4), (6, 8)) + copies((0, 10), to_host=True)
+    assert link_use([(0, 10)], carried) == pytest.approx(6 / 8)
+    assert link_use([(0, 10), (20, 30)], carried) == pytest.approx(6 / 8), (
+        "a pass without copies says nothing"
+    )
+    assert link_use([(2, 4), (0, 10), (6, 7)], carried) == pytest.approx(1.0), "the median over passes"
+    assert link_use([(4.5, 7)], carried) == pytest.approx(1 / 2.5), "idle at its begin"
+    assert link_use([(20, 30)], carried) is None
+
+
+def test_overlap_is_the_share_of_drafting_beside_a_busy_link() -> None:
+    spans = [Span("draft", "draft", 0, 4), Span("draft", "ahead", 6, 10), Span("pass", "verify", 0, 10)]
+    assert overlap(spans, copies((3, 7), (9, 20))) == pytest.approx(3 / 8)
+    assert overlap(spans[2:], copies((3, 7))) is None
+    assert union([(4, 5), (0, 2), (1, 3)]) == [(0, 3), (4, 5)]
+    assert common([(0, 2), (1, 3)], [(2, 9)]) == 1
+    assert busy(copies((0, 1), to_host=True)) == []
+
+
+def times(
+    started: float,
+    ms: float,
+    guessed: bool | None,
+    *,
+    draft: float = 0.0,
+    proposed: int = 4,
+    accepted: int = 4,
+) -> RoundTimes:
+    return RoundTimes(started, ms, draft, ms - draft, ms - draft, 0.0, guessed, proposed, accepted)
+
+
+def run_of(rounds: list[RoundTimes], tokens: int, ms: float) -> Run:
+    spans = [Span("pass", "verify", one.started, one.started + one.ms / 1e3) for one in rounds]
+    carried = [CopyRecord(False, 1, rounds[0].started, rounds[-1].started + 1.0)]
+    return Run([0] * tokens, ms, rounds, spans, carried, 100, 10, 5.0)
+
+
+def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
+    rounds = [
+        times(0.0, 90.0, True, draft=50.0),
+        times(0.1, 44.0, True),
+        times(0.2, 46.0, False, accepted=1),
+        times(0.3, 95.0, True, draft=50.0),
+        times(0.4, 30.0, None, proposed=1, accepted=1),
+    ]
+    one = row([run_of(rounds, 18, 300.0)], Limits(stream=40.0, compute=20.0, draft_token=10.0))
+    assert one["ms_per_token"]["median"] == pytest.approx(300 / 18)
+    assert one["tokens_per_round"] == pytest.approx(18 / 5)
+    assert one["acceptance"] == pytest.approx(14 / 15), "14 stood, and one that was judged did not"
+    assert one["guesses"] == 4 and one["outcome_hit_rate"] == pytest.approx(3 / 4)
+    assert one["hit_round_ms"] == pytest.approx(45.0) and one["miss_round_ms"] == pytest.approx(95.0)
+    assert one["lost_ms_per_round"] == pytest.approx((95 - 45) / 3)
+    assert one["round_over_max"] == pytest.approx(45 / 40)
+    assert one["round_over_max_as_run"] == pytest.approx((44 / 44 + 46 / 46) / 2)
+    assert one["pass_over_bound"] == pytest.approx(45 / 40)
+    assert one["draft_alone_ms"] == pytest.approx(40.0)
+    assert one["link_use"] == pytest.approx(1.0)
+    assert draft_token_ms([run_of(rounds, 18, 300.0)]) == pytest.approx(0.0)
+    drafted = Limits(stream=10.0, compute=None, draft_token=30.0)
+    assert row([run_of(rounds, 18, 300.0)], drafted)["round_over_max"] == pytest.approx(45 / 120)
+    assert acceptance([]) is None
+
+
+# ------------------------------------------------------------------------------------ the synthetic verdict
+
+
+def decoded(held: Hold, ahead: int, tokens: int, gamma: int = 4) -> Run:
+    sizes = dataclasses.replace(TINY, gamma=gamma)
+    target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
+    text = EngineText(target, None, PacedLink(1e9), sizes.config("retrieval"), byte_ids(200), tokens)
+    try:
+        text.fill()
+        return text.run(sizes.config("retrieval", ahead=ahead), tokens, held)
+    finally:
+        text.close()
+
+
+def test_a_held_acceptance_is_held_by_its_coins() -> None:
+    found = decoded(Hold(0.8, seed=3), ahead=0, tokens=400)
+    coins = torch.Generator().manual_seed(3)
+
+    def chance() -> float:
+        return float(torch.rand((), generator=coins, dtype=torch.float64))
+
+    assert len(found.rounds) > 90
+    for one in found.rounds:
+        stands = []
+        for _ in range(one.proposed):
+            stands.append(chance() < 0.8)
+            chance()
+        chance()
+        chance()  # of the token after them, which nothing had guessed
+        assert one.accepted == (stands.index(False) if False in stands else one.proposed)
+    assert acceptance(found.rounds) == pytest.approx(0.8, abs=0.06)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
+    found = decoded(Hold(rate), ahead=4, tokens=30)
+    whole = found.rounds[:-1]
+    assert all(one.accepted == rate * one.proposed for one in whole)
+    guessed = [one.guessed for one in whole[:-1] if one.guessed is not None]
+    assert rate == 0.0 or (guessed and sum(guessed) >= len(guessed) - 2), guessed
+
+
+def test_every_row_of_held_systems_is_labelled() -> None:
+    systems = held_systems(ACCEPTANCES, 4, "streamed", "both")
+    assert {system.held.acceptance for system in systems if system.held} == set(ACCEPTANCES)
+    assert all((system.held is None) == system.plain for system in systems)
+    assert all(system.held is None for system in paced_systems("retrieval", "balanced", 4))
+
+
+# ----------------------------------------------------------------------------------------- the commands
+
+
+@pytest.fixture(scope="module")
+def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a tiny run of `bench offload` writes."""
+    folder = tmp_path_factory.mktemp("offload")
+    book = folder / "book.txt"
+    book.write_bytes(bytes(byte_ids(400)))
+    out = folder / "offload.json"
+    arguments = ["--model", pair[0], "--draft", pair[1], "--text", str(book), "--out", str(out)]
+    sizes = ["--context", "160", "--gamma", "3", "-n", "14", "--repeats", "1", "--acceptances", "0.5,1"]
+    settings = [f"{key}={json.dumps(value)}" for key, value in TINY_KEYS.items()]
+    given = [part for setting in settings for part in ("--set", setting)]
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "READ_BYTES", 2**20)
+        patch.setattr(primitives, "REPEATS", 1)
+        assert command_line.main(["offload", "--device", "cpu", *arguments, *sizes, *given]) == 0
+    assert torch.get_num_threads() == threads
+    result: dict[str, Any] = json.loads(out.read_text())
+    return {"path": out, "result": result}
+
+
+def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
+    path, result = measured["path"], measured["result"]
+    assert str(path.parent) not in path.read_text(), "a report goes elsewhere: no paths in it"
+    assert path.with_name("offload-timeline.png").stat().st_size > 5000
+    cases = result["cases"]
+    names = ["balanced", "stream-bound", "draft-bound", "synthetic acceptance"]
+    assert [case["case"] for case in cases] == names
+    assert set(result["summary"]) == {*SUMMARY, "synthetic", "round_over_max_as_run"}
+    assert all(result["summary"][key] is not None for key in SUMMARY if key not in ("round_over_max",))
+    balanced = [(one["system"], one["placement"]) for one in cases[0]["rows"]]
+    assert balanced == [
+        ("plain", "streamed"),
+        *((f"ahead {count}", "streamed") for count in (0, 1, 4)),
+        ("ahead 4, refresh gathered", "streamed"),
+        *((name, place) for place in ("resident", "cpu", "both") for name in ("plain", "ahead 0", "ahead 4")),
+    ]
+    for case in cases:
+        for one in case["rows"]:
+            assert one["resident_tokens"] + one["cpu_tokens"] + one["streamed_tokens"] == 144, "full pages"
+            assert (one["resident_tokens"] > 0) == (one["placement"] in ("resident", "both"))
+            assert (one["cpu_tokens"] > 0) == (one["placement"] in ("cpu", "both"))
+            token_bytes = (
+                2 * case["shape"]["layers"] * case["shape"]["kv_heads"] * case["shape"]["head_dim"] * 4
+            )
+            stream = 1e3 * one["streamed_tokens"] * token_bytes / one["rate_bytes_per_second"]
+            assert one["stream_ms"] == pytest.approx(stream)
+            assert one["predicted_over_measured"] == pytest.approx(
+                one["predicted"]["ms_per_token"] / one["ms_per_token"]["median"]
+            )
+            real = case["case"] != "synthetic acceptance" or one["system"] == "plain"
+            assert (one["synthetic"] is None) == real
+            assert 0 < one["link_use"] <= 1
+            assert one["prefill_bytes"] == (
+                159 * token_bytes if case["case"] != "synthetic acceptance" else 0
+            )
+    plain = cases[0]["rows"][0]["ms_per_token"]["median"]
+    for one in cases[0]["rows"][:5]:
+        assert one["ratio_over_plain"] == pytest.approx(plain / one["ms_per_token"]["median"])
+    whole = [one for one in cases[3]["rows"] if one["synthetic"] == 1.0]
+    assert all(one["acceptance"] == 1.0 for one in whole)
+
+
+def test_plan_truth_holds_the_planner_against_every_row(
+    measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "truth.json"
+    assert command_line.main(["plan-truth", str(measured["path"]), "--out", str(out)]) == 0
+    printed = last_line(capsys)
+    truth = json.loads(out.read_text())
+    assert printed == {"worst": truth["worst"], "rows": len(truth["rows"])}
+    assert printed["rows"] == sum(len(case["rows"]) for case in measured["result"]["cases"])
+    for one in truth["rows"]:
+        assert set(one["predicted"]) == set(one["measured"])
+        assert one["ratio"] == pytest.approx(
+            one["predicted"]["ms_per_token"] / one["measured"]["ms_per_token"]
+        )
+    assert plan_truth.worst([1.1, 0.8, 1.2]) == 0.8
+    assert plan_truth.worst([1.3, 0.8]) == 1.3
+
+
+def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
+    case = measured["result"]["cases"][0]
+    one = next(row for row in case["rows"] if row["system"] == "ahead 4")
+    alone = next(row for row in case["rows"] if row["system"] == "ahead 0")
+    case["processor"] |= {"draft_token_ms": 7.0, "drafting_beside_ms": 1e3}
+    assert Predictor(plan_truth._request(case, alone)).draft(3).ms == pytest.approx(21.0)
+    request = plan_truth._request(case, one)
+    sure = Predictor(dataclasses.replace(request, same_model_acceptance=1.0))
+    place = PlannedPlacement(0, 0, one["streamed_tokens"], 3, 32, request.target)
+    hit = sure.round(3, sure.verification(place, 3), sure.draft(3), 1)
+    assert hit.hit_rate == 1
+    assert hit.ms == pytest.approx(1e3, rel=0.01), "drafting takes what it took beside a pass"
+    slow = dict(one, rate_bytes_per_second=1e3)
+    predicted = plan_truth.predict(case, slow)
+    bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
+    assert predicted["pass_ms"] == pytest.approx(bytes_streamed, rel=0.02), "1 ms a byte"
+    plain = next(row for row in case["rows"] if row["system"] == "plain")
+    assert plan_truth.predict(case, plain)["tokens_per_round"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan-truth", "missing.json"], "run `python -m bench offload` first"),
+        (["plan-truth", "pyproject.toml"], "is no JSON"),
+        (["plan-truth", "bench/results/speedup.json"], "is no result of `bench offload`"),
+        (["offload", "--config", "plain"], "name a config that drafts"),
+        (["offload", "--acceptances", "2"], "write rates from 0 to 1"),
+        (["offload", "--shapes", "huge"], "is none of tiny"),
+        (["offload", "--context", "9999999", "--device", "cpu"], "give a longer --text"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
+    """What runs on a GPU, with the processor in its place."""
+    target = GraphedModel(random_model("tiny", torch.device("cpu"), torch.bfloat16), "tiny", lambda _: None)
+    machine = named_hardware("rtx4090")
+    card = dataclasses.replace(machine.gpus[0], memory_bytes=2**30)
+    hardware = Hardware(machine.host, (card,), measured=False)
+    case = offload_gpu.measure_context(
+        target, TINY, (1.0,), hardware, lambda: PacedLink(25e9), prefill=True, picture=None
+    )
+    assert case is not None
+    assert [(one["system"], one["placement"]) for one in case["rows"]] == [
+        (name, place) for place in ("streamed", "planned") for name in ("plain", "ahead 0", "ahead 4")
+    ]
+    assert case["rows"][-1]["resident_tokens"] > 0
+    assert case["transformers_offloaded_cache"] == {"ms_per_token": None, "note": "needs a GPU"}
+    assert case["rows"][0]["prefill_bytes"] == 199 * target.layers * 2 * target.kv_heads * target.head_dim * 2
+    plan_truth.predict_rows(case)
+    assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
+    small = dataclasses.replace(card, memory_bytes=2**20)
+    assert (
+        offload_gpu.measure_context(
+            target,
+            TINY,
+            (1.0,),
+            Hardware(machine.host, (small,), False),
+            lambda: PacedLink(25e9),
+            prefill=False,
+        )
+        is None
+    )
+
+
+def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
+    target = GraphedModel(tiny_target("llama-gqa"), "tiny", lambda _: None)
+    config = TINY.config("retrieval", ahead=2)
+    text = EngineText(target, None, PacedLink(1e8), config, byte_ids(200), 24, Shares(cpu_tokens=32))
+    try:
+        text.read_prompt()
+        found = text.run(config, 24)
+    finally:
+        text.close()
+    shown = lanes(found)
+    assert all(shown.values()), {name: len(times) for name, times in shown.items()}
+    start, end = window(found, rounds=2)
+    assert found.rounds[0].started <= start < end
+    assert sum(start <= one.started < end for one in found.rounds) == 2
+    assert System("plain", "plain").plain
