@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import bench.attention
 import bench.model_card
 import bench.offload
 import bench.plan_truth
 import bench.speedup
 from offload_rt.errors import UsageError
 
-COMMANDS = (bench.speedup, bench.model_card, bench.offload, bench.plan_truth)
+COMMANDS = (bench.speedup, bench.model_card, bench.attention, bench.offload, bench.plan_truth)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from cpu_kv import Link, PagedKVStore
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
 from offload_rt.caches.full import LAST_QUERIES
-from offload_rt.caches.places import EVERYTHING_STREAMED, Placement
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import Config
 from offload_rt.decoding import decode
 from offload_rt.drafting.verifier import Sampling
@@ -64,7 +64,7 @@ class EngineText:
         config: Config,
         prompt: Sequence[int],
         new_tokens: int,
-        placement: Placement = EVERYTHING_STREAMED,
+        placement: Shares = EVERYTHING_STREAMED,
     ) -> None:
         self.link = link
         self.placement = placement

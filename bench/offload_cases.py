@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench.held import Hold
-from offload_rt.caches.places import EVERYTHING_STREAMED, Placement
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import Config, load_config
 
 STREAMED = "streamed"
@@ -56,11 +56,11 @@ class Sizes:
         }
         return given | dict(self.settings)
 
-    def placement(self, name: str) -> Placement:
+    def placement(self, name: str) -> Shares:
         """Shares by their name in `SHARES`, in whole pages."""
         page = self.config("plain").store.page
         resident, cpu = (int(share * self.context) // page * page for share in SHARES[name])
-        return Placement(resident, cpu) if resident or cpu else EVERYTHING_STREAMED
+        return Shares(resident, cpu) if resident or cpu else EVERYTHING_STREAMED
 
 
 PACED: dict[str, object] = {

@@ -19,14 +19,14 @@ from bench.plan_truth import shape_values
 from bench.random_models import random_model
 from bench.timeline_plot import best_run, draw
 from cpu_kv import CudaLink, Link
-from offload_rt.caches.places import EVERYTHING_STREAMED, Placement
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import OffloadConfig
-from offload_rt.doctor import inspect
 from offload_rt.graphs import GraphedModel
-from offload_rt.hardware import Hardware
-from offload_rt.placement import PlanRequest
-from offload_rt.planner import Plan, plan
-from offload_rt.shapes import from_config
+from offload_rt.machine.doctor import inspect
+from offload_rt.machine.hardware import Hardware
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.shapes import from_config
 
 AHEAD = OffloadConfig().ahead
 PLANNED = "planned"
@@ -99,7 +99,7 @@ def measure_context(
     page = sizes.config("retrieval").store.page
     # The planner lets the last share end with the text, and the engine with a page.
     resident, cpu = planned.placement.resident_tokens, planned.placement.cpu_tokens
-    place = Placement(resident // page * page, cpu // page * page)
+    place = Shares(resident // page * page, cpu // page * page)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(target.vocabulary, (sizes.context,), generator=generator).tolist()
     subject = Subject(target, None, prompt, random_kv=True)

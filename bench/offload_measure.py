@@ -15,7 +15,7 @@ from bench.inputs import say
 from bench.offload_cases import STREAMED, Sizes, System
 from bench.offload_rows import Limits, draft_token_ms, row
 from cpu_kv import CpuLink, Link, PacedLink
-from offload_rt.caches.places import Placement
+from offload_rt.caches.places import Shares
 from offload_rt.model import CausalModel
 from offload_rt.session import kv_layout
 
@@ -166,7 +166,7 @@ def measure(
     rate: float,
     in_place: InPlaceText | None = None,
     slow_link: SlowLinkText | None = None,
-    placements: Mapping[str, Placement] = {},
+    placements: Mapping[str, Shares] = {},
 ) -> list[Measured]:
     """What the systems do, in their order.
 
@@ -235,7 +235,7 @@ def measure(
     return measured
 
 
-def _described(system: System, sizes: Sizes, place: Placement, streamed: int) -> dict[str, Any]:
+def _described(system: System, sizes: Sizes, place: Shares, streamed: int) -> dict[str, Any]:
     config = sizes.config(system.composition, **system.offload)
     return {
         "system": system.name,

@@ -19,11 +19,11 @@ import torch
 from bench import inputs, report
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
-from offload_rt.hardware import AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.model import CausalModel
-from offload_rt.placement import Placement, PlanRequest
-from offload_rt.prediction import Predictor, RoundTime
-from offload_rt.shapes import ModelShape, from_config
+from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.planning.shapes import ModelShape, from_config
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 PREDICTED = ("pass_ms", "draft_ms", "round_ms", "tokens_per_round", "outcome_hit_rate", "ms_per_token")

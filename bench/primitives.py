@@ -11,8 +11,8 @@ import torch
 
 from bench.offload_measure import InPlace
 from offload_rt.attention import attend, choose_backend
-from offload_rt.hardware import AttentionRate
-from offload_rt.measuring import compute_rate, memory_rate
+from offload_rt.machine.hardware import AttentionRate
+from offload_rt.machine.measuring import compute_rate, memory_rate
 from offload_rt.model import CausalModel
 
 REPEATS = 7

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
-from offload_rt.caches.places import EVERYTHING_STREAMED, Placement
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config, load_config
 from offload_rt.decoding import decode
 from offload_rt.devices import available_memory
@@ -35,6 +35,8 @@ from offload_rt.loading import (
     load_tokenizer,
 )
 from offload_rt.model import CausalModel
+from offload_rt.planning.fitting import fitting_plan
+from offload_rt.planning.shapes import find_shape, from_config
 from offload_rt.results import (
     FinishReason,
     GenerationResult,
@@ -73,6 +75,8 @@ class LLM:
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
         on_progress: told how far the prefill is.
         on_notice: told, in a line, what a user should know.
+        longest: asked, once prompts can be encoded and before weights are read, for how many prompt tokens
+            and new ones there must be room; what cannot fit is refused then.
 
     Raises:
         UsageError: for whatever cannot be done as asked.
@@ -88,6 +92,7 @@ class LLM:
         overrides: Mapping[str, object] = {},
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] | None = None,
+        longest: Callable[[LLM], tuple[int, int]] | None = None,
     ) -> None:
         settings = load_config(config, overrides)  # what is cheap to check comes first
         place = choose_device(device)
@@ -99,10 +104,15 @@ class LLM:
         draft_name = None if draft is None or str(draft) == NO_DRAFT else str(draft)
         if DRAFT_STREAMING not in settings.speculation.levels:
             draft_name = None
-        target = load_model(model_source, place, wanted)
         tokenizer = load_tokenizer(model_source)
         if draft_name is not None:
             check_same_tokens(tokenizer, model_name, load_tokenizer(draft_name), draft_name)
+        if longest is not None:
+            self._tokenizer = tokenizer
+            shape = find_shape(model_name, wanted)
+            small_shape = find_shape(draft_name, shape.dtype) if draft_name is not None else None
+            fitting_plan(shape, small_shape, settings, *longest(self), place)
+        target = load_model(model_source, place, wanted)
         small = load_model(draft_name, place, target.dtype) if draft_name is not None else None
         if draft_name is not None and model is None:
             draft_name = DEMO if Path(draft_name) == demo_model("draft") else draft_name
@@ -250,8 +260,9 @@ class LLM:
         sampling = self._sampling(params)
         self._drop_session()
         self._result = None
+        config, shares = self._plan(len(tokens), params.max_tokens)
         session = Session(
-            self.config,
+            config,
             self._target,
             self._draft,
             self._store,
@@ -261,7 +272,7 @@ class LLM:
             tokens,
             params.max_tokens,
             self._stop_tokens(params),
-            self._placement(),
+            shares,
             self.timeline,
         )
         self._session = session
@@ -309,12 +320,29 @@ class LLM:
         """Decodes the last prompt again, plainly."""
         return self.again(params, PLAIN)
 
-    def _placement(self) -> Placement:
-        """Which shares of the KV are not streamed."""
+    def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
+        """Sizes and shares for such a text; what the config leaves to the planner is as it says."""
+        config, offload = self.config, self.config.offload
+        resident, cpu = offload.resident_tokens, offload.cpu_tokens
         if self._link.in_place:
-            return EVERYTHING_STREAMED
-        offload = self.config.offload
-        return Placement(max(0, offload.resident_tokens), max(0, offload.cpu_tokens))
+            return config, EVERYTHING_STREAMED
+        if self._target.device.type == "cuda" and min(resident, cpu) < 0:
+            models = [model for model in (self._target, self._draft) if model is not None]
+            shapes = [from_config(model.module.config, model.dtype, model.name) for model in models]
+            plan = fitting_plan(
+                shapes[0],
+                shapes[1] if len(shapes) > 1 else None,
+                config,
+                prompt_tokens,
+                new_tokens,
+                self._target.device,
+                sum(model.weight_bytes for model in models),
+            )
+            config = replace(config, store=plan.config.store, retrieval=plan.config.retrieval)
+            page = config.store.page
+            resident = -(-plan.placement.resident_tokens // page) * page if resident < 0 else resident
+            cpu = plan.placement.cpu_tokens // page * page if cpu < 0 else cpu
+        return config, Shares(max(0, resident), max(0, cpu))
 
     def _sampling(self, params: SamplingParams) -> Sampling:
         law = SamplingLaw(params.temperature, params.top_p, params.top_k)

@@ -13,7 +13,8 @@ are folded into the query length, so keys and values are never repeated in memor
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -62,46 +63,83 @@ class ReferenceBackend:
 
 
 class TorchCpuBackend:
-    """torch's flash kernel for CPUs. Reads strided keys in place."""
+    """torch's flash kernel for CPUs. Reads strided keys in place.
+
+    Args:
+        threads: how many threads compute (default: torch's number). torch keeps that number for each calling
+            thread, so a call sets it for its own thread alone, and puts it back.
+    """
 
     name = "torch-cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads
 
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries[None], keys[None], values[None], 0.0, False, attn_mask=mask, scale=scale
-        )
-        return out[0], lse[0]
+        if keys.shape[1] == 0:  # torch's kernel divides by zero there, and the process dies of it
+            wide = torch.promote_types(queries.dtype, torch.float32)
+            return torch.zeros_like(queries), queries.new_full(queries.shape[:2], -torch.inf, dtype=wide)
+        with _torch_threads(self.threads):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries[None], keys[None], values[None], 0.0, False, attn_mask=mask, scale=scale
+            )
+        out, lse = out[0], lse[0]
+        if mask is not None:
+            # It says 0 for the log-sum-exp of a query that sees nothing: merged, such a part would count.
+            lse.masked_fill_(torch.isneginf(mask).all(-1), -torch.inf)
+        return out, lse
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         # Key heads become the batch and their query heads the heads, with stride 0 on the keys: a causal
         # mask needs each query head's rows apart, and this still repeats nothing.
         batch, group = len(keys), len(queries) // len(keys)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries.unflatten(0, (batch, group)),
-            keys[:, None].expand(-1, group, -1, -1),
-            values[:, None].expand(-1, group, -1, -1),
-            0.0,
-            True,
-            scale=scale,
-        )
+        with _torch_threads(self.threads):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries.unflatten(0, (batch, group)),
+                keys[:, None].expand(-1, group, -1, -1),
+                values[:, None].expand(-1, group, -1, -1),
+                0.0,
+                True,
+                scale=scale,
+            )
         return out.flatten(0, 1), lse.flatten(0, 1)
 
 
+@contextmanager
+def _torch_threads(count: int | None) -> Iterator[None]:
+    """torch computes with `count` threads for the calling thread within."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class NativeCpuBackend(TorchCpuBackend):
-    """Our own kernel (`native/attention.cpp`) for what it covers, torch's for the rest."""
+    """Our own kernel (`native/attention.cpp`) for what it covers, torch's for the rest.
+
+    Args:
+        threads: how many threads compute (default: torch's number). Calls from several threads of a program
+            may run at the same time, each with its own team.
+    """
 
     name = "native-cpu"
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, threads: int | None = None) -> None:
+        super().__init__(threads)
         self._kernel = kernel
 
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if self._kernel.fits(queries, keys, values):
-            return self._kernel.attend(queries, keys, values, scale, mask)
+            return self._kernel.attend(queries, keys, values, scale, mask, self.threads)
         return super().__call__(queries, keys, values, scale, mask)
 
 
@@ -185,11 +223,15 @@ class FlashAttnBackend:
         return self._run(queries, keys, values, scale, causal=True)
 
 
-def choose_backend(device: torch.device) -> AttentionBackend:
-    """The fastest backend for `device`: flash-attn or our CPU kernel where there is one, else torch's own."""
+def choose_backend(device: torch.device, threads: int | None = None) -> AttentionBackend:
+    """The fastest backend for `device`: flash-attn or our CPU kernel where there is one, else torch's own.
+
+    Args:
+        threads: of a CPU, that compute a call (default: torch's number).
+    """
     if device.type == "cpu":
         kernel = load_kernel()
-        return TorchCpuBackend() if kernel is None else NativeCpuBackend(kernel)
+        return TorchCpuBackend(threads) if kernel is None else NativeCpuBackend(kernel, threads)
     if importlib.util.find_spec("flash_attn") is not None:
         return FlashAttnBackend()
     return TorchCudaBackend()

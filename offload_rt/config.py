@@ -139,7 +139,7 @@ class SpeculationConfig:
 
     levels: tuple[str, ...]
     gamma1: int = 2
-    gamma2: int = 8
+    gamma2: int = 0
     step_down: bool = True
 
     def __post_init__(self) -> None:

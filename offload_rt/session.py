@@ -11,7 +11,7 @@ import torch
 from cpu_kv import KVLayout, Link, PagedKVStore, TransferCounters, TransferEngine
 from offload_rt.attention import AttentionBackend, choose_backend
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Placement
+from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.draft_length import DraftLength
 from offload_rt.drafting.base import Text
@@ -31,7 +31,7 @@ class Session:
     Args:
         text: the prompt; grows by what is generated.
         max_tokens: how many may be generated; room for them is reserved.
-        placement: which shares of the KV are not streamed.
+        shares: which shares of the KV are not streamed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Session:
         text: Sequence[int],
         max_tokens: int,
         stop_tokens: Collection[int],
-        placement: Placement = EVERYTHING_STREAMED,
+        shares: Shares = EVERYTHING_STREAMED,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.config = config
@@ -70,7 +70,7 @@ class Session:
             )
             failed.callback(self.engine.close)
             cpu = None
-            if placement.cpu_tokens:
+            if shares.cpu_tokens:
                 cpu = CpuShare(choose_backend(torch.device("cpu")), target.device, timeline)
                 failed.callback(cpu.close)
             self.full = FullCache(
@@ -80,7 +80,7 @@ class Session:
                 target.heads,
                 target.device,
                 backend,
-                placement,
+                shares,
                 cpu,
             )
             self._cpu = cpu

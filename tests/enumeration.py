@@ -22,13 +22,8 @@ from torch import Tensor
 from offload_rt.caches.base import Cache, NewTokens, Verified
 from offload_rt.decoding import Token, decode
 from offload_rt.drafting.base import Drafter, LevelStats, NoDrafter, Text
-from offload_rt.drafting.verifier import (
-    Sampling,
-    SmallModelDrafter,
-    Verifier,
-    VerifierDrafter,
-    VerifierProposal,
-)
+from offload_rt.drafting.hierarchical import SmallModelDrafter, VerifierDrafter, VerifierProposal
+from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.governor import Governor
 from offload_rt.sampling import Draws, SamplingLaw, choices
 from offload_rt.schedule import Schedule

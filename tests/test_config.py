@@ -42,14 +42,14 @@ def test_triforce_states_what_was_measured_best() -> None:
     assert config.name == "triforce"
     assert config.speculation.levels == ("draft:streaming", "target:retrieved")
     assert config.retrieval.refresh == RefreshPolicy("stride", 32)
-    assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 12)
+    assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 0)
 
 
 def test_defaults(tmp_path: Path) -> None:
     config = written(tmp_path, '[speculation]\nlevels = ["target:retrieved"]', {})
     assert (config.retrieval.budget, config.retrieval.chunk, config.retrieval.recent) == (4096, 8, 256)
     assert config.retrieval.refresh == RefreshPolicy("every")
-    assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 8)
+    assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 0)
     assert config.speculation.step_down
 
 

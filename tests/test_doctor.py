@@ -17,14 +17,15 @@ import pytest
 import torch
 
 from cpu_kv.pinned import PageLocking
-from offload_rt import advice, cli, devices, doctor, inventory, measuring, measuring_gpu
+from offload_rt import cli, devices
 from offload_rt.devices import CACHE_FOLDER
-from offload_rt.doctor import Report, inspect
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, AttentionRate, Gpu, Hardware, Host
-from offload_rt.inventory import Card, HostFacts, Versions, read_cards, read_versions
-from offload_rt.measuring import Sizes
-from offload_rt.measuring_gpu import LinkFigures
+from offload_rt.machine import advice, doctor, inventory, measuring, measuring_gpu
+from offload_rt.machine.doctor import Report, inspect
+from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.inventory import Card, HostFacts, Versions, read_cards, read_versions
+from offload_rt.machine.measuring import Sizes
+from offload_rt.machine.measuring_gpu import LinkFigures
 
 TINY = Sizes(
     memory_bytes=2**20,

@@ -26,7 +26,7 @@ from enumeration import (
 
 from offload_rt.drafting.base import LevelStats, NoDrafter, Text
 from offload_rt.drafting.lookup import LookupDrafter
-from offload_rt.drafting.verifier import Sampling, VerifierDrafter
+from offload_rt.drafting.verifier import Sampling
 from offload_rt.sampling import Draws, SamplingLaw
 from offload_rt.verification import ROOT, Draft
 
@@ -361,18 +361,27 @@ def test_drafted_tokens_follow_the_laws_reported_for_them(
         assert [weight / sum(followed) for weight in followed] == pytest.approx(row, abs=TOLERANCE)
 
 
-def test_a_middle_level_reports_its_own_law() -> None:
-    """Over the cache it has: for TriForce, the target's law over the retrieved KV."""
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        ("triforce 2 3", "retrieved"),
+        ("retrieval", "retrieved"),
+        ("streaming", "streaming"),
+        ("naive", "small"),
+    ],
+)
+def test_a_level_reports_its_own_law(name: str, view: str) -> None:
+    """Over the cache it has: for TriForce's middle, the target's law over the retrieved KV."""
     parts, law = Parts(seed=7, support=3), SamplingLaw(0.6)
-    composition, gamma = triforce(2, 3)(parts)
+    composition, gamma = COMPOSITIONS[name](parts)
+    model = parts.small if view == "small" else parts.target
 
     def propose(draws: Draws) -> None:
         path = Run(composition, Sampling(law, draws), PROMPT, 1, gamma)
-        assert isinstance(path.verifier.drafter, VerifierDrafter)
         draft = path.verifier.drafter.propose(Text(path.text), 3)
         assert draft.laws is not None
         for i, row in enumerate(draft.laws.tolist()):
             seen = list(enumerate([*PROMPT, *draft.tokens[:i]]))
-            assert row == pytest.approx(next_law(law, parts.target.logits("retrieved", seen)), abs=1e-12)
+            assert row == pytest.approx(next_law(law, model.logits(view, seen)), abs=1e-12)
 
     outcome_law(propose)

@@ -1,7 +1,12 @@
-"""The native CPU kernel against float64, and what happens where it cannot be built."""
+"""The native CPU kernel against float64, for every kind of processor; and where it cannot be built."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,16 +14,43 @@ import torch
 from torch import Tensor
 
 from offload_rt import native
-from offload_rt.attention import NativeCpuBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention import NativeCpuBackend, TorchCpuBackend, _torch_threads, choose_backend, merge
 from offload_rt.devices import CACHE_FOLDER
 
+PROCESSORS = {
+    "native": (),
+    "x86-64-v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "x86-64-v3": ("avx2", "fma"),
+    "x86-64": (),
+}
+"""By the compiler's names, with what the machine must have to run them. Only the first can have the dot
+products of bfloat16."""
 
-@pytest.fixture(scope="module")
-def kernel() -> native.Kernel:
-    built = native.load_kernel()
-    if built is None:
-        pytest.skip("no C++ compiler here: the kernel cannot be built")
-    return built
+
+def processor_flags() -> set[str]:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The kernel for every processor that this machine can play, where there is a compiler."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        return {}
+    flags, folder = processor_flags(), tmp_path_factory.mktemp("kernels")
+    runs = [p for p, needed in PROCESSORS.items() if p == "native" or (flags and flags.issuperset(needed))]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda p: native._build(compiler, folder / f"{p}.so", p), runs))
+    return {processor: folder / f"{processor}.so" for processor in runs}
+
+
+@pytest.fixture(params=PROCESSORS)
+def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Kernel:
+    if request.param not in built:
+        pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
+    return native.Kernel(built[request.param])
 
 
 def expected(
@@ -30,8 +62,34 @@ def expected(
     return scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
 
 
+def drawn(
+    heads: int, count: int, tokens: int, dim: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys, values = (
+        torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (count, tokens, tokens)
+    )
+    return queries, keys, values
+
+
+def assert_as_exact_as_torch(
+    kernel: native.Kernel, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+) -> None:
+    """At most twice the error of torch's own kernel on the same data, and what rounding the result brings."""
+    scale = queries.shape[-1] ** -0.5
+    want, want_lse = expected(queries, keys, values, scale, mask)
+    out, lse = kernel.attend(queries, keys, values, scale, mask)
+    assert out.dtype == queries.dtype and lse.dtype == torch.float32
+    peer, peer_lse = TorchCpuBackend()(queries, keys, values, scale, mask)
+    rounding = torch.finfo(queries.dtype).eps * float(want.abs().max())
+    assert float((out - want).abs().max()) <= 2 * float((peer - want).abs().max()) + rounding
+    slack = 2e-6 * max(1.0, float(want_lse.abs().max()))
+    assert float((lse - want_lse).abs().max()) <= 2 * float((peer_lse - want_lse).abs().max()) + slack
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = [
-    # heads, queries, tokens, head_dim: every remainder of the kernel's tiles and blocks occurs
+    # heads, queries, tokens, head_dim: every remainder of the kernel's tiles, blocks and columns occurs
     (4, 1, 1, 64),
     (4, 1, 77, 64),
     (2, 5, 1000, 128),
@@ -40,75 +98,217 @@ SHAPES = [
     (1, 130, 300, 80),
     (2, 3, 9, 16),
     (1, 7, 3333, 112),
+    (1, 9, 391, 96),
+    (1, 2, 260, 256),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_error_is_at_most_twice_torchs(
     kernel: native.Kernel, dtype: torch.dtype, shape: tuple[int, int, int, int], masked: bool
 ) -> None:
-    heads, count, tokens, dim = shape
-    generator = torch.Generator().manual_seed(hash(shape) % 2**31)
-    queries, keys, values = (
-        torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (count, tokens, tokens)
-    )
+    queries, keys, values = drawn(*shape, dtype)
     mask = None
     if masked:
-        hidden = torch.rand(count, tokens, generator=generator) < 0.4
+        hidden = torch.rand(shape[1], shape[2], generator=torch.Generator().manual_seed(1)) < 0.4
         hidden[:, -1] = False
-        mask = torch.zeros(count, tokens).masked_fill(hidden, -torch.inf)
-    scale = dim**-0.5
-    want, want_lse = expected(queries, keys, values, scale, mask)
-    out, lse = kernel.attend(queries, keys, values, scale, mask)
-    peer, peer_lse = TorchCpuBackend()(queries, keys, values, scale, mask)
-    rounding = torch.finfo(dtype).eps * float(want.abs().max())
-    assert float((out - want).abs().max()) <= 2 * float((peer - want).abs().max()) + rounding
-    slack = 2e-6 * max(1.0, float(want_lse.abs().max()))
-    assert float((lse - want_lse).abs().max()) <= 2 * float((peer_lse - want_lse).abs().max()) + slack
+        mask = torch.zeros(shape[1], shape[2]).masked_fill(hidden, -torch.inf)
+    assert_as_exact_as_torch(kernel, queries, keys, values, mask)
 
 
-def test_reads_strided_heads_in_place(kernel: native.Kernel) -> None:
-    slab = torch.randn(2, 3, 500, 32)  # keys and values of a slab, of which a run in the middle is attended
-    keys, values = slab[0, :, 100:300], slab[1, :, 100:300]
-    queries = torch.randn(4, 3, 32).transpose(0, 1)
-    out, _ = kernel.attend(queries, keys, values, 0.2, None)
-    want, _ = expected(queries, keys, values, 0.2, None)
-    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+def test_rounded_weights_are_not_biased(kernel: native.Kernel) -> None:
+    queries, keys, values = drawn(1, 64, 1000, 64, torch.bfloat16)
+    values = values + 1  # whose mean shows whether the weights are too small as a whole
+    want, _ = expected(queries, keys, values, 0.125, None)
+    out, _ = kernel.attend(queries, keys, values, 0.125, None)
+    assert abs(float((out - want).mean())) < 2e-4
 
 
-def test_extreme_scores_neither_overflow_nor_vanish(kernel: native.Kernel) -> None:
-    queries = torch.full((1, 2, 16), 40.0)
+@DTYPES
+def test_every_number_of_queries(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    queries, keys, values = drawn(1, 66, 201, 64, dtype)
+    for count in range(1, 67):
+        assert_as_exact_as_torch(kernel, queries[:, :count], keys, values)
+
+
+@DTYPES
+def test_every_number_of_tokens(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    queries, keys, values = drawn(1, 5, 270, 64, dtype)
+    for tokens in (*range(1, 67), *range(120, 136), 255, 256, 257):
+        assert_as_exact_as_torch(kernel, queries, keys[:, :tokens], values[:, :tokens])
+
+
+@DTYPES
+def test_reads_strided_heads_in_place(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    # Keys and values of a slab, of which a run in the middle is attended; nothing beside it may count.
+    for start, end in ((100, 300), (101, 400), (299, 500)):
+        slab = torch.full((2, 3, 500, 64), torch.nan, dtype=dtype)
+        slab[:, :, start:end] = torch.randn(2, 3, end - start, 64, generator=torch.Generator().manual_seed(0))
+        queries = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(0, 1)
+        assert_as_exact_as_torch(kernel, queries, slab[0, :, start:end], slab[1, :, start:end])
+        wide = slab[..., :32]  # rows further apart than they are long
+        assert_as_exact_as_torch(kernel, queries[..., 32:], wide[0, :, start:end], wide[1, :, start:end])
+
+
+@DTYPES
+def test_extreme_scores_neither_overflow_nor_vanish(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    queries = torch.full((1, 2, 32), 40.0)
     queries[0, 1] = -40.0
-    keys = torch.linspace(-30, 30, 200)[None, :, None].expand(1, 200, 16).contiguous()
-    values = torch.randn(1, 200, 16, generator=torch.Generator().manual_seed(0))
+    # Rising for one query, so that every block raises the peak, and falling for the other.
+    keys = torch.linspace(-30, 30, 400)[None, :, None].expand(1, 400, 32).contiguous()
+    values = torch.randn(1, 400, 32, generator=torch.Generator().manual_seed(0))
+    queries, keys, values = (part.to(dtype) for part in (queries, keys, values))
     out, lse = kernel.attend(queries, keys, values, 1.0, None)
     want, want_lse = expected(queries, keys, values, 1.0, None)
-    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-4)
+    precision = 1e-4 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), want, atol=precision / 10, rtol=precision)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-2, rtol=1e-6)
 
 
-def test_nan_in_nan_out(kernel: native.Kernel) -> None:
-    keys = torch.randn(1, 50, 16)
-    keys[0, 20, 3] = torch.nan
-    out, _ = kernel.attend(torch.randn(1, 2, 16), keys, torch.randn(1, 50, 16), 1.0, None)
-    assert bool(out.isnan().any())
+@DTYPES
+def test_nan_in_nan_out(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    for tokens, place in ((50, 20), (3000, 2999)):
+        for where in (1, 2):
+            parts = drawn(1, 2, tokens, 32, dtype)
+            parts[where][0, place, 3] = torch.nan
+            out, lse = kernel.attend(*parts, 1.0, None)
+            # A value that is not a number is so in its dimension, a key in all of them.
+            assert out[:, :, 3].isnan().all() and bool(lse.isnan().all()) == (where == 1)
+            assert bool(out.isnan().all()) == (where == 1)
+
+
+@DTYPES
+def test_a_query_that_sees_nothing_vanishes_when_merged(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    for backend in (NativeCpuBackend(kernel), TorchCpuBackend()):
+        for tokens in (40, 4100):
+            queries, keys, values = drawn(2, 3, tokens, 32, dtype)
+            mask = torch.zeros(3, tokens)
+            mask[1] = -torch.inf
+            mask[2, : tokens - 10] = -torch.inf  # whole blocks and splits that it does not see
+            out, lse = backend(queries, keys, values, 0.3, mask)
+            assert out[:, 1].eq(0).all() and lse[:, 1].isneginf().all()
+            want, want_lse = expected(queries[:, ::2], keys, values, 0.3, mask[::2])
+            precision = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(out[:, ::2].double(), want, atol=precision, rtol=precision)
+            torch.testing.assert_close(lse[:, ::2].double(), want_lse, atol=precision, rtol=1e-5)
+            whole = backend(queries, keys, values, 0.3, None)
+            merged, merged_lse = merge([whole, (out, lse)])
+            assert torch.equal(merged[:, 1], whole[0][:, 1]) and torch.equal(merged_lse[:, 1], whole[1][:, 1])
+
+
+@DTYPES
+def test_no_keys_and_no_queries(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    for backend in (NativeCpuBackend(kernel), TorchCpuBackend()):
+        queries, keys, values = drawn(2, 3, 0, 32, dtype)
+        out, lse = backend(queries, keys, values, 0.3, None)
+        assert out.eq(0).all() and lse.isneginf().all() and lse.shape == (2, 3)
+    out, lse = kernel.attend(queries[:, :0], queries, queries, 0.3, None)
+    assert out.shape == (2, 0, 32) and lse.shape == (2, 0)
 
 
 @pytest.mark.parametrize(
     ("dtype", "dim"), [(torch.float64, 64), (torch.float16, 64), (torch.float32, 20)], ids=str
 )
 def test_what_it_does_not_cover_goes_to_torch(kernel: native.Kernel, dtype: torch.dtype, dim: int) -> None:
-    queries, keys, values = (torch.randn(2, n, dim).to(dtype) for n in (3, 40, 40))
+    if dim % kernel.lanes == 0:
+        pytest.skip("short vectors: covered")
+    queries, keys, values = drawn(2, 3, 40, dim, dtype)
     assert not kernel.fits(queries, keys, values)
     out, lse = NativeCpuBackend(kernel)(queries, keys, values, 0.1, None)
     peer, peer_lse = TorchCpuBackend()(queries, keys, values, 0.1, None)
     assert torch.equal(out, peer) and torch.equal(lse, peer_lse)
 
 
+def test_builds_use_what_their_processor_has(built: dict[str, Path]) -> None:
+    kernels = {processor: native.Kernel(path) for processor, path in built.items()}
+    lanes = {"x86-64-v4": 16, "x86-64-v3": 8, "x86-64": 4}
+    for processor, kernel in kernels.items():
+        assert kernel.lanes == lanes.get(processor, kernel.lanes)
+        has_dots = processor == "native" and "avx512_bf16" in processor_flags()
+        assert kernel.bfloat16_dots == has_dots
+
+
+# threads
+
+
+@DTYPES
+def test_teams_of_any_size_agree(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    queries, keys, values = drawn(2, 9, 5000, 64, dtype)
+    for threads in (1, 2, 3, 7):
+        out, lse = kernel.attend(queries, keys, values, 0.125, None, threads)
+        want, want_lse = expected(queries, keys, values, 0.125, None)
+        precision = 1e-5 if dtype == torch.float32 else 1e-3
+        torch.testing.assert_close(out.double(), want, atol=precision, rtol=5 * precision)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+@DTYPES
+def test_calls_at_the_same_time_do_not_meet(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    calls = [drawn(2, 3 + 5 * i, 3000 + i, 64, dtype, seed=i) for i in range(3)]
+    alone = [kernel.attend(*parts, 0.125, None, 2) for parts in calls]
+    together = threading.Barrier(len(calls))
+
+    def attend(index: int) -> bool:
+        together.wait()
+        results = [kernel.attend(*calls[index], 0.125, None, 2) for _ in range(10)]
+        return all(torch.equal(a, b) for found in results for a, b in zip(found, alone[index], strict=True))
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        assert list(pool.map(attend, range(len(calls)))) == [True] * len(calls)
+
+
+def test_a_backend_says_how_many_threads(kernel: native.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    teams: list[int] = []
+
+    def record(entry: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: (teams.append(arguments[-1]), entry(*arguments))[1]
+
+    monkeypatch.setattr(kernel, "_entry", {dtype: record(entry) for dtype, entry in kernel._entry.items()})
+    parts = drawn(1, 2, 30, 16, torch.float32)
+    for threads in (3, None):
+        NativeCpuBackend(kernel, threads=threads)(*parts, 0.25, None)
+    assert teams == [3, torch.get_num_threads()]
+
+
+def test_torchs_threads_are_set_for_the_calling_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, seen = torch.get_num_threads(), []
+
+    def inside() -> None:
+        with _torch_threads(usual + 2):
+            seen.append(torch.get_num_threads())
+            inner.set()
+            outer.wait()
+        seen.append(torch.get_num_threads())
+
+    inner, outer = threading.Event(), threading.Event()
+    thread = threading.Thread(target=inside)
+    thread.start()
+    inner.wait()
+    here = torch.get_num_threads()
+    outer.set()
+    thread.join()
+    assert here == usual and seen == [usual + 2, usual]
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    backend, parts = TorchCpuBackend(threads=usual + 1), drawn(1, 4, 4, 16, torch.float32)
+    backend(*parts, 0.25, None)
+    backend.causal(*parts, 0.25)
+    assert counts == [usual + 1, usual] * 2
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_the_chosen_backend_has_the_threads(threads: int | None) -> None:
+    backend = choose_backend(torch.device("cpu"), threads)
+    assert isinstance(backend, TorchCpuBackend) and backend.threads == threads
+
+
+# building
+
+
 @pytest.fixture
-def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache folder, and no memory of an earlier build."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
     native.load_kernel.cache_clear()
@@ -140,3 +340,20 @@ def test_is_built_once(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(native, "_build", refuse)
     assert native.load_kernel() is not None
+
+
+def test_another_source_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    before = native._fingerprint(compiler)
+    assert {source.name for source in native.SOURCES} == {
+        path.name for path in native.SOURCE.parent.iterdir() if path.suffix in (".cpp", ".h")
+    }
+    for index, source in enumerate(native.SOURCES):
+        changed = tmp_path / source.name
+        changed.write_bytes(source.read_bytes() + b"\n")
+        sources = (*native.SOURCES[:index], changed, *native.SOURCES[index + 1 :])
+        monkeypatch.setattr(native, "SOURCES", sources)
+        assert native._fingerprint(compiler) != before
+        monkeypatch.undo()

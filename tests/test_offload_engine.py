@@ -18,7 +18,7 @@ from cpu_kv import CopyFailed, LayerStream, PacedLink, TransferEngine, TransferS
 from cpu_kv.link import Pairs
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention import ReferenceBackend
-from offload_rt.caches.places import CpuShare, Placement
+from offload_rt.caches.places import CpuShare, Shares
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
 from offload_rt.schedule import Schedule
 
@@ -330,9 +330,9 @@ def test_two_engines_share_a_model(
 
 def test_placements_are_whole_pages() -> None:
     with pytest.raises(ValueError, match="resident_tokens must be a multiple of 16"):
-        Placement(resident_tokens=8).check(16)
+        Shares(resident_tokens=8).check(16)
     with pytest.raises(ValueError, match="cpu_tokens must be a multiple of 16"):
-        Placement(cpu_tokens=-16).check(16)
+        Shares(cpu_tokens=-16).check(16)
 
 
 def test_the_cpu_share_attends_several_runs_as_one() -> None:

@@ -11,7 +11,8 @@ import torch
 from enumeration import Composition, Parts, ScriptedDraws, distance, output_law, own_law
 
 from offload_rt.drafting.base import NoDrafter
-from offload_rt.drafting.verifier import Pass, Verifier, likely_outcomes
+from offload_rt.drafting.outcomes import likely_outcomes
+from offload_rt.drafting.verifier import Pass, Verifier
 from offload_rt.sampling import SamplingLaw
 from offload_rt.schedule import Schedule
 from offload_rt.verification import Draft

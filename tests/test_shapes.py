@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig
 
 from offload_rt.errors import UsageError
 from offload_rt.loading import demo_model, load_model
-from offload_rt.shapes import SHAPES, ModelShape, find_shape, from_config, shape_names
+from offload_rt.planning.shapes import SHAPES, ModelShape, find_shape, from_config, shape_names
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((arch, {}) for arch in ARCHITECTURES),

@@ -18,7 +18,8 @@ from torch import Tensor
 from cpu_kv import KVLayout, LayerStream, SequenceKV, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, merge
 from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
-from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, KeysValues, Placement, ResidentShare, Tail
+from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, KeysValues, ResidentShare, Shares, Tail
+from offload_rt.host import to_device
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
@@ -42,7 +43,7 @@ class FullCache:
     runs at a time, and derived caches are not built meanwhile.
 
     Args:
-        placement: which share of each layer is not streamed; nothing else than in place on a CPU.
+        shares: which share of each layer is not streamed; nothing else than in place on a CPU.
         cpu: attends the CPU's share; None where that is nothing.
 
     Attributes:
@@ -58,26 +59,26 @@ class FullCache:
         heads: int,
         device: torch.device,
         backend: AttentionBackend,
-        placement: Placement = EVERYTHING_STREAMED,
+        shares: Shares = EVERYTHING_STREAMED,
         cpu: CpuShare | None = None,
     ) -> None:
-        if cpu is None and placement.cpu_tokens:
-            raise ValueError(f"nothing attends the CPU's {placement.cpu_tokens} tokens")
-        if engine.link.in_place and placement != EVERYTHING_STREAMED:
+        if cpu is None and shares.cpu_tokens:
+            raise ValueError(f"nothing attends the CPU's {shares.cpu_tokens} tokens")
+        if engine.link.in_place and shares != EVERYTHING_STREAMED:
             raise ValueError("where KV is attended in place, none of it has another place")
-        placement.check(layout.page_size)
+        shares.check(layout.page_size)
         self.sequence = sequence
         self.engine = engine
         self.layout = layout
         self.heads = heads
         self.device = device
         self.backend = backend
-        self.placement = placement
+        self.shares = shares
         self.derived: list[DerivedCache] = []
         self.scale = layout.head_dim**-0.5
         self.last_queries = torch.empty(0)  # of the newest tokens, [layers, heads, tokens, head_dim]
         self._cpu = cpu
-        self._resident = ResidentShare(layout, placement.resident_tokens, device)
+        self._resident = ResidentShare(layout, shares.resident_tokens, device)
         self._tail = Tail(layout, device)
         self._new: NewTokens | None = None
         self._mask: Tensor | None = None
@@ -120,7 +121,7 @@ class FullCache:
         if self.sequence.length < end:
             self.engine.flush()
         resident = min(self._resident.tokens, end)
-        start = min(resident + self.placement.cpu_tokens, end)
+        start = min(resident + self.shares.cpu_tokens, end)
         return _Coverage(resident, self.engine.stream(end, start=start))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -167,7 +168,7 @@ class FullCache:
         proposed = self._new.count - 1
         self._new = self._coverage = None
         keys, values = self._tail.commit(path)
-        chosen = torch.tensor(path, device=self.device)
+        chosen = to_device(path, self.device)
         verified = Verified(keys, values, self._queries.index_select(2, chosen), proposed)
         for layer in range(self.layout.layers):
             self.engine.write_back(layer, keys[layer], values[layer])

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend, merge
+from offload_rt.host import to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Placement:
+class Shares:
     """How many of a layer's first tokens are not streamed; multiples of the store's page.
 
     Attributes:
@@ -41,7 +42,7 @@ class Placement:
                 raise ValueError(f"{name} must be a multiple of {page} and not negative, not {tokens}")
 
 
-EVERYTHING_STREAMED = Placement()
+EVERYTHING_STREAMED = Shares()
 
 
 class ResidentShare:
@@ -124,7 +125,7 @@ class Tail:
 
     def commit(self, path: Sequence[int]) -> KeysValues:
         """Keeps these pending tokens, in this order; returns copies `[layers, kv_heads, n, head_dim]`."""
-        chosen = torch.tensor(path, device=self.keys.device) + self.tokens
+        chosen = to_device([self.tokens + place for place in path], self.keys.device)
         keys, values = self.keys.index_select(2, chosen), self.values.index_select(2, chosen)
         stop = self.tokens + len(path)
         self.keys[:, :, self.tokens : stop] = keys

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.json_file import check_writable, write_json
-from offload_rt.hardware import GIB, Gpu
+from offload_rt.machine.hardware import GIB, Gpu
 
 if TYPE_CHECKING:
-    from offload_rt.doctor import Report
-    from offload_rt.inventory import Card
-    from offload_rt.measuring_gpu import LinkFigures
+    from offload_rt.machine.doctor import Report
+    from offload_rt.machine.inventory import Card
+    from offload_rt.machine.measuring_gpu import LinkFigures
 
 LABEL_WIDTH = 20
 LINE_WIDTH = 100
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     # What needs no torch is checked before it is imported: that alone takes seconds.
     if arguments.json is not None:
         check_writable(arguments.json)
-    from offload_rt.advice import warnings
-    from offload_rt.doctor import inspect
+    from offload_rt.machine.advice import warnings
+    from offload_rt.machine.doctor import inspect
 
     def progress(what: str, done: int, total: int) -> None:
         if not arguments.quiet:

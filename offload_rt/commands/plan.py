@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from offload_rt.commands.json_file import check_writable, write_json
 from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, Hardware
+from offload_rt.machine.hardware import GIB, Hardware
 
 if TYPE_CHECKING:
-    from offload_rt.planner import Plan
+    from offload_rt.planning.planner import Plan
 
 HARDWARE_FLAGS = ("gpus", "link", "dram", "ram", "cpu_attention", "vram")
-GAMMA2 = "speculation.gamma2"
 NO_DRAFT = "none"
 
 
@@ -47,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         dest="overrides",
         metavar="section.key=value",
-        help=f"sets any configuration key; {GAMMA2} is else chosen by the plan",
+        help="sets any configuration key; speculation.gamma2 is chosen by the plan where it is 0",
     )
     config.add_argument(
         "--acceptance", type=float, metavar="A", help="of tokens the target drafts itself (default: 0.92)"
@@ -82,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from offload_rt.loading import DEMO, choose_dtype
-    from offload_rt.placement import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE, PlanRequest
-    from offload_rt.planner import plan
-    from offload_rt.shapes import DEMO_DRAFT, find_shape
+    from offload_rt.planning.placement import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE, PlanRequest
+    from offload_rt.planning.planner import plan
+    from offload_rt.planning.shapes import DEMO_DRAFT, find_shape
 
     dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
     target = find_shape(arguments.model, dtype)
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             hardware=hardware,
             same_model_acceptance=SAME_MODEL_ACCEPTANCE if same is None else same,
             small_model_acceptance=SMALL_MODEL_ACCEPTANCE if small is None else small,
-            fixed_draft=GAMMA2 in overrides,
+            fixed_draft=config.speculation.gamma2 > 0,
             drafts_ahead=not arguments.no_ahead,
         )
     )
@@ -119,13 +118,13 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     given = {name: getattr(arguments, name) for name in HARDWARE_FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.gpu is not None:
-        from offload_rt.named_hardware import named_hardware
+        from offload_rt.machine.named_hardware import named_hardware
 
         return named_hardware(arguments.gpu, **given)
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise UsageError(f"{flag} describes a machine: name its card with --gpu NAME, or --gpu none")
-    from offload_rt.doctor import inspect
+    from offload_rt.machine.doctor import inspect
 
     return inspect().hardware
 

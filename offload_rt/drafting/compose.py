@@ -12,8 +12,9 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING, Config
 from offload_rt.costs import PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
+from offload_rt.drafting.hierarchical import SmallModelDrafter, VerifierDrafter
 from offload_rt.drafting.lookup import LookupDrafter
-from offload_rt.drafting.verifier import Sampling, SmallModelDrafter, Verifier, VerifierDrafter
+from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.model import CausalModel
 
 TARGET_FULL = "target:full"

@@ -23,9 +23,10 @@ from torch import Tensor
 from offload_rt.devices import cache_folder
 
 SOURCE = Path(__file__).with_name("attention.cpp")
+SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 SWITCH = "OFFLOAD_RT_NATIVE"
 BUILD_TIMEOUT_S = 120
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURE = (
@@ -40,11 +41,18 @@ _SIGNATURE = (
 
 
 class Kernel:
-    """The compiled library; see `attention.cpp`."""
+    """The compiled library; see `attention.cpp`.
+
+    Attributes:
+        lanes: floats in one of its vectors.
+        bfloat16_dots: whether it multiplies bfloat16 by dot products of the processor; it widens to float32
+            otherwise.
+    """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self.lanes = int(library.offload_rt_lanes())
+        self.bfloat16_dots = bool(library.offload_rt_bfloat16_dots())
         self._entry: dict[torch.dtype, Callable[..., None]] = {}
         for dtype in (torch.float32, torch.bfloat16):
             name = f"offload_rt_attend_{str(dtype).removeprefix('torch.')}"
@@ -58,16 +66,30 @@ class Kernel:
             queries.dtype in self._entry
             and queries.shape[-1] % self.lanes == 0
             and queries.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-            and keys.shape[1] > 0
         )
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        threads: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries `[heads, query, dim]` over keys `[heads, tokens, dim]` under a mask `[query, tokens]`."""
+        """Queries `[heads, query, dim]` over keys `[heads, tokens, dim]` under a mask `[query, tokens]`.
+
+        A query that sees no key has an output of zero and the log-sum-exp -inf. Threads of a program may
+        call at the same time, each with its own team.
+
+        Args:
+            threads: the size of the team (default: torch's for the calling thread).
+        """
         heads, count, dim = queries.shape
         out = queries.new_empty(heads, count, dim)
         lse = torch.empty(heads, count, dtype=torch.float32)
+        if out.numel() == 0:
+            return out, lse
         if mask is not None:
             mask = mask.to(torch.float32).contiguous()
         self._entry[queries.dtype](
@@ -88,7 +110,7 @@ class Kernel:
             dim,
             scale,
             None if mask is None else mask.data_ptr(),
-            torch.get_num_threads(),
+            torch.get_num_threads() if threads is None else threads,
         )
         return out, lse
 
@@ -117,16 +139,17 @@ def _fingerprint(compiler: str) -> str:
         )
     except (OSError, StopIteration):
         flags = platform.processor()
-    parts = (SOURCE.read_bytes(), version, flags.encode(), " ".join(_FLAGS).encode())
+    parts = (*(source.read_bytes() for source in SOURCES), version, flags.encode(), " ".join(_FLAGS).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: str, path: Path, processor: str = "native") -> None:
+    """Compiles the sources for a processor by the compiler's name for it."""
     # Built aside and moved into place: another process may be building the same.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         subprocess.run(
-            [compiler, *_FLAGS, "-o", str(built), str(SOURCE)],
+            [compiler, f"-march={processor}", *_FLAGS, "-o", str(built), str(SOURCE)],
             check=True,
             capture_output=True,
             timeout=BUILD_TIMEOUT_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 
 MIB = 2**20
 

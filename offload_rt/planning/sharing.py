@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from offload_rt.placement import Placement, resident_capacity, ring_fits
-from offload_rt.prediction import PassTime, Predictor, RoundTime
+from offload_rt.planning.placement import Placement, resident_capacity, ring_fits
+from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 

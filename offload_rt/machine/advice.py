@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload_rt.doctor import Report
-from offload_rt.hardware import GIB
-from offload_rt.inventory import Card
-from offload_rt.measuring_gpu import LinkFigures
+from offload_rt.machine.doctor import Report
+from offload_rt.machine.hardware import GIB
+from offload_rt.machine.inventory import Card
+from offload_rt.machine.measuring_gpu import LinkFigures
 
 LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one PCIe lane in one direction, by generation, before the packets' own overhead."""

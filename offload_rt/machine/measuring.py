@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_rt.attention import choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.hardware import AttentionRate, Host
+from offload_rt.machine.hardware import AttentionRate, Host
 from offload_rt.model import CausalModel
 
 Progress = Callable[[str, int, int], None]

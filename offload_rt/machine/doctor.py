@@ -19,8 +19,8 @@ import torch
 
 from offload_rt.devices import CACHE_FOLDER, cache_folder
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, Hardware
-from offload_rt.inventory import (
+from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.inventory import (
     Card,
     HostFacts,
     Versions,
@@ -29,9 +29,9 @@ from offload_rt.inventory import (
     read_host,
     read_versions,
 )
-from offload_rt.measuring import Progress, Sizes, measure_host
-from offload_rt.measuring_gpu import LinkFigures, PinnedCopies, measure_gpu
-from offload_rt.native import SOURCE
+from offload_rt.machine.measuring import Progress, Sizes, measure_host
+from offload_rt.machine.measuring_gpu import LinkFigures, PinnedCopies, measure_gpu
+from offload_rt.native import SOURCES
 
 FORMAT = 1
 """Of the files that keep reports: raised when what a figure means changes."""
@@ -173,7 +173,10 @@ def _identity(host: HostFacts, cards: tuple[Card, ...], versions: Versions) -> d
         "processor": [host.processor, *host.instruction_sets],
         "cores": host.cores,
         "threads": host.threads,
-        "attention": [host.attention, hashlib.sha256(SOURCE.read_bytes()).hexdigest()],
+        "attention": [
+            host.attention,
+            hashlib.sha256(b"".join(part.read_bytes() for part in SOURCES)).hexdigest(),
+        ],
         "memory_gib": round(host.total_bytes / GIB),
         "cards": [[card.name, card.uuid, card.bus, card.device, card.link_generation_most] for card in cards],
         "versions": asdict(versions),

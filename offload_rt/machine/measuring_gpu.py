@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cpu_kv.pinned import SlabAllocator
-from offload_rt.hardware import Gpu
-from offload_rt.inventory import Card, link_now
-from offload_rt.measuring import Progress, Sizes, launch_ms
+from offload_rt.machine.hardware import Gpu
+from offload_rt.machine.inventory import Card, link_now
+from offload_rt.machine.measuring import Progress, Sizes, launch_ms
 
 _COPIES = 4
 """Copies of one measurement of a rate, enqueued at once."""

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING
-from offload_rt.hardware import AttentionRate
-from offload_rt.placement import Placement, PlanRequest
-from offload_rt.shapes import ModelShape
+from offload_rt.machine.hardware import AttentionRate
+from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.shapes import ModelShape
 
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
 EXCHANGE_MS = 0.04  # a layer: queries to the CPU and results back, besides their bytes

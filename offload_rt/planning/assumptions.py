@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from offload_rt.config import DRAFT_STREAMING
-from offload_rt.hardware import GIB, Gpu
-from offload_rt.named_hardware import COMPUTE_SHARE, MEMORY_SHARE
-from offload_rt.placement import LONGEST_DRAFT, Placement, PlanRequest
-from offload_rt.prediction import (
+from offload_rt.machine.hardware import GIB, Gpu
+from offload_rt.machine.named_hardware import COMPUTE_SHARE, MEMORY_SHARE
+from offload_rt.planning.placement import LONGEST_DRAFT, Placement, PlanRequest
+from offload_rt.planning.prediction import (
     ALL_REDUCE_MS,
     EXCHANGE_MS,
     GRAPH_LAUNCH_SHARE,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload_rt.assumptions import machine, reckoning
 from offload_rt.config import Config
-from offload_rt.placement import Placement, PlanRequest, gpu_memory, host_memory, shortage
-from offload_rt.prediction import Predictor
-from offload_rt.sharing import choices
+from offload_rt.planning.assumptions import machine, reckoning
+from offload_rt.planning.placement import Placement, PlanRequest, gpu_memory, host_memory, shortage
+from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.sharing import choices
 
 MOST_GPUS = 8
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition

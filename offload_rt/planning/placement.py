@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config
 from offload_rt.errors import UsageError
-from offload_rt.hardware import GIB, Hardware
-from offload_rt.shapes import ModelShape
+from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.planning.shapes import ModelShape
 
 LONGEST_DRAFT = 64  # γ2 is chosen up to this
 

@@ -1,0 +1,225 @@
+"""`python -m bench attention`: our CPU attention kernel beside torch's own, over one layer's KV.
+
+Both read the same keys and values, which are far more than a cache of the processor holds, and take turns
+(ours, torch, ours, torch, …), so that a machine that slows down slows both. A time is a median over repeats,
+after one that is not counted. The ceiling is the rate at which torch reads memory, measured just before:
+attention reads every key and value once. Errors are the largest of any entry, against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from bench import inputs, machine, report
+from bench.inputs import say
+from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend
+from offload_rt.errors import UsageError
+from offload_rt.native import load_kernel
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """How much `attention` measures.
+
+    Attributes:
+        shapes: key heads and their dimensions.
+        tokens: keys a head.
+        queries: query tokens times the heads that share a key head.
+        repeats: interleaved runs of both kernels, after one that is not timed.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    tokens: int
+    queries: tuple[int, ...]
+    repeats: int
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+
+
+FULL = AttentionCase(((4, 64), (8, 128)), tokens=131072, queries=(1, 8, 16, 32, 64), repeats=9)
+QUICK = AttentionCase(((4, 64),), tokens=65536, queries=(1, 8, 16, 32, 64), repeats=5)
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "attention",
+        help="our CPU attention kernel beside torch's",
+        description="Measures our CPU attention kernel beside torch's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--tokens", type=inputs.count(1), metavar="N", help="keys a head")
+    parser.add_argument("--queries", type=inputs.counts(1), metavar="N,N")
+    parser.add_argument("--repeats", type=inputs.count(1), metavar="N")
+    parser.add_argument("--quick", action="store_true", help="64K tokens of one shape, fewer repeats")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures, writes the JSON, prints the tables."""
+    given = {key: getattr(arguments, key) for key in ("tokens", "queries", "repeats")}
+    case = dataclasses.replace(
+        QUICK if arguments.quick else FULL,
+        **{key: value for key, value in given.items() if value is not None},
+    )
+    check_memory(case)
+    kernel = load_kernel()
+    if kernel is None:
+        raise UsageError(
+            "the native kernel cannot be built here: install a C++ compiler (g++, or name one in CXX), "
+            "and do not set OFFLOAD_RT_NATIVE=0"
+        )
+    described = machine.describe(CPU)
+    out = inputs.destination(arguments.out, "attention", described)
+    measured = []
+    for heads, dim in case.shapes:
+        for name in case.dtypes:
+            say(f"{heads} key heads of {dim}, {name}")
+            measured.append(measure(NativeCpuBackend(kernel), heads, dim, getattr(torch, name), case))
+    result = {
+        "benchmark": "attention",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": described,
+        "kernel": {"lanes": kernel.lanes, "bfloat16_dots": kernel.bfloat16_dots},
+        "case": dataclasses.asdict(case),
+        "measured": measured,
+    }
+    report.write_json(out, result)
+    for part in measured:
+        print(_table(part), end="\n\n")
+    print(json.dumps(result))
+
+
+def check_memory(case: AttentionCase) -> None:
+    """
+    Raises:
+        UsageError: the keys and values and what they are checked with do not fit in free memory.
+    """
+    kv = max(2 * heads * case.tokens * dim * 4 for heads, dim in case.shapes)
+    # One head's keys and values in float64, with its scores and their softmax.
+    exact = max(case.tokens * (2 * dim + 2 * max(case.queries)) * 8 for _, dim in case.shapes)
+    needed, free = kv + max(exact, machine.READ_BYTES), psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(
+            f"--tokens {case.tokens} needs {needed / machine.GIB:.1f} GiB of memory, and "
+            f"{free / machine.GIB:.1f} GiB are free; use fewer tokens"
+        )
+
+
+def measure(
+    ours: AttentionBackend, heads: int, dim: int, dtype: torch.dtype, case: AttentionCase
+) -> dict[str, Any]:
+    """Both kernels over one layer's keys and values, for every number of queries."""
+    rate = machine.read_rate(CPU)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(heads, count, dim, generator=generator).to(dtype)
+        for count in (max(case.queries), case.tokens, case.tokens)
+    )
+    scale = dim**-0.5
+    want, want_lse = exact(queries, keys, values, scale)
+    kv_bytes = keys.nbytes + values.nbytes
+    rows = []
+    for count in case.queries:
+        asked = queries[:, :count]
+
+        def call(backend: AttentionBackend, asked: Tensor = asked) -> tuple[Tensor, Tensor]:
+            return backend(asked, keys, values, scale, None)
+
+        row: dict[str, Any] = {"queries": count}
+        timed = take_turns([ours, TorchCpuBackend()], call, case.repeats)
+        for name, ((out, lse), times) in zip(("ours", "torch"), timed, strict=True):
+            gb_s = kv_bytes / median(times) / 1e6
+            row[name] = {
+                "ms": {"median": median(times), "min": min(times), "max": max(times), "runs": times},
+                "gb_s": gb_s,
+                "share_of_read_rate": gb_s / rate,
+                "error": float((out - want[:, :count]).abs().max()),
+                "lse_error": float((lse - want_lse[:, :count]).abs().max()),
+            }
+        row["over_torch"] = row["torch"]["ms"]["median"] / row["ours"]["ms"]["median"]
+        rows.append(row)
+    return {
+        "key_heads": heads,
+        "head_dim": dim,
+        "tokens": case.tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_bytes": kv_bytes,
+        "read_rate_gb_s": rate,
+        "rows": rows,
+    }
+
+
+def take_turns(
+    backends: Sequence[AttentionBackend],
+    call: Callable[[AttentionBackend], tuple[Tensor, Tensor]],
+    repeats: int,
+) -> list[tuple[tuple[Tensor, Tensor], list[float]]]:
+    """What each backend returns, and its times in ms, in interleaved runs after one that is not timed."""
+    results = [call(backend) for backend in backends]
+    times: list[list[float]] = [[] for _ in backends]
+    for _ in range(repeats):
+        for backend, runs in zip(backends, times, strict=True):
+            started = perf_counter()
+            call(backend)
+            runs.append(1e3 * (perf_counter() - started))
+    return list(zip(results, times, strict=True))
+
+
+def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention in float64, a head at a time: out `[heads, query, dim]` and lse `[heads, query]`."""
+    parts = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        scores = q.double() @ k.double().T * scale
+        parts.append((scores.softmax(-1) @ v.double(), scores.logsumexp(-1)))
+    return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def _table(part: dict[str, Any]) -> str:
+    """One layer's KV as markdown."""
+    head = (
+        f"{part['key_heads']} key heads of {part['head_dim']}, {part['tokens']:,} tokens, {part['dtype']}: "
+        f"{part['kv_bytes'] / 1e6:,.0f} MB of KV; memory is read at {part['read_rate_gb_s']:.1f} GB/s."
+    )
+    rows = []
+    for row in part["rows"]:
+        ours, theirs = row["ours"], row["torch"]
+        rows.append(
+            [
+                row["queries"],
+                report.number(ours["ms"]["median"]),
+                report.number(theirs["ms"]["median"]),
+                report.number(row["over_torch"]),
+                report.number(ours["gb_s"], 1),
+                report.number(theirs["gb_s"], 1),
+                f"{ours['share_of_read_rate']:.0%}",
+                f"{ours['error']:.1e}",
+                f"{theirs['error']:.1e}",
+            ]
+        )
+    header = [
+        "queries",
+        "ms",
+        "torch ms",
+        "× torch",
+        "GB/s",
+        "torch GB/s",
+        "of read rate",
+        "error",
+        "torch's",
+    ]
+    return f"{head}\n\n{report.table(header, rows)}"

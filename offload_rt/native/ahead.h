@@ -1,0 +1,30 @@
+// Memory that will be read soon, fetched while other work is done.
+
+#pragma once
+
+#include <cstdint>
+
+// Fetches the next rows into the second-level cache, a few lines at each step of the work: in one burst they
+// would fill the processor's queue of misses, and the work would wait. A fetch past the end of memory is no
+// fault. Rows with gaps between them are left to the processor.
+class Ahead {
+  public:
+    template <typename T>
+    Ahead(const T* first, int rows, int dim, int64_t stride, int steps)
+        : at_(reinterpret_cast<const char*>(first)),
+          last_(at_ + (stride == dim ? rows * stride * int64_t(sizeof(T)) : 0)),
+          lines_(int((last_ - at_ + LINE * steps - 1) / (LINE * steps))) {}
+
+    inline void step() {
+        for (int line = 0; line < lines_; ++line) {
+            __builtin_prefetch(at_, 0, 2);
+            at_ += LINE;
+        }
+        if (at_ > last_) at_ = last_;
+    }
+
+  private:
+    static constexpr int64_t LINE = 64;
+    const char *at_, *last_;
+    int lines_;
+};

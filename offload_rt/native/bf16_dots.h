@@ -1,0 +1,173 @@
+// The two products of attention with the bfloat16 dot products of AVX-512: pairs of entries, summed in float32.
+//
+// A lane of the scores is a key, and its pairs are of dimensions: a block of keys is transposed in units of
+// 32 bits. A lane of the sums is a dimension, and its pairs are of tokens: two rows of values are interleaved.
+// Weights are rounded to bfloat16, as torch's kernel does.
+
+#pragma once
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define OFFLOAD_RT_BF16_DOTS 1
+
+#include <immintrin.h>
+
+#include <algorithm>
+
+#include "ahead.h"
+#include "block.h"
+#include "vectors.h"
+
+// For loops with a vector register for every accumulator: within a larger function the compiler spills them.
+#define OWN_REGISTERS __attribute__((noinline))
+
+class Bf16DotProducts {
+  public:
+    using Entry = BFloat16;
+    using Weight = BFloat16;
+    static constexpr int STEP = 2 * LANES;  // entries in a vector; head_dim must be a multiple
+
+    Bf16DotProducts(int dim, int rows)
+        : dim_(dim), scale_(0), queries_(size_t(rows) * dim / 2), keys_t_(size_t(dim) / 2 * GROUPS * LANES),
+          pairs_(BLOCK / 2 * SUM_VECS * LANES) {}
+
+    void set_queries(const BFloat16* q, int64_t stride, int count, float scale) {
+        for (int r = 0; r < count; ++r) std::memcpy(&queries_[r * dim_ / 2], q + r * stride, dim_ * sizeof *q);
+        scale_ = scale * LOG2E;
+    }
+
+    // scores [count][BLOCK] of `held` keys.
+    void score(const BFloat16* keys, int64_t stride, int held, int count, float* scores) {
+        for (int group = 0; group < held; group += GROUPS * LANES) {
+            for (int g = 0; g < GROUPS; ++g) {
+                int lanes = std::clamp(held - group - g * LANES, 0, LANES);
+                transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g);
+            }
+            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
+            int r = 0;
+            for (; r + 4 <= count; r += 4) score_rows<4>(r, scores + group, ahead);
+            for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
+            if (r < count) score_rows<1>(r, scores + group, ahead);
+        }
+    }
+
+    // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values; see `finish` for their order.
+    void sum(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count, float* sums) {
+        constexpr int WIDE = SUM_VECS * LANES;
+        int passes = dim_ / WIDE + dim_ % WIDE / STEP;
+        Ahead ahead(values + BLOCK * stride, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
+        int d = 0;
+        for (; d + WIDE <= dim_; d += WIDE)
+            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
+        for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, held, count, sums + d, ahead);
+    }
+
+    // Puts sums [count][dim] in the order of the dimensions: interleaving works on 128 bits at a time.
+    void finish(float* sums, int count) const {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+        for (int i = 0; i < count * dim_; i += STEP) {
+            __m512 low = _mm512_load_ps(sums + i), high = _mm512_load_ps(sums + i + LANES);
+            _mm512_store_ps(sums + i, _mm512_permutex2var_ps(low, first, high));
+            _mm512_store_ps(sums + i + LANES, _mm512_permutex2var_ps(low, second, high));
+        }
+    }
+
+  private:
+    static constexpr int GROUPS = 4;  // of LANES keys each, transposed and scored together
+    static constexpr int SUM_VECS = 4;
+
+    // Calls of score_rows or sum_rows for so many queries: by fours, then the two and the one that are left.
+    static int row_calls(int count) { return count / 4 + count % 4 / 2 + count % 2; }
+
+    static __m512bh both(uint32_t pair) { return reinterpret<__m512bh>(_mm512_set1_epi32(int(pair))); }
+    static __m512bh pairs(const float* p) { return reinterpret<__m512bh>(_mm512_load_ps(p)); }
+
+    // A group of `lanes` keys, and zeros up to LANES, to keys_t_ [dim / 2][GROUPS][LANES].
+    OWN_REGISTERS void transpose_keys(const BFloat16* keys, int64_t stride, int lanes, int group) {
+        for (int d = 0; d < dim_; d += STEP) {
+            Vec rows[LANES];
+            for (int i = 0; i < LANES; ++i)
+                rows[i] = i < lanes ? load(reinterpret_cast<const float*>(keys + i * stride + d)) : Vec{};
+            transpose(rows);
+            float* to = &keys_t_[(d / 2 * GROUPS + group) * LANES];
+            for (int i = 0; i < LANES; ++i) _mm512_store_ps(to + i * GROUPS * LANES, reinterpret<__m512>(rows[i]));
+        }
+    }
+
+    template <int R> OWN_REGISTERS void score_rows(int first, float* scores, Ahead& ahead) const {
+        const uint32_t* q = &queries_[first * dim_ / 2];
+        __m512 acc[R][GROUPS] = {};
+        Ahead next = ahead;  // in registers
+        for (int p = 0; p < dim_ / 2; ++p) {
+            next.step();
+            __m512bh k[GROUPS];
+            for (int g = 0; g < GROUPS; ++g) k[g] = pairs(&keys_t_[(p * GROUPS + g) * LANES]);
+            for (int r = 0; r < R; ++r) {
+                __m512bh pair = both(q[r * dim_ / 2 + p]);
+                for (int g = 0; g < GROUPS; ++g) acc[r][g] = _mm512_dpbf16_ps(acc[r][g], pair, k[g]);
+            }
+        }
+        ahead = next;
+        for (int r = 0; r < R; ++r)
+            for (int g = 0; g < GROUPS; ++g)
+                _mm512_store_ps(scores + (first + r) * BLOCK + g * LANES,
+                                _mm512_mul_ps(acc[r][g], _mm512_set1_ps(scale_)));
+    }
+
+    // Two rows of values, the second zero if there is none, to pairs_ [BLOCK / 2][W][LANES].
+    template <int W> static void interleave(const BFloat16* first, const BFloat16* second, float* to) {
+        for (int w = 0; w < W; w += 2) {
+            __m512i even = _mm512_loadu_si512(first + w * LANES);
+            __m512i odd = second ? _mm512_loadu_si512(second + w * LANES) : _mm512_setzero_si512();
+            _mm512_store_si512(to + w * LANES, _mm512_unpacklo_epi16(even, odd));
+            _mm512_store_si512(to + (w + 1) * LANES, _mm512_unpackhi_epi16(even, odd));
+        }
+    }
+
+    template <int W>
+    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count,
+                     float* sums, Ahead& ahead) {
+        float* to = &pairs_[0];
+        const BFloat16* row = values;
+        for (int k = 0; k + 2 <= held; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
+        if (held % 2) interleave<W>(row, nullptr, to);
+        int r = 0;
+        for (; r + 4 <= count; r += 4) sum_rows<4, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
+        for (; r + 2 <= count; r += 2) sum_rows<2, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
+        if (r < count) sum_rows<1, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
+    }
+
+    template <int R, int W>
+    OWN_REGISTERS void sum_rows(const BFloat16* weights, int held, float* sums, Ahead& ahead) const {
+        // From zero: a sum over all tokens in one chain would lose digits with their number.
+        __m512 acc[R][W] = {};
+        Ahead next = ahead;
+        for (int p = 0; p < (held + 1) / 2; ++p) {
+            next.step();
+            __m512bh v[W];
+            for (int w = 0; w < W; ++w) v[w] = pairs(&pairs_[(p * W + w) * LANES]);
+            for (int r = 0; r < R; ++r) {
+                uint32_t pair;
+                std::memcpy(&pair, weights + r * BLOCK + 2 * p, sizeof pair);
+                for (int w = 0; w < W; ++w) acc[r][w] = _mm512_dpbf16_ps(acc[r][w], both(pair), v[w]);
+            }
+        }
+        ahead = next;
+        for (int r = 0; r < R; ++r)
+            for (int w = 0; w < W; ++w) {
+                float* sum = sums + r * dim_ + w * LANES;
+                _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), acc[r][w]));
+            }
+    }
+
+    int dim_;
+    float scale_;
+    Buffer<uint32_t> queries_;
+    Buffer<float> keys_t_, pairs_;
+};
+
+static inline void store(BFloat16* p, Vec v) {
+    __m256bh half = _mm512_cvtneps_pbh(reinterpret<__m512>(v));
+    std::memcpy(p, &half, sizeof half);
+}
+#endif

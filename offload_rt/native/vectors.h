@@ -1,0 +1,135 @@
+// Vectors of the compiler's extension: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere.
+
+#pragma once
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+
+struct BFloat16 { uint16_t bits; };
+
+// Working memory on the bounds of cache lines: a vector across two lines takes two loads.
+template <typename T> class Buffer {
+  public:
+    explicit Buffer(size_t count) {
+        data_ = static_cast<T*>(std::aligned_alloc(LINE, (count * sizeof(T) + LINE - 1) / LINE * LINE));
+        if (count && !data_) throw std::bad_alloc();
+    }
+    ~Buffer() { std::free(data_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    T& operator[](size_t i) { return data_[i]; }
+    const T& operator[](size_t i) const { return data_[i]; }
+
+  private:
+    static constexpr size_t LINE = 64;
+    T* data_;
+};
+
+template <typename To, typename From> static inline To reinterpret(const From& from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+static inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
+static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+static inline Vec load(const BFloat16* p) {
+    HalfVec half;
+    std::memcpy(&half, p, sizeof half);
+    return reinterpret<Vec>(__builtin_convertvector(half, IntVec) << 16);
+}
+
+static inline float widen(float x) { return x; }
+static inline float widen(BFloat16 x) { return reinterpret<float>(uint32_t(x.bits) << 16); }
+static inline void narrow(float x, float* p) { *p = x; }
+static inline void narrow(float x, BFloat16* p) {
+    uint32_t bits = reinterpret<uint32_t>(x);
+    p->bits = std::isnan(x) ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline Vec splat(float x) { return x - Vec{}; }
+
+// Lane by lane y where it is larger, else x; x too where either is not a number.
+static inline Vec larger(Vec x, Vec y) {
+#if defined(__AVX512F__)
+    // GCC 12 makes a comparison and a blend of the other form.
+    return reinterpret<Vec>(_mm512_max_ps(reinterpret<__m512>(y), reinterpret<__m512>(x)));
+#else
+    return y > x ? y : x;
+#endif
+}
+
+// 2^x for x <= 0, 0 below -126.5, NaN for NaN; relative error below 2e-7.
+static inline Vec exp2_nonpositive(Vec x) {
+    const Vec least = splat(-127.0f);  // whose power below has the exponent bits of zero
+    x = larger(x, least);
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+    Vec shifted = x + magic;
+    Vec f = x - (shifted - magic);
+    Vec p = splat(1.5403530e-4f);
+    p = p * f + splat(1.3333558e-3f);
+    p = p * f + splat(9.6181291e-3f);
+    p = p * f + splat(5.5504109e-2f);
+    p = p * f + splat(2.4022651e-1f);
+    p = p * f + splat(6.9314718e-1f);
+    p = p * f + splat(1.0f);
+    IntVec power = (reinterpret<IntVec>(shifted) << 23) + (127 << 23);
+    return p * reinterpret<Vec>(power);
+}
+
+// One step of a LANES x LANES transposition: swaps the off-diagonal blocks of size H.
+template <int H> static inline void swap_blocks(Vec* rows) {
+    IntVec low, high;
+    for (int lane = 0; lane < LANES; ++lane) {
+        low[lane] = (lane & H) ? LANES + lane - H : lane;
+        high[lane] = (lane & H) ? LANES + lane : lane + H;
+    }
+    for (int i = 0; i < LANES; ++i) {
+        if (i & H) continue;
+        Vec a = rows[i], b = rows[i + H];
+        rows[i] = __builtin_shuffle(a, b, low);
+        rows[i + H] = __builtin_shuffle(a, b, high);
+    }
+}
+
+static inline void transpose(Vec* rows) {
+    if constexpr (LANES == 16) swap_blocks<8>(rows);
+    if constexpr (LANES >= 8) swap_blocks<4>(rows);
+    swap_blocks<2>(rows);
+    swap_blocks<1>(rows);
+}
+
+
+template <int H> static inline Vec highest_folded(Vec x) {
+    IntVec other;
+    for (int lane = 0; lane < LANES; ++lane) other[lane] = lane ^ H;
+    return larger(x, __builtin_shuffle(x, other));
+}
+
+// The largest lane.
+static inline float highest(Vec x) {
+    if constexpr (LANES == 16) x = highest_folded<8>(x);
+    if constexpr (LANES >= 8) x = highest_folded<4>(x);
+    x = highest_folded<2>(x);
+    return highest_folded<1>(x)[0];
+}

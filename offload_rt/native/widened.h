@@ -1,0 +1,119 @@
+// The two products of attention in float32, whatever the entries are; on every processor.
+
+#pragma once
+
+#include <algorithm>
+
+#include "ahead.h"
+#include "block.h"
+#include "vectors.h"
+
+template <typename T> class WidenedProducts {
+  public:
+    using Entry = T;
+    using Weight = float;
+
+    WidenedProducts(int dim, int rows)
+        : dim_(dim), queries_(size_t(rows) * dim), keys_t_(size_t(dim) * GROUPS * LANES) {}
+
+    void set_queries(const T* q, int64_t stride, int count, float scale) {
+        for (int r = 0; r < count; ++r)
+            // By one factor after the other: the rounding of their product would be the same error in all scores.
+            for (int d = 0; d < dim_; ++d) queries_[r * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
+    }
+
+    // scores [count][BLOCK] of `held` keys.
+    void score(const T* keys, int64_t stride, int held, int count, float* scores) {
+        for (int group = 0; group < held; group += GROUPS * LANES) {
+            for (int g = 0; g < GROUPS; ++g) {
+                int lanes = std::clamp(held - group - g * LANES, 0, LANES);
+                const T* base = keys + (group + g * LANES) * stride;
+                for (int d = 0; d < dim_; d += LANES) {
+                    Vec rows[LANES];
+                    for (int i = 0; i < LANES; ++i) rows[i] = i < lanes ? load(base + i * stride + d) : Vec{};
+                    transpose(rows);
+                    for (int i = 0; i < LANES; ++i) store(&keys_t_[((d + i) * GROUPS + g) * LANES], rows[i]);
+                }
+            }
+            int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
+            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES, dim_, stride, calls * dim_);
+            int r = 0;
+            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(r, scores + group, ahead);
+            for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
+            if (r < count) score_rows<1>(r, scores + group, ahead);
+        }
+    }
+
+    // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values.
+    void sum(const float* weights, const T* values, int64_t stride, int held, int count, float* sums) {
+        constexpr int WIDE = SUM_VECS * LANES;
+        int passes = dim_ / WIDE + dim_ % WIDE / LANES, calls = count / SUM_ROWS + count % SUM_ROWS;
+        Ahead ahead(values + BLOCK * stride, BLOCK, dim_, stride, passes * calls * BLOCK);
+        int d = 0;
+        for (; d + WIDE <= dim_; d += WIDE)
+            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
+        for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, held, count, sums + d, ahead);
+    }
+
+    void finish(float*, int) const {}
+
+  private:
+    static constexpr int SCORE_ROWS = 8;  // times GROUPS accumulators in registers while scoring
+    static constexpr int GROUPS = 2;      // of LANES keys each, transposed and scored together
+    static constexpr int SUM_ROWS = 4;    // times SUM_VECS accumulators in registers while summing values
+    static constexpr int SUM_VECS = 4;
+
+    // Scores of R queries against the keys in keys_t_ [dim][GROUPS][LANES].
+    template <int R> void score_rows(int first, float* scores, Ahead& ahead) const {
+        const float* q = &queries_[first * dim_];
+        Vec acc[R][GROUPS] = {};
+        Ahead next = ahead;  // in registers
+        for (int d = 0; d < dim_; ++d) {
+            next.step();
+            Vec k[GROUPS];
+            for (int g = 0; g < GROUPS; ++g) k[g] = load(&keys_t_[(d * GROUPS + g) * LANES]);
+            for (int r = 0; r < R; ++r) {
+                Vec weight = splat(q[r * dim_ + d]);
+                for (int g = 0; g < GROUPS; ++g) acc[r][g] += weight * k[g];
+            }
+        }
+        ahead = next;
+        for (int r = 0; r < R; ++r)
+            for (int g = 0; g < GROUPS; ++g) store(scores + (first + r) * BLOCK + g * LANES, acc[r][g]);
+    }
+
+    template <int W>
+    void sum_columns(const float* weights, const T* values, int64_t stride, int held, int count, float* sums,
+                     Ahead& ahead) const {
+        int r = 0;
+        for (; r + SUM_ROWS <= count; r += SUM_ROWS)
+            sum_rows<SUM_ROWS, W>(weights + r * BLOCK, values, stride, held, sums + r * dim_, ahead);
+        for (; r < count; ++r) sum_rows<1, W>(weights + r * BLOCK, values, stride, held, sums + r * dim_, ahead);
+    }
+
+    template <int R, int W>
+    void sum_rows(const float* weights, const T* values, int64_t stride, int held, float* sums, Ahead& ahead) const {
+        // From zero: a sum over all tokens in one chain would lose digits with their number.
+        Vec acc[R][W] = {};
+        Ahead next = ahead;
+        for (int k = 0; k < held; ++k) {
+            next.step();
+            const T* row = values + k * stride;
+            Vec v[W];
+            for (int w = 0; w < W; ++w) v[w] = load(row + w * LANES);
+            for (int r = 0; r < R; ++r) {
+                float weight = weights[r * BLOCK + k];
+                for (int w = 0; w < W; ++w) acc[r][w] += weight * v[w];
+            }
+        }
+        ahead = next;
+        for (int r = 0; r < R; ++r)
+            for (int w = 0; w < W; ++w) {
+                float* sum = sums + r * dim_ + w * LANES;
+                store(sum, load(sum) + acc[r][w]);
+            }
+    }
+
+    int dim_;
+    Buffer<float> queries_, keys_t_;
+};

@@ -1,0 +1,64 @@
+"""The plan of a run on this machine: what `generate` places where, and what it refuses before loading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from offload_rt.config import Config
+from offload_rt.devices import available_memory
+from offload_rt.errors import UsageError
+from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.named_hardware import NO_GPU, SYSTEM_BYTES, named_hardware
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.shapes import ModelShape
+
+
+def fitting_plan(
+    target: ModelShape,
+    draft: ModelShape | None,
+    config: Config,
+    context: int,
+    new_tokens: int,
+    device: torch.device,
+    loaded_bytes: int = 0,
+) -> Plan:
+    """The fastest plan for so many prompt tokens and new ones.
+
+    Args:
+        loaded_bytes: what the models already take of the device's memory, or of the host's without one.
+
+    Raises:
+        UsageError: nothing fits; names the nearest plans that do.
+    """
+    request = PlanRequest(
+        target=target,
+        draft=draft,
+        config=config,
+        context=context,
+        new_tokens=new_tokens,
+        hardware=_hardware(device, loaded_bytes),
+        fixed_draft=config.speculation.gamma2 > 0,
+        drafts_ahead=config.offload.ahead > 0,
+    )
+    planned = plan(request)
+    if planned.refusal is not None:
+        raise UsageError(f"{target.name} at {context} tokens does not fit: {planned.refusal}")
+    return planned
+
+
+def _hardware(device: torch.device, loaded_bytes: int) -> Hardware:
+    if device.type != "cuda":
+        # Attended in place there is nothing to place: only memory counts, and that needs no measurement.
+        return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
+    from offload_rt.machine.doctor import inspect
+
+    measured = inspect().hardware
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, _ = torch.cuda.mem_get_info(index)
+    # What torch has reserved and not handed out is free to us as well.
+    spare = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    card = replace(measured.gpus[index], memory_bytes=free + spare + loaded_bytes)
+    return replace(measured, gpus=(card,))

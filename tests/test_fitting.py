@@ -1,0 +1,76 @@
+"""The plan of a run on this machine, and what the runtime makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import byte_ids, tiny_target
+
+from cpu_kv import PacedLink
+from offload_rt import LLM, SamplingParams, api
+from offload_rt.caches.places import Shares
+from offload_rt.config import load_config
+from offload_rt.errors import UsageError
+from offload_rt.machine.named_hardware import named_hardware
+from offload_rt.planning import fitting
+from offload_rt.planning.fitting import fitting_plan
+from offload_rt.planning.planner import Plan
+from offload_rt.planning.shapes import ModelShape, find_shape, from_config
+
+CPU = torch.device("cpu")
+LLAMA = find_shape("llama2-7b", torch.bfloat16)
+
+
+@pytest.mark.parametrize("config", ["plain", "retrieval"])
+@pytest.mark.parametrize(("prompt", "new"), [(150, 40), (1, 3), (5000, 100)])
+def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int, new: int) -> None:
+    target = tiny_target("llama-gqa")
+    shape = from_config(target.config, torch.float32, "tiny")
+    planned = fitting_plan(shape, None, load_config(config), prompt, new, CPU)
+    with LLM.from_models(target, config=config, link=PacedLink(1e9)) as llm:
+        stream = llm.stream(byte_ids(prompt), SamplingParams(max_tokens=new))
+        assert llm._store.reserved_bytes == pytest.approx(planned.host["kv"], rel=0.02)
+        stream.close()
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "available_memory", lambda: 40 * 2**30)
+    with pytest.raises(
+        UsageError, match=r"llama2-7b at 131072 tokens does not fit: .* a context of \d+ tokens"
+    ):
+        fitting_plan(LLAMA, None, load_config("retrieval"), 131072, 256, CPU)
+    # Models that are loaded already take nothing of what is still free.
+    needed = LLAMA.weight_bytes
+    monkeypatch.setattr(fitting, "available_memory", lambda: 30 * 2**30 - needed)
+    with pytest.raises(UsageError):
+        fitting_plan(LLAMA, None, load_config("plain"), 20_000, 256, CPU)
+    assert fitting_plan(LLAMA, None, load_config("plain"), 20_000, 256, CPU, loaded_bytes=needed).fits
+
+
+def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def planned(target: ModelShape, draft: None, config: object, *rest: object) -> Plan:
+        asked.append(rest)
+        monkeypatch.setattr(fitting, "_hardware", lambda device, loaded: named_hardware("rtx4090"))
+        return fitting_plan(LLAMA, None, load_config("retrieval"), 130_000, 256, CPU)
+
+    monkeypatch.setattr(api, "fitting_plan", planned)
+    with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
+        llm._target.device = torch.device("cuda")
+        config, shares = llm._plan(1000, 24)
+        assert asked[0][:2] == (1000, 24)
+        assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
+        assert config.speculation == llm.config.speculation
+        shares.check(config.store.page)
+        # What a config says is not planned.
+        offload = replace(llm.config.offload, resident_tokens=512, cpu_tokens=-1)
+        llm.config = replace(llm.config, offload=offload)
+        assert llm._plan(1000, 24)[1].resident_tokens == 512
+        llm.config = replace(llm.config, offload=replace(offload, cpu_tokens=256))
+        before = len(asked)
+        assert llm._plan(1000, 24)[1] == Shares(512, 256)
+        assert len(asked) == before
+        llm._target.device = CPU

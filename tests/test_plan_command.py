@@ -1,0 +1,102 @@
+"""`offload-rt plan`: flags, report, JSON, mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from plan_cases import HOST, nearest_context
+
+from offload_rt import cli
+from offload_rt.machine.hardware import Hardware
+
+
+def run(arguments: str, *more: str) -> int:
+    return cli.main(["plan", *arguments.split(), *more])
+
+
+def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --json"
+    assert run(flags, str(file)) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(file.read_text())
+    predicted = report["predicted"]
+    assert not err
+    for said in (
+        "llama2-7b and jf68m in bfloat16, 130,048 tokens of context, 256 new; config triforce",
+        "KV         63.50 GiB: resident on the GPU",
+        f"{predicted['ms_per_token']:.1f} ms a token",
+        f"bottleneck {predicted['bottleneck']}",
+        *report["assumptions"],
+    ):
+        assert said in out
+    assert report["fits"] and sum(report["memory"]["gpus"][0].values()) <= 24_564 * 2**20
+
+
+def test_the_command_refuses_with_the_nearest_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert run("--model llama2-7b --context 130048 --gpu rtx4090 --ram 48 --json", str(file)) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert "llama2-7b at 130048 tokens does not fit: host memory has 44.0 GiB" in err
+    context = nearest_context(err)
+    report = json.loads(file.read_text())
+    assert report["fits"] is False and report["refusal"] in err
+    assert run(f"--model llama2-7b --context {context} --gpu rtx4090 --ram 48") == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model llama2-7b", "--context"),
+        ("--model nothing --context 10 --gpu none", "no shape of that name"),
+        ("--context 10 --gpu rtx9", "--gpu rtx9"),
+        ("--context 10 --link 25", "--link describes a machine: name its card"),
+        ("--context 10 --gpu none --dram -1", "--dram -1"),
+        ("--context 10 --gpu none --gpus 0", "--gpus 0"),
+        ("--context 10 --gpu none --config nothing", "unknown config 'nothing'"),
+        ("--context 10 --gpu none --set retrieval.size=1", "retrieval.size"),
+        ("--context 10 --gpu none --acceptance 2", "acceptance 2"),
+        ("--context -5 --gpu none", "context -5"),
+        ("--context 10 --gpu none --json /no/such/folder/x", "its folder does not exist"),
+        ("--context 10 --gpu none --config naive --draft none", "drafts with a small model"),
+    ],
+)
+def test_mistakes_are_a_line(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(flags) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("offload-rt: error: ") and err.count("\n") == 1 and said in err
+
+
+def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--model llama3.1-8b --draft llama3.2-1b --context 60000 --new-tokens 100 --gpu rtx3090 --gpus 2"
+        " --link 12.5 --dram 60 --ram 128 --cpu-attention 33 --vram 20 --acceptance 0.85"
+        " --draft-acceptance 0.6 --set speculation.gamma2=7 --dtype float16 --no-ahead"
+    )
+    assert run(flags) == 0
+    out = capsys.readouterr().out
+    for said in (
+        *("float16, 60,000 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
+        *("33.0 GB/s at 16", "target:retrieved 0.85", "draft:streaming 0.60", "gamma2 7 (as given)"),
+        *("of 20.00 GiB", "2 GPUs share", "drafts are made between passes"),
+    ):
+        assert said in out
+
+
+def test_without_a_named_machine_it_is_this_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor: Any = ModuleType("offload_rt.machine.doctor")
+    doctor.inspect = lambda: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
+    monkeypatch.setitem(sys.modules, "offload_rt.machine.doctor", doctor)
+    assert run("--context 32768") == 0
+    out = capsys.readouterr().out
+    assert "demo and demo-draft in float32" in out and "host (measured)" in out

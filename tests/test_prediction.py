@@ -1,0 +1,231 @@
+"""Predicted times and memory, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_cases import CARD, CONTEXT, HOST, JF68M, LLAMA, gpu, request
+
+from offload_rt.config import load_config
+from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
+from offload_rt.planning.placement import gpu_memory, host_memory
+from offload_rt.planning.planner import plan
+from offload_rt.planning.prediction import Predictor, attention_rate, expected_tokens, hit_rate
+from offload_rt.planning.shapes import find_shape
+from offload_rt.planning.sharing import Shares
+
+
+def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
+    """64 GiB over 25 GB/s, and half a layer's weights and launches behind it."""
+    assert CONTEXT * LLAMA.token_bytes == 64 * GIB
+    assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
+    predictor = Predictor(request())
+    placement, _ = Shares(predictor, 3, 0).round(0, 0, 0)
+    lanes = predictor.verification(placement, 0)
+    assert (placement.streamed_bytes, placement.resident_bytes, placement.cpu_attended_bytes) == (
+        64 * GIB,
+        0,
+        0,
+    )
+    tail = (LLAMA.step_bytes / 1000.0 / 1e6 + 32 * 0.3) / 32
+    assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + tail)
+    assert lanes.ms == pytest.approx(2_750, rel=0.01)
+    assert lanes.cpu_attention == 0
+    assert lanes.host_memory == pytest.approx(64 * GIB / 70e6 + tail)
+    assert lanes.processor == pytest.approx(32 * tail + 64 * GIB / 1000e6)
+
+
+def test_a_pass_with_a_cpu_share() -> None:
+    """A quarter resident, a quarter attended by the CPU at 17 queries, half streamed."""
+    predictor = Predictor(request())
+    placement, _ = Shares(predictor, 3, 16).round(CONTEXT // 4, CONTEXT // 4, 0)
+    lanes = predictor.verification(placement, 16)
+    dense = LLAMA.step_bytes / 1000.0 / 1e6 + 32 * 0.3
+    assert lanes.link == pytest.approx(32 * GIB / (25 * 0.9) / 1e6 + dense / 32)
+    rate = (40 - 10 / 16) * 0.8
+    sent = 17 * 4096 * 2
+    exchange = 32 * (0.04 + sent / 20e6 + (sent + 17 * 32 * 4) / 25e6)
+    assert lanes.cpu_attention == pytest.approx(dense + 16 * GIB / rate / 1e6 + exchange)
+    assert lanes.host_memory == pytest.approx(48 * GIB / 70e6 + dense / 32)
+    assert lanes.processor == pytest.approx(dense + 48 * GIB / 1000e6)
+    assert lanes.ms == max(lanes.link, lanes.cpu_attention)
+
+
+def test_the_link_waits_where_the_ring_is_shallow() -> None:
+    """While a layer's queries are computed, the link gets no further than the ring has room."""
+    slow = replace(CARD, memory_rate=20.0)
+    predictor = Predictor(request(hardware=Hardware(HOST, (slow,), measured=True)))
+    dense = LLAMA.step_bytes / 20e6 / 32 + 0.3
+    layer = 2 * GIB / 25e6
+    segment = 4096 * LLAMA.layer_token_bytes / 25e6
+    for ring in (2, 3):
+        placement, _ = Shares(predictor, ring, 0).round(0, 0, 0)
+        expected = 32 * max(layer, dense + layer - (ring - 1) * segment) + dense
+        assert predictor.verification(placement, 0).link == pytest.approx(expected)
+
+
+def test_the_time_of_a_hierarchys_draft() -> None:
+    """16 tokens in steps of 1.75, each of them after two steps of the small model."""
+    predictor = Predictor(request())
+    small = JF68M.step_bytes + 256 * JF68M.token_bytes
+    middle = LLAMA.step_bytes + 4096 * LLAMA.token_bytes
+    step = 2 * (small / 1e9 + 2 * 0.03) + middle / 1e9 + 32 * 0.03
+    assert predictor.draft(16).ms == pytest.approx(16 / 1.75 * step)
+    without_graphs = Predictor(request(graphs=False))
+    assert without_graphs.draft(16).ms - predictor.draft(16).ms == pytest.approx(16 / 1.75 * 36 * 0.27)
+
+
+def test_grouped_heads_are_more_queries_a_key_head() -> None:
+    """Llama-3.1-8B has four query heads a key head: the CPU attends 32 of them at 8 tokens, at 30 GB/s."""
+    eight = find_shape("llama3.1-8b", None)
+    predictor = Predictor(request(target=eight, draft=None))
+    placement, _ = Shares(predictor, 3, 7).round(0, CONTEXT, 0)
+    lanes = predictor.verification(placement, 7)
+    sent = 8 * 4096 * 2
+    exchange = 32 * (0.04 + sent / 20e6 + (sent + 8 * 32 * 4) / 25e6)
+    assert lanes.cpu_attention == pytest.approx(lanes.dense.ms + 16 * GIB / 30e6 + exchange)
+    assert lanes.link == 0
+
+
+def test_a_draft_without_a_gpu() -> None:
+    """A middle step verifies two drafted tokens: three queries a key head, at their rate."""
+    rates = (AttentionRate(1, 60.0), AttentionRate(3, 20.0))
+    predictor = Predictor(request(hardware=Hardware(replace(HOST, attention=rates), (), measured=True)))
+    small = JF68M.step_bytes / 70e6 + 256 * JF68M.token_bytes / 60e6 + 2 * 0.5
+    middle = max(LLAMA.step_bytes / 70e6, 3 * LLAMA.step_flops / 800e6)
+    middle += 4096 * LLAMA.token_bytes / 20e6 + 32 * 0.5
+    assert predictor.draft(7).ms == pytest.approx(7 / 1.75 * (2 * small + middle))
+
+
+def test_many_tokens_are_bound_by_arithmetic() -> None:
+    predictor = Predictor(request(hardware=gpu(compute_rate=1.0)))
+    step = predictor.step(LLAMA, 10, 0, split=True, graphs=False)
+    assert step.busy_ms == pytest.approx(10 * LLAMA.step_flops / 1e9)
+
+
+def test_a_prefill_by_hand() -> None:
+    """Half the square of the prompt's length in 31 layers, and all products, on one card and on two."""
+    attention = 31 * 4 * 32 * 128 * CONTEXT**2 / 2 / 0.6
+    products = 2 * (LLAMA.parameters - 2 * 32000 * 4096) * CONTEXT
+    one = (attention + products) / 160e9
+    assert Predictor(request()).prefill_ms() == pytest.approx(one)
+    exchanged = 2 * 32 * CONTEXT * 4096 * 2 / 20e6
+    assert Predictor(request(hardware=gpu(2))).prefill_ms() == pytest.approx(one / 2 + exchanged)
+    slow_link = Predictor(request(hardware=gpu(to_host_rate=0.5)))
+    assert slow_link.prefill_ms() == pytest.approx(64 * GIB / 0.5e6)
+
+
+def test_memory_of_one_card_by_hand() -> None:
+    config = load_config("triforce")
+    parts = gpu_memory(request(), 0, 3)
+    assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
+    assert parts["retrieved_caches"] == 2 * (4096 + 64) * 512 * 1024
+    assert parts["draft_cache"] == (16 + 240 + 64) * 6 * 1024
+    assert parts["staging_ring"] == 3 * config.store.segment_tokens * 16 * 1024
+    assert parts["reserve"] == int(0.03 * 24 * GIB)
+    # One layer's KV and the hidden states of the prompt, and what a chunk of 2,048 tokens passes through.
+    chunk = 2048 * (4 * 4096 + 4 * 4096 + 3 * 11008) * 2
+    assert parts["prefill"] == CONTEXT * (16 * 1024 + 4096 * 2) + chunk
+    # The newest tokens' KV: a page, a pass of up to 65, and its queries.
+    assert parts["newest_tokens"] == (256 + 65) * 512 * 1024 + 65 * 32 * 4096 * 2
+    assert parts["logits"] == 65 * 32000 * (2 + 4 + 4)
+
+
+def test_two_cards_halve_what_is_split() -> None:
+    one, two = gpu_memory(request(), 0, 3), gpu_memory(request(hardware=gpu(2)), 1, 3)
+    for part in ("weights", "retrieved_caches", "staging_ring", "newest_tokens"):
+        assert two[part] == one[part] // 2
+    assert "draft_weights" not in two
+    planned = plan(request(hardware=gpu(2)))
+    assert [parts["resident_kv"] for parts in planned.gpus] == [planned.placement.resident_bytes // 2] * 2
+    assert any("tensor parallelism is not built yet" in said for said in planned.assumptions)
+
+
+def test_host_memory_is_whole_pages_and_summaries() -> None:
+    parts = host_memory(request(context=1000, new_tokens=100))
+    assert parts == {"kv": 1280 * 512 * 1024, "summaries": 137 * 256 * 1024, "reserve": int(0.03 * 92 * GIB)}
+    assert "summaries" not in host_memory(request(config=load_config("naive")))
+
+
+def test_rates_between_measurements_and_beyond() -> None:
+    rates = HOST.attention
+    assert [attention_rate(rates, queries) for queries in (1, 16, 24, 32, 64)] == [50, 40, 35, 30, 15]
+    assert attention_rate((AttentionRate(4, 30.0),), 1) == 30
+
+
+def test_expected_tokens_and_hits_by_hand() -> None:
+    assert expected_tokens(0.5, 2) == 1.75
+    assert expected_tokens(1.0, 8) == 9
+    assert expected_tokens(0.92, 12) == pytest.approx((1 - 0.92**13) / 0.08)
+    assert hit_rate(0.9, 4, 1) == pytest.approx(0.9**5)
+    # Rejected at the first token or at the second, and the runner-up right every other time.
+    assert hit_rate(0.9, 4, 3) == pytest.approx(0.9**5 + 0.5 * (0.1 + 0.9 * 0.1))
+    assert hit_rate(0.9, 1, 4) == hit_rate(0.9, 1, 2)
+    assert hit_rate(1.0, 8, 4) == 1
+
+
+def test_two_links_fill_their_rings_from_one_memory() -> None:
+    predictor = Predictor(request(hardware=gpu(2)))
+    placement, _ = Shares(predictor, 3, 0).round(0, 0, 0)
+    lanes = predictor.verification(placement, 0)
+    ring = 2 * 4096 * LLAMA.layer_token_bytes  # of all cards, but for the buffers that are read
+    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6)
+    assert lanes.host_memory_ahead == pytest.approx(ring / 70e6)
+    dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
+    assert lanes.link == pytest.approx(32 * GIB / 25e6 + dense / 32)
+    assert lanes.dense.ms == pytest.approx(dense)
+
+
+def test_a_round_by_hand() -> None:
+    predictor = Predictor(request())
+    shares = Shares(predictor, 3, 16)
+    placement, late = shares.round(0, 0, 0)
+    lanes, draft = late.verification, late.draft
+    ring = 2 * 4096 * LLAMA.layer_token_bytes / 25e6
+    assert ring < draft.ms < lanes.ms
+    waited = lanes.link - ring + draft.ms  # the link is the slowest lane even so
+    assert late.ms == pytest.approx(waited)
+    _, ahead = shares.round(0, 0, 2)
+    hits = hit_rate(0.92, 16, 2)
+    assert ahead.ms == pytest.approx(hits * lanes.ms + (1 - hits) * waited)
+    assert ahead.tokens == late.tokens == expected_tokens(0.92, 16)
+    assert ahead.ms_per_token == ahead.ms / ahead.tokens
+    assert placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
+    # A draft that takes longer than the pass is the round.
+    slow = replace(draft, busy_ms=3 * lanes.ms)
+    long = predictor.round(16, lanes, slow, 1)
+    busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
+    rate = hit_rate(0.92, 16, 1)
+    assert long.ms == pytest.approx(rate * busy + (1 - rate) * (lanes.ms - ring + slow.ms))
+    assert predictor.bottleneck(long) == "draft"
+
+
+# The machine without a GPU.
+
+
+def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
+    """Measured on 2 cores at 46 GB/s: a plain pass at 128K takes 31 ms, a middle step 3 to 5."""
+    two_cores = replace(
+        HOST,
+        memory_bytes=20 * GIB,
+        memory_rate=46.0,
+        compute_rate=300.0,
+        attention=(AttentionRate(1, 41.0), AttentionRate(8, 33.0), AttentionRate(16, 23.0)),
+    )
+    target, draft = find_shape("demo", torch.float32), find_shape("demo-draft", torch.float32)
+    asked = request(target=target, draft=draft, hardware=Hardware(two_cores, (), measured=True))
+    planned = plan(asked)
+    assert planned.fits and planned.predicted is not None
+    placement = planned.placement
+    assert (placement.resident_bytes, placement.streamed_bytes) == (0, 0)
+    assert placement.cpu_attended_bytes == GIB
+    predicted = planned.predicted
+    assert predicted.plain_ms_per_token == pytest.approx(31, rel=0.15)
+    assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms)
+    assert 3 <= Predictor(asked).step(target, 3, 4096, split=True, graphs=True).ms <= 5
+    assert predicted.ms_per_token < predicted.plain_ms_per_token
+    assert predicted.prefill_ms == pytest.approx(94_000, rel=0.15)
+    assert predicted.bottleneck == "cpu attention"
+    assert not planned.gpus and {"kv", "weights", "draft_weights", "reserve"} <= planned.host.keys()
