@@ -71,6 +71,8 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     `round_over_max` is of the former, over the longer of stream and of drafting alone;
     `round_over_max_as_run` over the longer of stream and of drafting as long as it took beside the pass.
     `pass_over_bound` may be below 1: a part of its stream may have been carried before the pass began.
+    `ms_per_token` and `tokens_per_round` are of the steady rounds: without the first, which nothing was
+    streamed or drafted ahead of, and the last, which the end of the text cuts; `whole_ms_per_token` is of all.
     """
     rounds = [one for run in runs for one in _steady(run.rounds)]
     hits = _after(runs, guessed=True)
@@ -84,8 +86,9 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     whole = [one for one in hits if one.proposed == full]
     pass_ms = median(one.pass_ms for one in rounds)
     return {
-        "ms_per_token": spread([run.ms / len(run.tokens) for run in runs]),
-        "tokens_per_round": sum(len(run.tokens) for run in runs) / sum(len(run.rounds) for run in runs),
+        "ms_per_token": spread([steady_ms_per_token(run) for run in runs]),
+        "whole_ms_per_token": spread([run.ms / len(run.tokens) for run in runs]),
+        "tokens_per_round": sum(one.accepted + 1 for one in rounds) / len(rounds),
         "acceptance": acceptance([one for run in runs for one in run.rounds]),
         "rounds": sum(len(run.rounds) for run in runs),
         "guesses": len(guesses),
@@ -112,6 +115,15 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
         "bytes_to_device_per_round": sum(run.bytes_to_device for run in runs)
         / sum(len(run.rounds) for run in runs),
     }
+
+
+def steady_ms_per_token(run: Run) -> float:
+    """From the begin of the second round to that of the last one."""
+    if len(run.rounds) <= WARM_UP_ROUNDS + 1:
+        return run.ms / len(run.tokens)
+    steady = _steady(run.rounds)
+    tokens = sum(one.accepted + 1 for one in steady)
+    return 1e3 * (run.rounds[-1].started - steady[0].started) / tokens
 
 
 def _steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:

@@ -28,10 +28,9 @@ LIKELY = SamplingLaw(temperature=1.0)  # how sure a greedy draft was of its toke
 class VerifierProposal:
     """A chain that grows by rounds of its verifier, until `count` tokens stand.
 
-    Without a level below, by a few tokens at a time, which the host then waits for.
+    Without a level below, token by token, each of which the host waits for: a verdict that comes meanwhile
+    has not to wait for more.
     """
-
-    PORTION = 4
 
     def __init__(self, drafter: VerifierDrafter, text: Text, count: int) -> None:
         self._drafter = drafter
@@ -48,7 +47,7 @@ class VerifierProposal:
         drafter = self._drafter
         tokens: Sequence[int]
         if drafter.draft_count == 0:
-            draft = drafter.verifier.extend(self._grown, min(self.PORTION, missing))
+            draft = drafter.verifier.extend(self._grown, 1)
             tokens, laws = list(draft.tokens), draft.laws
         else:
             result = drafter.verifier.round(self._grown, min(drafter.draft_count, missing - 1))
