@@ -72,7 +72,8 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     `round_over_max_as_run` over the longer of stream and of drafting as long as it took beside the pass.
     `pass_over_bound` may be below 1: a part of its stream may have been carried before the pass began.
     `ms_per_token` and `tokens_per_round` are of the steady rounds: without the first, which nothing was
-    streamed or drafted ahead of, and the last, which the end of the text cuts; `whole_ms_per_token` is of all.
+    streamed or drafted ahead of, and the last, which the end of the text cuts; `whole_ms_per_token` is of
+    all.
     """
     rounds = [one for run in runs for one in _steady(run.rounds)]
     hits = _after(runs, guessed=True)

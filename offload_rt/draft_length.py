@@ -91,9 +91,8 @@ class DraftLength:
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:
     """Measured over expected."""
-    if not observed:
-        return 1.0
-    return sum(ms for _, ms in observed) / sum(expected for expected, _ in observed)
+    expected = sum(expected for expected, _ in observed)
+    return sum(ms for _, ms in observed) / expected if expected else 1.0
 
 
 def _fitted(observed: deque[tuple[float, float]], expected: float, plain: float) -> float:

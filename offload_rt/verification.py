@@ -40,11 +40,14 @@ class Draft:
         parents: index of each node's parent, `ROOT` for the children of the text's last token.
         laws: `[nodes, vocabulary]`, the law each token was drawn from given its elder siblings; None for
             a deterministic draft.
+        scores: `[nodes, vocabulary]`, logits of the model that drafted, before each token: for guesses of
+            what a verification may yield, which decide nothing.
     """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
     laws: Tensor | None = None
+    scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -55,9 +58,9 @@ class Draft:
             raise ValueError(f"{len(self.tokens)} tokens but laws of shape {tuple(self.laws.shape)}")
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], laws: Tensor | None = None) -> Draft:
+    def chain(cls, tokens: Sequence[int], laws: Tensor | None = None, scores: Tensor | None = None) -> Draft:
         """The tree in which each node's parent is the one before it."""
-        return cls(tokens, range(ROOT, len(tokens) - 1), laws)
+        return cls(tokens, range(ROOT, len(tokens) - 1), laws, scores)
 
     @property
     def is_chain(self) -> bool:

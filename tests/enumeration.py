@@ -175,8 +175,9 @@ class TokenCache:
     # What only some caches do.
 
     def adopt(self, verified: Verified) -> None:
-        self.speculative = []
-        self.verified += [(int(position), int(token)) for position, token in verified.keys[0, 0].tolist()]
+        came = [(int(position), int(token)) for position, token in verified.keys[0, 0].tolist()]
+        self.verified += came
+        self.speculative = self.speculative[len(came) :]
 
     def reset(self) -> None:
         self.verified, self.speculative, self.pending, self.skipped = [], [], None, 0

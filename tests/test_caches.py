@@ -507,7 +507,12 @@ def test_caches_derived_from_the_full_one(
                 full.append(kept)
                 queries = rotated_queries(kept, range(length, length + len(kept)))
                 retrieval.adopt(len(kept), argument.count - 1, queries)
-                speculative = []
+                # What was speculated behind as many tokens stays, but in a cache that is to choose anew.
+                speculative = speculative[len(kept) :]
+                assert streaming.length == len(full.tokens) + len(speculative)
+                if retrieval.due is not None:
+                    speculative = []
+                    streaming.truncate(len(full.tokens))
             elif name == "draft":
                 assert isinstance(argument, Shape)
                 tokens = source.tokens(argument.count)

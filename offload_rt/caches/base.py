@@ -117,7 +117,10 @@ class DerivedCache(Cache, Protocol):
         """
 
     def adopt(self, verified: Verified) -> None:
-        """Takes the KV of newly verified tokens in place of whatever was speculated for them."""
+        """Takes the KV of newly verified tokens in place of what was speculated for as many.
+
+        Speculation behind those may stay: whoever speculated knows whether it still fits the text.
+        """
 
     def catch_up(self) -> None:
         """Fills itself from the full cache, if it must before it is read."""

@@ -163,6 +163,18 @@ class BoundedCache(ABC):
                 self.values[:, :, start : start + count].clone(),
             )
 
+    def _behind(self, count: int) -> tuple[Tensor, Tensor]:
+        """Copies of the speculative entries behind the first `count` of them."""
+        kept = slice(min(self.entries + count, self.end), self.end)
+        return self.keys[:, :, kept].clone(), self.values[:, :, kept].clone()
+
+    def _put_behind(self, keys: Tensor, values: Tensor) -> None:
+        """Makes them the speculative entries."""
+        start, self._speculative = self.entries, keys.shape[2]
+        self._make_room(self.end)
+        self.keys[:, :, start : self.end] = keys
+        self.values[:, :, start : self.end] = values
+
     def _take(self, keys: Tensor, values: Tensor) -> None:
         """Adds verified tokens `[layers, kv_heads, tokens, head_dim]` that follow the verified ones."""
         count = keys.shape[2]

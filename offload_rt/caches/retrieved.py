@@ -135,6 +135,7 @@ class RetrievedCache(BoundedCache):
 
     def adopt(self, verified: Verified) -> None:
         count = verified.keys.shape[2]
+        kept = self._behind(count)
         self._speculative = 0
         refill, self._refill = self._refill, None
         if refill is not None and refill.complete and self._due is None:
@@ -155,6 +156,7 @@ class RetrievedCache(BoundedCache):
             self._wanted = verified.queries
             self._read = False
         self._take(verified.keys, verified.values)
+        self._put_behind(*kept)
 
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare = (self.keys, self.values)

@@ -80,8 +80,10 @@ class StreamingCache(BoundedCache):
         """Nothing to take: it holds the newest tokens."""
 
     def adopt(self, verified: Verified) -> None:
+        kept = self._behind(verified.keys.shape[2])
         self._speculative = 0
         self._take(verified.keys, verified.values)
+        self._put_behind(*kept)
 
     def _take(self, keys: Tensor, values: Tensor) -> None:
         # In portions, so that a whole prompt may pass through and each portion finds its victims.

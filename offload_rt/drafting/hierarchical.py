@@ -6,7 +6,7 @@ a retrieved cache with that model as its drafter is TriForce's middle level (arX
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.base import LevelStats, Text
 from offload_rt.drafting.outcomes import likely_outcomes
-from offload_rt.drafting.verifier import Verifier
+from offload_rt.drafting.verifier import Round, Verifier
 from offload_rt.sampling import SamplingLaw
 from offload_rt.verification import Draft
 
@@ -38,6 +38,7 @@ class VerifierProposal:
         self._end = len(text) + count
         self._grown = text
         self._laws: list[Tensor] = []
+        self._scores: list[Tensor] = []
         self._stopped = False
 
     def step(self) -> bool:
@@ -45,13 +46,14 @@ class VerifierProposal:
         if missing <= 0 or self._stopped:
             return False
         drafter = self._drafter
-        tokens: Sequence[int]
+        made: Draft | Round
         if drafter.draft_count == 0:
-            draft = drafter.verifier.extend(self._grown, 1)
-            tokens, laws = list(draft.tokens), draft.laws
+            made = drafter.verifier.extend(self._grown, 1)
         else:
-            result = drafter.verifier.round(self._grown, min(drafter.draft_count, missing - 1))
-            tokens, laws = result.tokens, result.laws
+            made = drafter.verifier.round(self._grown, min(drafter.draft_count, missing - 1))
+        tokens, laws = list(made.tokens), made.laws
+        if made.scores is not None:
+            self._scores.append(made.scores)
         self._grown = self._grown.extended(tokens)
         if laws is not None:
             self._laws.append(laws)
@@ -59,7 +61,11 @@ class VerifierProposal:
         return True
 
     def draft(self) -> Draft:
-        return Draft.chain(self._grown.part(self._start), torch.cat(self._laws) if self._laws else None)
+        return Draft.chain(
+            self._grown.part(self._start),
+            torch.cat(self._laws) if self._laws else None,
+            torch.cat(self._scores) if self._scores else None,
+        )
 
 
 class VerifierDrafter:
@@ -99,17 +105,16 @@ class VerifierDrafter:
         return VerifierProposal(self, text, count)
 
     def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
-        if not draft.is_chain:
+        if not draft.is_chain or draft.scores is None:
             return []
-        logits = self.verifier.read_speculation(text, draft.tokens)
+        logits = torch.cat([draft.scores, self.verifier.foresee(text.extended(draft.tokens))])
         law = self.verifier.sampling.law
         laws = LIKELY.laws(logits) if law.greedy else law.laws(logits)
         return likely_outcomes(list(draft.tokens), laws, most, acceptance)
 
     def settle(self, text: Text) -> None:
-        # A cache derived from the full one has adopted the verified KV already: there is nothing
-        # unsettled in it to keep.
-        self.verifier.settle(text)
+        # A cache derived from the full one has adopted the verified KV already, and may hold what was
+        # drafted ahead behind it.
         self.verifier.drafter.settle(text)
 
     @property
@@ -137,6 +142,9 @@ class SmallModelDrafter(VerifierDrafter):
     def __init__(self, verifier: Verifier, cache: StreamingCache) -> None:
         super().__init__(verifier, 0)
         self._cache = cache
+
+    def settle(self, text: Text) -> None:
+        self.verifier.settle(text)
 
     def prefill(self, text: Text) -> None:
         cache, read = self._cache, self.verifier.read

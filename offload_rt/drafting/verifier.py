@@ -71,12 +71,14 @@ class Round:
         tokens: accepted draft tokens, then one of the verifier's own.
         accepted, proposed: draft tokens.
         laws: `[tokens, vocabulary]`, the law each token followed; None where all is greedy.
+        scores: `[tokens, vocabulary]`, the verifier's logits before each token.
     """
 
     tokens: list[int]
     accepted: int
     proposed: int
     laws: Tensor | None
+    scores: Tensor
 
 
 class Verifier:
@@ -154,11 +156,16 @@ class Verifier:
         self.stats.rounds += 1
         self.stats.proposed += len(begun.draft.tokens)
         self.stats.accepted += len(tokens)
-        if laws is not None:
-            straight = path == list(range(len(path)))
-            rows = [0, *(1 + node for node in path)]
-            laws = laws[: len(rows)] if straight else laws[to_device(rows, laws.device)]
-        return Round([*tokens, verdict.token], len(tokens), len(begun.draft.tokens), laws)
+        rows: Tensor | slice = slice(1 + len(path))
+        if path != list(range(len(path))):
+            rows = to_device([0, *(1 + node for node in path)], begun.logits.device)
+        return Round(
+            [*tokens, verdict.token],
+            len(tokens),
+            len(begun.draft.tokens),
+            None if laws is None else laws[rows],
+            begun.logits[rows],
+        )
 
     def _match(self, text: Text, begun: Pass) -> Verdict:
         chosen = choices(begun.logits)
@@ -216,6 +223,7 @@ class Verifier:
         given = text.part(start)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
+        scores: list[Tensor] = []
         witnesses: list[Tensor] = []
         for length in range(len(text), len(text) + count):
             chain = given if not tokens else []
@@ -224,6 +232,7 @@ class Verifier:
             logits = self.model.forward(
                 self.cache, chain, range(length - new.count, length), new, 1, tokens[-1] if tokens else None
             )
+            scores.append(logits)
             if self.sampling.law.greedy:
                 tokens.append(choices(logits))
                 witnesses.append(logits.gather(-1, tokens[-1][:, None]))
@@ -241,7 +250,7 @@ class Verifier:
         )
         self.stats.rounds += count
         self.stats.ms += 1e3 * (perf_counter() - started)
-        return Draft.chain(self._drawn, torch.cat(laws) if laws else None)
+        return Draft.chain(self._drawn, torch.cat(laws) if laws else None, torch.cat(scores))
 
     def _raise_nan_of_draft(self, start: int, given: list[int], drawn: list[int]) -> NoReturn:
         self.cache.truncate(start)
@@ -249,14 +258,11 @@ class Verifier:
         positions = range(start, start + len(tokens))
         self.model.raise_nan(self.cache, tokens, positions, self._new(len(tokens), ()))
 
-    def read_speculation(self, text: Text, tokens: Sequence[int]) -> Tensor:
-        """Takes `text` and `tokens` behind it into the cache, as speculation.
-
-        Returns logits `[1 + tokens, vocabulary]`: after the text's last token and after each of `tokens`.
-        """
-        begun = self.begin(text, Draft.chain(tokens))
-        self.cache.commit(range(begun.chain + len(tokens)))
-        self._speculative += [*text.part(len(text) - begun.chain), *tokens]
+    def foresee(self, text: Text) -> Tensor:
+        """Takes all of `text` into the cache, as speculation; logits `[1, vocabulary]` after it."""
+        begun = self.begin(text, Draft())
+        self.cache.commit(range(begun.chain))
+        self._speculative += text.part(len(text) - begun.chain)
         return begun.logits
 
     def expected_ms(self, length: int, count: int) -> float:
@@ -283,14 +289,19 @@ class Verifier:
     def _roll_back(self, text: Text) -> None:
         """Truncates the cache to what it shares with `text`, whose last token it must not hold."""
         verified = self.cache.verified_length
-        if verified != self._verified:
-            # Verified KV has come in meanwhile, and what was speculative here has gone.
-            self._verified = verified
-            self._speculative = []
-            self._drawn = None
         if self._drawn is not None:
             self._speculative += self._drawn[:-1]
             self._drawn = None
+        if verified != self._verified:
+            # Verified KV has come in meanwhile; what the cache still holds behind it may have come true.
+            came, held = text.part(self._verified, verified), self._speculative
+            behind = self.cache.length - verified
+            if held[: len(came)] == came and len(held) - len(came) == behind:
+                self._speculative = held[len(came) :]
+            else:
+                self._speculative = []
+                self.cache.truncate(verified)
+            self._verified = verified
         held = self._speculative
         wanted = text.part(verified, len(text) - 1)
         shared = 0
