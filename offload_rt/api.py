@@ -303,7 +303,7 @@ class LLM:
         session = self._session
         if session is None:
             raise UsageError("there is no prompt to decode again: generate first")
-        settings = self.config
+        settings = session.planned
         if config is not None:
             settings = self._without_missing_draft(load_config(config, overrides))
         self._check_room(session.prompt_tokens, params)
@@ -380,7 +380,7 @@ class LLM:
         finally:
             ms = 1e3 * (perf_counter() - started)
             source.close()
-            session.full.abandon()  # the link would go on into a pass that nobody asks for
+            session.stop()  # the link would go on into a pass that nobody asks for
             if finish == "interrupted":
                 stream.finish()
             if self._session in (session, None):  # a stream that was abandoned for another tells nothing
@@ -495,9 +495,9 @@ class LLM:
             )
 
     def _drop_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def _restore_models(self) -> None:
         if self._draft is not None:

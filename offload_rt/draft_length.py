@@ -70,8 +70,9 @@ class DraftLength:
 
     def observe_draft(self, length: int, count: int, ms: float) -> None:
         """Drafting `count` tokens took `ms`."""
-        if count:
-            self._drafts.append((self._costs.expected_draft_ms(length, count), ms))
+        expected = self._costs.expected_draft_ms(length, count)
+        if expected > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
+            self._drafts.append((expected, ms))
 
     def _rate(self, length: int, count: int) -> float:
         pass_ms = self._costs.expected_pass_ms(length, count)

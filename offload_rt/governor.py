@@ -84,7 +84,8 @@ class Governor:
     def draft_count(self) -> int:
         """Tokens to draft in the next round; 0 for a plain one."""
         # Where the clock decides, the second round is plain, to know its cost; the first one warms up.
-        probing = self._watches and self._clock and self._rounds == 1
+        # It may have been drafted ahead of, and what has been drafted is used: then it is the third.
+        probing = self._watches and self._clock and self._rounds > 0 and not self._plain_ms
         return 0 if probing or self._break_left > 0 else self._wanted()
 
     def observe(self, count: int, tokens: int, length: int, ms: float, fixed_ms: float) -> None:

@@ -14,12 +14,14 @@ whether drawing *begins* before the verdict; where a seed is to repeat its token
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
+from cpu_kv import CopyFailed, TransferStalled
 from offload_rt.caches.full import FullCache
 from offload_rt.draft_length import DraftLength
 from offload_rt.drafting.base import Proposal, Text
@@ -82,6 +84,7 @@ class PassLane:
         self._full = full
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")
+        self._closed = False
         self._stream = torch.cuda.Stream(full.device, priority=-1) if full.device.type == "cuda" else None
 
     def start(self, begin: Callable[[], Pass]) -> Future[Pass]:
@@ -99,17 +102,27 @@ class PassLane:
                 return begin()
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(fence)
-                result = begin()
+                try:
+                    result = begin()
+                except BaseException:
+                    # What it has enqueued still uses memory that is let go now.
+                    with suppress(CopyFailed, TransferStalled):
+                        self._full.engine.finish_compute()
+                    raise
                 self._full.engine.finish_compute()
             return result
 
-    def give_up(self, begun: Future[Pass]) -> None:
-        """Ends a pass that nobody will ask for; no other one can be run over this text afterwards."""
+    def give_up(self) -> None:
+        """Ends a pass that nobody will ask for, if one runs; none can be run over this text afterwards."""
+        if self._closed:
+            return
         self._full.cancel()
-        wait([begun])
+        # Behind whatever the thread does, also what an interrupt kept its starter from knowing of.
+        self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Waits for the thread and lets it go. Idempotent."""
+        self._closed = True
         self._thread.shutdown(wait=True)
 
 
@@ -219,14 +232,14 @@ class Schedule:
     ) -> tuple[Pass, float, float]:
         """The pass, when drafting ahead ended, and when the pass did."""
         ends: list[float] = []
-        begun = lane.start(lambda: self.verifier.begin(text, draft))
-        begun.add_done_callback(lambda _: ends.append(perf_counter()))
         try:
+            begun = lane.start(lambda: self.verifier.begin(text, draft))
+            begun.add_done_callback(lambda _: ends.append(perf_counter()))
             self._draft_ahead(text, draft, begun, following)
             passed = perf_counter()
             result = begun.result()
         except BaseException:
-            lane.give_up(begun)
+            lane.give_up()
             raise
         return result, passed, ends[0] if ends else perf_counter()
 

@@ -50,6 +50,7 @@ class Session:
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.config = config
+        self.planned = config  # stays, whatever it is recomposed to
         self.text = list(text)
         self.prompt_tokens = len(self.text)
         self.stop_tokens = stop_tokens
@@ -143,6 +144,12 @@ class Session:
     @property
     def _ahead(self) -> int:
         return self.config.offload.ahead if self.config.speculation.levels else 0
+
+    def stop(self) -> None:
+        """Ends what runs or was begun for a pass that nobody will ask for."""
+        if self._lane is not None:
+            self._lane.give_up()
+        self.full.abandon()
 
     def rewind(self) -> None:
         """Back to the end of the prompt."""

@@ -120,7 +120,8 @@ class FullCache:
         self.engine.collect()
         if self.sequence.length < end:
             self.engine.flush()
-        resident = min(self._resident.tokens, end)
+        # Whole pages: no chunk lies half here and half there, where a refill would miss it.
+        resident = min(self._resident.tokens, end) // self.layout.page_size * self.layout.page_size
         start = min(resident + self.shares.cpu_tokens, end)
         return _Coverage(resident, self.engine.stream(end, start=start))
 
@@ -193,6 +194,7 @@ class FullCache:
         self._new = self._coverage = self._ahead = None
         self._refills = []
 
+    @torch.inference_mode()  # a tail that a pass has let grow may be written to in no other mode
     def truncate(self, length: int) -> None:
         self.abandon()
         self._cancelled.clear()

@@ -95,6 +95,9 @@ class Tail:
         """For `count` tokens behind the committed ones."""
         missing = self.tokens + count - self.keys.shape[2]
         if missing > 0:
+            for old in (self.keys, self.values) if self.keys.is_cuda else ():
+                # A pass copies them on its own stream; nobody may be given their memory before.
+                old.record_stream(torch.cuda.current_stream(old.device))
             pad = (0, 0, 0, max(missing, self.keys.shape[2] // 2))
             self.keys = torch.nn.functional.pad(self.keys, pad)
             self.values = torch.nn.functional.pad(self.values, pad)

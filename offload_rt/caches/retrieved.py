@@ -155,8 +155,15 @@ class RetrievedCache(BoundedCache):
         if due:
             self._wanted = verified.queries
             self._read = False
+            self._make_spare()
         self._take(verified.keys, verified.values)
         self._put_behind(*kept)
+
+    def _make_spare(self) -> None:
+        # Not when the pass begins: that is in another thread and on another stream than drafting, which may
+        # let these buffers grow meanwhile, and whose stream would not be waited for before they are reused.
+        if self._spare is None or self._spare[0].shape != self.keys.shape:
+            self._spare = (torch.zeros_like(self.keys), torch.zeros_like(self.values))
 
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare = (self.keys, self.values)
@@ -180,8 +187,7 @@ class RetrievedCache(BoundedCache):
             queries, self._wanted = self._wanted[:, :, -LAST_QUERIES:], None
             self._source.engine.flush()  # chunks are summarised when they have arrived
             buffers, self._spare = self._spare, None
-            if buffers is None or buffers[0].shape != self.keys.shape:
-                buffers = (torch.zeros_like(self.keys), torch.zeros_like(self.values))
+            assert buffers is not None
             extent = self._extent(self.verified_length)
             self._refill = RetrievedRefill(self, self._source, extent, queries.cpu(), buffers)
         return self._refill
