@@ -33,6 +33,11 @@ class DrawnTokens(Sequence[int]):
         self._on_nan = on_nan
         self._known: list[int] | None = None
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the host knows them."""
+        return self._known is not None
+
     def arrive(self, tokens: Tensor, nan: Tensor) -> None:
         """`tensor` and `nan` are on the host now.
 

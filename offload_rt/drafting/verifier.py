@@ -289,19 +289,25 @@ class Verifier:
     def _roll_back(self, text: Text) -> None:
         """Truncates the cache to what it shares with `text`, whose last token it must not hold."""
         verified = self.cache.verified_length
+        behind = self.cache.length - verified
+        thrown_away = self._drawn is not None and not self._drawn.arrived
+        if verified != self._verified and (behind == 0 or thrown_away):
+            # Verified KV has come in meanwhile; what was speculative here has gone, or nobody asked for it.
+            self._speculative, self._drawn = [], None
+            if behind > 0:
+                self.cache.truncate(verified)
+            behind = 0
         if self._drawn is not None:
             self._speculative += self._drawn[:-1]
             self._drawn = None
-        if verified != self._verified:
-            # Verified KV has come in meanwhile; what the cache still holds behind it may have come true.
+        if verified != self._verified and behind > 0:
+            # What the cache holds behind the verified KV that has come in may have come true.
             came, held = text.part(self._verified, verified), self._speculative
-            behind = self.cache.length - verified
-            if held[: len(came)] == came and len(held) - len(came) == behind:
-                self._speculative = held[len(came) :]
-            else:
+            self._speculative = held[len(came) :]
+            if held[: len(came)] != came or len(self._speculative) != behind:
                 self._speculative = []
                 self.cache.truncate(verified)
-            self._verified = verified
+        self._verified = verified
         held = self._speculative
         wanted = text.part(verified, len(text) - 1)
         shared = 0
