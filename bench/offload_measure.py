@@ -100,10 +100,12 @@ class InPlaceText:
 
 
 class SlowLinkText:
-    """The subject over a link on which a pass takes long enough for a whole draft beside it.
+    """The subject over a link on which a pass takes as long as a draft beside it.
 
     What shares a processor's memory and Python's lock takes longer beside something else: this is how much.
     """
+
+    BALANCING_TURNS = 3
 
     def __init__(self, subject: Subject, sizes: Sizes, composition: str, draft_token_ms: float) -> None:
         self._sizes = sizes
@@ -111,10 +113,17 @@ class SlowLinkText:
         self._runs: list[Run] = []
         token_bytes = kv_layout(subject.target, 1).token_bytes
         stream_s = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms / 1e3
-        link = PacedLink(sizes.context * token_bytes / stream_s)
-        room = _room(sizes)
-        self._text = EngineText(subject.target, subject.draft, link, self._config, subject.prompt, room)
+        self._link = PacedLink(sizes.context * token_bytes / stream_s)
+        self._text = EngineText(
+            subject.target, subject.draft, self._link, self._config, subject.prompt, _room(sizes)
+        )
         _read(self._text, subject)
+        self.turn()
+        # A shorter stream leaves less time beside it, in which a draft takes longer: until both are alike.
+        for _ in range(self.BALANCING_TURNS):
+            self._link.bytes_per_second = 1e3 * sizes.context * token_bytes / self.drafting_ms()
+            self.forget()
+            self.turn()
 
     def turn(self) -> None:
         """Runs the composition once, drafting ahead for one outcome."""
@@ -125,9 +134,15 @@ class SlowLinkText:
         self._runs = []
 
     def drafting_ms(self) -> float:
-        """Median of what drafting ahead for one outcome took, over all turns."""
-        # The last rounds draft less: the text ends.
-        return median(one.ahead_ms for run in self._runs for one in run.rounds[1:-2] or run.rounds)
+        """Median over all turns of what drafting for one outcome took: beside a pass, and what was left."""
+        # The last rounds draft less: the text ends. What was left of a draft is finished in the next round.
+        pairs = [
+            (before, one)
+            for run in self._runs
+            for before, one in zip(run.rounds[1:-2], run.rounds[2:-1], strict=False)
+        ]
+        guessed = [before.ahead_ms + one.draft_ms for before, one in pairs if before.guessed]
+        return median(guessed or [one.ahead_ms for run in self._runs for one in run.rounds])
 
     def close(self) -> None:
         """Gives its memory back."""

@@ -167,7 +167,7 @@ class PacedLink:
                 "bytes_per_second and timeout must be positive and latency_s not negative, "
                 f"not {bytes_per_second}, {timeout} and {latency_s}"
             )
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._latency_s = latency_s
         self._timeout = timeout
         self._closing = threading.Event()
@@ -207,7 +207,7 @@ class PacedLink:
         if after is not None and not after.done():
             after.synchronize()
             start = max(start, time.perf_counter())
-        end = start + self._latency_s + pair_bytes(pairs) / self._bytes_per_second
+        end = start + self._latency_s + pair_bytes(pairs) / self.bytes_per_second
         if self._closing.wait(max(0.0, end - time.perf_counter())):
             raise RuntimeError("the link was closed")
         # The pace is kept over many copies: what this thread overslept, or took to move, is made up for.

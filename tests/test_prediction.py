@@ -121,8 +121,8 @@ def test_memory_of_one_card_by_hand() -> None:
     config = load_config("triforce")
     parts = gpu_memory(request(), 0, 3)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
-    assert parts["retrieved_caches"] == 2 * (4096 + 64) * 512 * 1024
-    assert parts["draft_cache"] == (16 + 240 + 64) * 6 * 1024
+    assert parts["retrieved_caches"] == 2 * (4096 + 128) * 512 * 1024
+    assert parts["draft_cache"] == (16 + 240 + 128) * 6 * 1024
     assert parts["staging_ring"] == 3 * config.store.segment_tokens * 16 * 1024
     assert parts["reserve"] == int(0.03 * 24 * GIB)
     # One layer's KV and the hidden states of the prompt, and what a chunk of 2,048 tokens passes through.

@@ -38,6 +38,10 @@ class _Frame:
     mask: Tensor | None
 
 
+SPECULATIVE_ENTRIES = 128
+"""Room behind the verified entries: for the longest draft, and another one that is drafted ahead of it."""
+
+
 class BoundedCache(ABC):
     """Verified entries `[0, entries)`, speculative ones behind; one buffer for all layers.
 
@@ -64,7 +68,7 @@ class BoundedCache(ABC):
         self._backend = backend
         self._new: NewTokens | None = None
         self._frame: _Frame | None = None
-        shape = (layers, kv_heads, budget + 64, head_dim)
+        shape = (layers, kv_heads, budget + SPECULATIVE_ENTRIES, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 

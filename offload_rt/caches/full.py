@@ -271,6 +271,8 @@ class LayerPrefill:
         self._tokens = tokens
         self._whole: tuple[Tensor, Tensor] | None = None
         if not cache.engine.link.in_place:
+            # What is being written back holds its layer: wait, so that one layer is on the device, not many.
+            cache.engine.flush()
             shape = (cache.layout.kv_heads, tokens, cache.layout.head_dim)
             keys = torch.empty(shape, dtype=cache.layout.dtype, device=cache.device)
             self._whole = (keys, torch.empty_like(keys))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config
+from offload_rt.draft_length import CHOICES
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.planning.shapes import ModelShape
 
-LONGEST_DRAFT = 64  # γ2 is chosen up to this
+LONGEST_DRAFT = max(CHOICES)  # γ2 is chosen up to this
 
 SAME_MODEL_ACCEPTANCE = 0.92
 SMALL_MODEL_ACCEPTANCE = 0.5
@@ -24,7 +26,6 @@ GPU_RESERVE_BYTES = 2**29  # at least, of a card: the driver's context, graphs, 
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
 
-SPECULATIVE_ENTRIES = 64  # a bounded cache has room for these beyond its budget
 RETRIEVED_COPIES = 2  # on a GPU: one in use, one that fills from the stream
 
 
