@@ -30,6 +30,9 @@ bench: $(INSTALLED)
 gpu: $(INSTALLED)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no CUDA device here")'
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/offload-rt doctor --refresh --json bench/results/doctor-gpu.json
+	$(BIN)/python -m bench offload --device cuda --out bench/results/offload-gpu.json
+	$(BIN)/python -m bench plan-truth bench/results/offload-gpu.json
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -128,9 +128,9 @@ def test_memory_of_one_card_by_hand() -> None:
     # One layer's KV and the hidden states of the prompt, and what a chunk of 2,048 tokens passes through.
     chunk = 2048 * (4 * 4096 + 4 * 4096 + 3 * 11008) * 2
     assert parts["prefill"] == CONTEXT * (16 * 1024 + 4096 * 2) + chunk
-    # The newest tokens' KV: a page, a pass of up to 65, and its queries.
-    assert parts["newest_tokens"] == (256 + 65) * 512 * 1024 + 65 * 32 * 4096 * 2
-    assert parts["logits"] == 65 * 32000 * (2 + 4 + 4)
+    # The newest tokens' KV: a page, a pass of up to 33, and its queries.
+    assert parts["newest_tokens"] == (256 + 33) * 512 * 1024 + 33 * 32 * 4096 * 2
+    assert parts["logits"] == 33 * 32000 * (2 + 4 + 4)
 
 
 def test_two_cards_halve_what_is_split() -> None:

@@ -138,3 +138,7 @@ def test_likely_outcomes_by_hand() -> None:
     # Where nearly all is rejected, the likelier rejection comes first.
     assert likely_outcomes([0, 1], laws, 2, acceptance=0.3)[0] == (0, 0)
     assert likely_outcomes([], laws[:1], 3, acceptance=0.5) == [(0,)]
+    # Unsure of everything: tokens that are drawn seldom agree, those that are taken as the likeliest do.
+    even = torch.full((3, 8), 0.125)
+    assert likely_outcomes([5, 5], even, 1, acceptance=0.9, greedy=True)[0][:2] == (5, 5)
+    assert len(likely_outcomes([5, 5], even, 1, acceptance=0.3, greedy=False)[0]) == 1

@@ -110,7 +110,7 @@ class VerifierDrafter:
         logits = torch.cat([draft.scores, self.verifier.foresee(text.extended(draft.tokens))])
         law = self.verifier.sampling.law
         laws = LIKELY.laws(logits) if law.greedy else law.laws(logits)
-        return likely_outcomes(list(draft.tokens), laws, most, acceptance)
+        return likely_outcomes(list(draft.tokens), laws, most, acceptance, greedy=law.greedy)
 
     def settle(self, text: Text) -> None:
         # A cache derived from the full one has adopted the verified KV already, and may hold what was

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def likely_outcomes(
-    tokens: Sequence[int], laws: Tensor, most: int, acceptance: float
+    tokens: Sequence[int], laws: Tensor, most: int, acceptance: float, *, greedy: bool = True
 ) -> list[tuple[int, ...]]:
     """What a verification of a chain may yield, by the laws of the model that drafted it.
 
@@ -20,6 +20,7 @@ def likely_outcomes(
         tokens: the chain.
         laws: `[1 + tokens, vocabulary]`, before each token and after the last.
         most: how many outcomes at most.
+        greedy: the verifier takes its likeliest token, not one drawn from its law.
     """
     best = laws.topk(min(2, laws.shape[-1]), dim=-1)
     chosen = laws[range(len(tokens)), list(tokens)].tolist()
@@ -35,6 +36,8 @@ def likely_outcomes(
                 outcomes.append((reached * rejected * min(1.0, value / doubt), (*tokens[:i], rival)))
                 break
         reached *= 1.0 - rejected
-    outcomes.append((reached * values[-1][0], (*tokens, likely[-1][0])))
+    # Two models that take their likeliest tokens agree more often than either is sure of it.
+    agreed = 1.0 - min(0.9, scale * (1.0 - values[-1][0])) if greedy and tokens else values[-1][0]
+    outcomes.append((reached * agreed, (*tokens, likely[-1][0])))
     outcomes.sort(key=lambda outcome: -outcome[0])
     return [outcome for _, outcome in outcomes[:most]]
