@@ -64,10 +64,9 @@ class EngineText:
         config: Config,
         prompt: Sequence[int],
         new_tokens: int,
-        placement: Shares = EVERYTHING_STREAMED,
+        shares: Shares = EVERYTHING_STREAMED,
     ) -> None:
         self.link = link
-        self.placement = placement
         self._timeline = Timeline()
         self._device = target.device
         with ExitStack() as opened:
@@ -89,7 +88,7 @@ class EngineText:
                 prompt,
                 new_tokens,
                 frozenset(),
-                placement,
+                shares,
                 self._timeline,
             )
             opened.callback(self._session.close)
@@ -156,12 +155,12 @@ class EngineText:
             tokens = [t.id for t in decode(schedule, session.text, new_tokens, (), governor)]
             ended = perf_counter()
         finally:
-            session.full.abandon()  # the link would go on into a pass that nobody asks for
+            session.stop()  # the link would go on into a pass that nobody asks for
         copies = [] if self._records is None else self._records.recorded()
         return Run(
             tokens,
             1e3 * (ended - started),
-            schedule.stats.rounds,
+            schedule.rounds,
             self._timeline.spans[spans_before:],
             [copy for copy in copies if started <= copy.end and copy.start <= ended],
             counters.bytes_to_device,

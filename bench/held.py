@@ -2,7 +2,7 @@
 
 What a round costs is real: drafts, passes over the full cache, commits. Which drafted tokens stand is drawn
 by coins, and so is whether drafting ahead had guessed the token after them. Never a measure of any model's
-acceptance: every row of a report that rests on it is labelled `synthetic`.
+acceptance or of what can be guessed of it: every row of a report that rests on it is labelled `synthetic`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from offload_rt.drafting.base import Drafter, LevelStats, Proposal, Text
 from offload_rt.drafting.verifier import Pass, Round, Verifier
+from offload_rt.planning.prediction import RUNNER_UP_HITS
 from offload_rt.verification import Draft
 
 
@@ -24,10 +25,13 @@ class Hold:
     Attributes:
         acceptance: chance that a drafted token stands, given that those before it do; the same chance that
             the token after a draft that stands as a whole is the one that drafting ahead guessed.
+        runner_up: chance that the token in the place of a rejected one is the one guessed for that place, if
+            one was; as the planner assumes.
         seed: of the coins.
     """
 
     acceptance: float
+    runner_up: float = RUNNER_UP_HITS
     seed: int = 0
 
 
@@ -42,7 +46,7 @@ class HeldVerifier(Verifier):
         super().__init__(
             over.stats.name, over.model, over.cache, self._guesses, over.sampling, over._pass_cost
         )
-        self._acceptance = held.acceptance
+        self._held = held
         self._coins = torch.Generator().manual_seed(held.seed)
 
     def verdict(self, text: Text, begun: Pass) -> Round:
@@ -51,14 +55,19 @@ class HeldVerifier(Verifier):
     def _held_logits(self, begun: Pass) -> torch.Tensor:
         """Logits whose greedy choice after the text and after each drafted token is what the coins say."""
         drafted, vocabulary = list(begun.draft.tokens), begun.logits.shape[-1]
-        guess = self._guesses.after_all(drafted)
+        guesses = self._guesses.take(drafted)
         chosen = []
-        for proposed in (*drafted, guess):
-            stands, other = self._chance() < self._acceptance, int(self._chance() * (vocabulary - 1))
+        for place, proposed in enumerate((*drafted, guesses.pop(len(drafted), None))):
+            stands, guessed = self._chance() < self._held.acceptance, self._chance() < self._held.runner_up
+            other = int(self._chance() * (vocabulary - 1))
             if proposed is None:
                 chosen.append(other)
+            elif stands:
+                chosen.append(proposed)
+            elif guessed and place in guesses:
+                chosen.append(guesses[place])
             else:
-                chosen.append(proposed if stands else (proposed + 1 + other) % vocabulary)
+                chosen.append((proposed + 1 + other) % vocabulary)
         forced = torch.zeros_like(begun.logits)
         rows = torch.arange(len(chosen), device=forced.device)
         forced[rows, torch.tensor(chosen, device=forced.device)] = 1.0
@@ -75,11 +84,10 @@ class _NotedGuesses:
         self._drafter = drafter
         self._outcomes: list[tuple[int, ...]] = []
 
-    def after_all(self, drafted: Sequence[int]) -> int | None:
-        """The token that was guessed to follow all of `drafted`; None where nothing was."""
-        guesses = [one[-1] for one in self._outcomes if one[:-1] == tuple(drafted)]
-        self._outcomes = []
-        return guesses[0] if guesses else None
+    def take(self, drafted: Sequence[int]) -> dict[int, int]:
+        """The tokens that were guessed to follow so many of `drafted`; forgets them."""
+        outcomes, self._outcomes = self._outcomes, []
+        return {len(one) - 1: one[-1] for one in outcomes if one[:-1] == tuple(drafted[: len(one) - 1])}
 
     @property
     def levels(self) -> list[LevelStats]:

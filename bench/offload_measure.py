@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bench.engine import EngineText, Run
+from bench.held import Hold
 from bench.inputs import say
 from bench.offload_cases import STREAMED, Sizes, System
 from bench.offload_rows import Limits, draft_token_ms, row
@@ -110,6 +111,8 @@ class SlowLinkText:
     def __init__(self, subject: Subject, sizes: Sizes, composition: str, draft_token_ms: float) -> None:
         self._sizes = sizes
         self._config = sizes.config(composition, ahead=1)
+        # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
+        self._held = Hold(1.0) if subject.random_kv else None
         self._runs: list[Run] = []
         token_bytes = kv_layout(subject.target, 1).token_bytes
         stream_s = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms / 1e3
@@ -127,7 +130,7 @@ class SlowLinkText:
 
     def turn(self) -> None:
         """Runs the composition once, drafting ahead for one outcome."""
-        self._runs.append(self._text.run(self._config, self._sizes.new_tokens))
+        self._runs.append(self._text.run(self._config, self._sizes.new_tokens, self._held))
 
     def forget(self) -> None:
         """Begins anew."""

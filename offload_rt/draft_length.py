@@ -12,13 +12,11 @@ from typing import Protocol
 
 CHOICES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 MEMORY = 32  # rounds that costs are fitted to
-FORGETTING = 0.95  # of what was accepted, a round
 RIDGE = 0.01  # towards one ratio of measured to expected cost for a pass's plain part and its queries
-PRIOR_TOKENS = 10.0  # weight of the usual acceptance against that of the text
 
 
 class Costs(Protocol):
-    """What a composition costs by its shapes and usually yields (see `drafting.verifier.Verifier`)."""
+    """What a composition costs by its shapes, and how it fares (see `drafting.verifier.Verifier`)."""
 
     def expected_pass_ms(self, length: int, count: int) -> float:
         """Of a verification of `count` drafted tokens."""
@@ -27,8 +25,8 @@ class Costs(Protocol):
         """Of drafting them."""
 
     @property
-    def expected_acceptance(self) -> float:
-        """Share of drafted tokens that is usually accepted."""
+    def acceptance(self) -> float:
+        """Chance that a drafted token is accepted, by what has been seen of the text."""
 
 
 class DraftLength:
@@ -46,23 +44,10 @@ class DraftLength:
         self._ahead = ahead and clock
         self._passes: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # by shape, measured
         self._drafts: deque[tuple[float, float]] = deque(maxlen=MEMORY)
-        self._accepted = PRIOR_TOKENS * costs.expected_acceptance
-        self._rejected = PRIOR_TOKENS * (1.0 - costs.expected_acceptance)
-
-    @property
-    def acceptance(self) -> float:
-        """Chance that a drafted token is accepted, after what has been seen of the text."""
-        return self._accepted / (self._accepted + self._rejected)
 
     def choose(self, length: int) -> int:
         """Tokens to draft at a text of `length` tokens."""
         return max(CHOICES, key=lambda count: self._rate(length, count))
-
-    def observe_tokens(self, proposed: int, accepted: int) -> None:
-        """A verification accepted so many of the tokens proposed to it, and rejected the next one."""
-        if proposed:
-            self._accepted = FORGETTING * self._accepted + accepted
-            self._rejected = FORGETTING * self._rejected + (accepted < proposed)
 
     def observe_pass(self, length: int, count: int, ms: float) -> None:
         """A verification of `count` drafted tokens took `ms`."""
@@ -82,10 +67,11 @@ class DraftLength:
             pass_ms = _fitted(self._passes, pass_ms, plain_ms)
             # A draft is steps of one cost each: its time is proportional to its length.
             draft_ms *= _ratio(self._drafts)
-        tokens = sum(self.acceptance**i for i in range(count + 1))
+        acceptance = self._costs.acceptance
+        tokens = sum(acceptance**i for i in range(count + 1))
         round_ms = pass_ms + draft_ms
         if self._ahead:
-            guessed = self.acceptance ** (count + 1)
+            guessed = acceptance ** (count + 1)
             round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
         return tokens / round_ms
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -54,23 +54,6 @@ class RoundTimes:
     guessed: bool | None
     proposed: int
     accepted: int
-
-
-@dataclass
-class ScheduleStats:
-    """Times of the rounds so far, and how often drafting ahead had guessed right."""
-
-    rounds: list[RoundTimes] = field(default_factory=list)
-
-    @property
-    def guesses(self) -> int:
-        """Rounds that were drafted ahead of."""
-        return sum(times.guessed is not None for times in self.rounds)
-
-    @property
-    def hits(self) -> int:
-        """Of those, how many drafts could be used."""
-        return sum(times.guessed is True for times in self.rounds)
 
 
 class PassLane:
@@ -130,9 +113,9 @@ class Schedule:
     """Runs rounds of a verifier.
 
     Args:
-        lane: where passes run while the next round is drafted; None: one thing after another.
-        ahead: outcomes of a pass that are drafted for at most.
-        length: told what passes and drafts take and how many tokens are accepted.
+        lane: where passes run; None: here, one thing after another.
+        ahead: outcomes of a pass that are drafted for at most, while it runs in its lane.
+        length: told what passes and drafts take.
         clock: whether time may decide which outcomes are drafted for: not where a seed must repeat its
             tokens.
     """
@@ -148,8 +131,8 @@ class Schedule:
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.verifier = verifier
-        self.stats = ScheduleStats()
-        self._lane = lane if ahead > 0 else None
+        self.rounds: list[RoundTimes] = []  # so far
+        self._lane = lane
         self._ahead = ahead
         self._length = length
         self._drawn = 0  # tokens drafted in this round, used or not, and how long it took
@@ -169,35 +152,32 @@ class Schedule:
         self._drawn, self._drawing_ms = 0, 0.0
         draft = self._draft(text, count)
         drafted = perf_counter()
-        if self._lane is None or not draft.tokens:
+        if self._lane is None:
             with self._timeline.span("pass", "verify"):
                 begun = self.verifier.begin(text, draft)
-            passed = ended = perf_counter()
+            ahead_ms, ended = 0.0, perf_counter()
         else:
-            begun, passed, ended = self._overlapped(self._lane, text, draft, following)
-        ahead = perf_counter()
+            begun, ahead_ms, ended = self._overlapped(self._lane, text, draft, following)
+        both = perf_counter()
         result = self.verifier.verdict(text, begun)
         done = perf_counter()
-        self.verifier.stats.ms += 1e3 * (ended - drafted + done - ahead)
-        guessed = self._settle(text, result)
-        if self._length is not None:
-            if self.stats.rounds:  # the first round pays for memory that is touched for the first time
-                self._length.observe_pass(len(text), result.proposed, 1e3 * (ended - drafted + done - ahead))
-                self._length.observe_draft(len(text), self._drawn, self._drawing_ms)
-            self._length.observe_tokens(result.proposed, result.accepted)
-        self.stats.rounds.append(
-            RoundTimes(
-                started=started,
-                ms=1e3 * (done - started),
-                draft_ms=1e3 * (drafted - started),
-                pass_ms=1e3 * (ended - drafted),
-                ahead_ms=1e3 * (passed - drafted) if self._lane is not None else 0.0,
-                verdict_ms=1e3 * (done - ahead),
-                guessed=guessed,
-                proposed=result.proposed,
-                accepted=result.accepted,
-            )
+        times = RoundTimes(
+            started=started,
+            ms=1e3 * (done - started),
+            draft_ms=1e3 * (drafted - started),
+            pass_ms=1e3 * (ended - drafted),
+            ahead_ms=ahead_ms,
+            verdict_ms=1e3 * (done - both),
+            guessed=self._settle(text, result),
+            proposed=result.proposed,
+            accepted=result.accepted,
         )
+        self.verifier.stats.ms += times.pass_ms + times.verdict_ms
+        if self._length is not None and self.rounds:
+            # The first round pays for memory that is touched for the first time.
+            self._length.observe_pass(len(text), times.proposed, times.pass_ms + times.verdict_ms)
+            self._length.observe_draft(len(text), self._drawn, self._drawing_ms)
+        self.rounds.append(times)
         return result
 
     def _draft(self, text: Text, count: int) -> Draft:
@@ -230,36 +210,35 @@ class Schedule:
     def _overlapped(
         self, lane: PassLane, text: Text, draft: Draft, following: Callable[[int], int]
     ) -> tuple[Pass, float, float]:
-        """The pass, when drafting ahead ended, and when the pass did."""
+        """The pass, how long was drafted ahead meanwhile in ms, and when the pass ended."""
         ends: list[float] = []
+        started = perf_counter()
         try:
             begun = lane.start(lambda: self.verifier.begin(text, draft))
             begun.add_done_callback(lambda _: ends.append(perf_counter()))
             self._draft_ahead(text, draft, begun, following)
-            passed = perf_counter()
+            ahead_ms = 1e3 * (perf_counter() - started)
             result = begun.result()
         except BaseException:
             lane.give_up()
             raise
-        return result, passed, ends[0] if ends else perf_counter()
+        return result, ahead_ms, ends[0] if ends else perf_counter()
 
     def _draft_ahead(
         self, text: Text, draft: Draft, begun: Future[Pass], following: Callable[[int], int]
     ) -> None:
-        if self._over(begun) or following(1) <= 0:
+        if not self._ahead or not draft.tokens or self._over(begun) or following(1) <= 0:
             return
-        stats = self.verifier.stats
-        rejected = max(0, stats.rounds - 1)  # of a chain, a round rejects one token at most
-        acceptance = (stats.accepted + 9) / (stats.accepted + rejected + 10)
+        verifier = self.verifier
         with self._timeline.span("draft", "outcomes"):
-            outcomes = self.verifier.drafter.outcomes(text, draft, self._ahead, acceptance)
+            outcomes = verifier.drafter.outcomes(text, draft, self._ahead, verifier.acceptance)
         for outcome in outcomes:
             count = following(len(outcome))
             if count <= 0:
                 continue
             if self._over(begun):
                 return
-            proposal = self.verifier.drafter.proposal(text.extended(outcome), count)
+            proposal = verifier.drafter.proposal(text.extended(outcome), count)
             self._made[outcome] = proposal
             self._drawing("ahead", proposal, lambda: self._over(begun))
 

@@ -191,10 +191,10 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
 # ------------------------------------------------------------------------------------ the synthetic verdict
 
 
-def decoded(held: Hold, ahead: int, tokens: int, gamma: int = 4) -> Run:
+def decoded(held: Hold, ahead: int, tokens: int, gamma: int = 4, link: float = 1e9) -> Run:
     sizes = dataclasses.replace(TINY, gamma=gamma)
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    text = EngineText(target, None, PacedLink(1e9), sizes.config("retrieval"), byte_ids(200), tokens)
+    text = EngineText(target, None, PacedLink(link), sizes.config("retrieval"), byte_ids(200), tokens)
     try:
         text.fill()
         return text.run(sizes.config("retrieval", ahead=ahead), tokens, held)
@@ -214,9 +214,8 @@ def test_a_held_acceptance_is_held_by_its_coins() -> None:
         stands = []
         for _ in range(one.proposed):
             stands.append(chance() < 0.8)
-            chance()
-        chance()
-        chance()  # of the token after them, which nothing had guessed
+            chance(), chance()
+        chance(), chance(), chance()  # of the token after them, which nothing had guessed
         assert one.accepted == (stands.index(False) if False in stands else one.proposed)
     assert acceptance(found.rounds) == pytest.approx(0.8, abs=0.06)
 
@@ -228,6 +227,14 @@ def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
     assert all(one.accepted == rate * one.proposed for one in whole)
     guessed = [one.guessed for one in whole[:-1] if one.guessed is not None]
     assert rate == 0.0 or (guessed and sum(guessed) >= len(guessed) - 2), guessed
+
+
+@pytest.mark.parametrize("runner_up", [0.0, 1.0])
+def test_a_runner_up_is_held_too(runner_up: float) -> None:
+    found = decoded(Hold(0.0, runner_up), ahead=4, tokens=30, link=1e6)  # time to draft for all of them
+    guessed = [one.guessed for one in found.rounds if one.guessed is not None]
+    # Until it is known that all is rejected, the likeliest outcome is another one.
+    assert len(guessed) > 20 and sum(guessed[10:]) == runner_up * len(guessed[10:])
 
 
 def test_every_row_of_held_systems_is_labelled() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload_rt.draft_length import CHOICES, DraftLength
+from offload_rt.drafting.acceptance import RunningAcceptance
 
 
 class Shapes:
@@ -14,7 +15,7 @@ class Shapes:
         self.pass_ms = pass_ms
         self.query_ms = query_ms
         self.step_ms = step_ms
-        self.expected_acceptance = acceptance
+        self.acceptance = acceptance
 
     def expected_pass_ms(self, length: int, count: int) -> float:
         return self.pass_ms + self.query_ms * count
@@ -62,14 +63,24 @@ def test_where_no_clock_may_decide_measured_times_count_for_nothing() -> None:
 
 
 def test_it_learns_how_many_are_accepted() -> None:
-    shapes = Shapes(100.0, 1.0, 1.0)
-    length = DraftLength(shapes, clock=False)
+    shapes, seen = Shapes(100.0, 1.0, 1.0), RunningAcceptance(0.9)
+    assert seen.rate == pytest.approx(0.9)
     for _ in range(60):
-        length.observe_tokens(8, 2)
-    assert length.acceptance == pytest.approx(2 / 3, abs=0.03)
-    assert length.choose(0) == best(shapes, length.acceptance) < best(shapes, 0.9)
-    length.observe_tokens(0, 0)  # a plain round says nothing
-    assert length.acceptance == pytest.approx(2 / 3, abs=0.03)
+        seen.observe(8, 2)
+    assert seen.rate == pytest.approx(2 / 3, abs=0.03)
+    length = DraftLength(shapes, clock=False)
+    shapes.acceptance = seen.rate
+    assert length.choose(0) == best(shapes, seen.rate) < best(shapes, 0.9)
+    before = seen.rate
+    seen.observe(0, 0)  # a plain round says nothing
+    assert seen.rate == before
+
+
+def test_what_is_accepted_as_a_whole_rejects_nothing() -> None:
+    seen = RunningAcceptance(0.5)
+    for _ in range(200):
+        seen.observe(8, 8)
+    assert seen.rate > 0.999
 
 
 def test_a_draft_that_is_hidden_is_as_long_as_the_pass() -> None:

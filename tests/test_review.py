@@ -87,6 +87,8 @@ def test_drafting_ahead_that_always_guesses_right_is_governed_too(
 
 
 class LookedUp(LookupDrafter):
+    acceptance = 0.3
+
     def expected_pass_ms(self, length: int, count: int) -> float:
         return 1.0 + 0.01 * count
 

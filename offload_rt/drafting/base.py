@@ -97,7 +97,7 @@ class Drafter(Protocol):
 
         Args:
             most: how many outcomes at most.
-            acceptance: share of drafted tokens that the verifier has accepted so far.
+            acceptance: chance that the verifier accepts a drafted token, by what has been seen of the text.
         """
 
     def settle(self, text: Text) -> None:

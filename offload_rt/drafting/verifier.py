@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.drafting.acceptance import RunningAcceptance
 from offload_rt.drafting.base import Drafter, LevelStats, Text
 from offload_rt.drafting.drawn import DrawnTokens
 from offload_rt.host import to_device, to_host
@@ -103,6 +104,7 @@ class Verifier:
         self.sampling = sampling
         self.stats = LevelStats(name)
         self._pass_cost = pass_cost
+        self._acceptance = RunningAcceptance(drafter.expected_acceptance)
         self._verified = 0  # the cache's verified length when last looked at
         self._speculative: list[int] = []  # the cache's tokens after those, but for …
         self._drawn: DrawnTokens | None = None  # … all but the last of these
@@ -156,6 +158,7 @@ class Verifier:
         self.stats.rounds += 1
         self.stats.proposed += len(begun.draft.tokens)
         self.stats.accepted += len(tokens)
+        self._acceptance.observe(len(begun.draft.tokens), len(tokens))
         rows: Tensor | slice = slice(1 + len(path))
         if path != list(range(len(path))):
             rows = to_device([0, *(1 + node for node in path)], begun.logits.device)
@@ -278,9 +281,9 @@ class Verifier:
         return self.drafter.expected_ms(length, count)
 
     @property
-    def expected_acceptance(self) -> float:
-        """Share of drafted tokens that is usually accepted."""
-        return self.drafter.expected_acceptance
+    def acceptance(self) -> float:
+        """Chance that a drafted token is accepted, by what has been seen of the text."""
+        return self._acceptance.rate
 
     def expected_tokens(self, count: int) -> float:
         """What a round of `count` drafted tokens usually yields: 1 + a + … + a^count."""

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_rt.attention import choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
+from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Host
 from offload_rt.model import CausalModel
 
@@ -153,7 +154,7 @@ def launch_ms(device: torch.device, layers: int, repeats: int) -> float:
     cache.settle()
 
     def step() -> None:
-        model.forward(cache, [1], [cache.length], NewTokens(1, None), 1)  # waits: it looks for NaN
+        to_host(model.forward(cache, [1], [cache.length], NewTokens(1, None), 1))  # what a device does counts
         cache.commit([0])
         cache.truncate(cache.verified_length)
 

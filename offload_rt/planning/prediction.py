@@ -19,7 +19,9 @@ from offload_rt.planning.shapes import ModelShape
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
 EXCHANGE_MS = 0.04  # a layer: queries to the CPU and results back, besides their bytes
 ALL_REDUCE_MS = 0.03  # a layer has two of them where heads are split over GPUs
-RUNNER_UP_HITS = 0.5  # of rejections, those whose token is the draft's runner-up
+# Of rejections, those whose token is the runner-up of the draft. The demo pair, greedy at 16K tokens of three
+# books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
+RUNNER_UP_HITS = 0.5
 MOST_OUTCOMES = 4  # verdicts that are drafted ahead for
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}  # of the rate of matrix products
 
