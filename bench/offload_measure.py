@@ -100,52 +100,77 @@ class InPlaceText:
         self._text.close()
 
 
-class SlowLinkText:
-    """The subject over a link on which a pass takes as long as a draft beside it.
+@dataclass(frozen=True)
+class Beside:
+    """What shares a processor and Python's lock takes longer beside something else; medians in ms.
 
-    What shares a processor's memory and Python's lock takes longer beside something else: this is how much.
+    Attributes:
+        drafting: for one outcome, on a link on which a pass takes as long as that.
+        verification: a pass over the last token and a draft while drafts are made, on a link without limit.
+    """
+
+    drafting: float
+    verification: float
+
+
+class BesideText:
+    """The subject over links of two bandwidths, drafting ahead for one outcome.
+
+    It takes turns with the systems that are measured.
     """
 
     BALANCING_TURNS = 3
+    NO_LIMIT = 1e12  # bytes a second
 
     def __init__(self, subject: Subject, sizes: Sizes, composition: str, draft_token_ms: float) -> None:
         self._sizes = sizes
         self._config = sizes.config(composition, ahead=1)
         # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
         self._held = Hold(1.0) if subject.random_kv else None
-        self._runs: list[Run] = []
-        token_bytes = kv_layout(subject.target, 1).token_bytes
-        stream_s = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms / 1e3
-        self._link = PacedLink(sizes.context * token_bytes / stream_s)
+        self._balanced: list[Run] = []
+        self._unlimited: list[Run] = []
+        self._kv_bytes = sizes.context * kv_layout(subject.target, 1).token_bytes
+        self._stream_ms = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms
+        self._link = PacedLink(self.NO_LIMIT)
         self._text = EngineText(
             subject.target, subject.draft, self._link, self._config, subject.prompt, _room(sizes)
         )
         _read(self._text, subject)
-        self.turn()
+        self._turn_balanced()
         # A shorter stream leaves less time beside it, in which a draft takes longer: until both are alike.
         for _ in range(self.BALANCING_TURNS):
-            self._link.bytes_per_second = 1e3 * sizes.context * token_bytes / self.drafting_ms()
+            self._stream_ms = self._drafting_ms()
             self.forget()
-            self.turn()
+            self._turn_balanced()
+
+    def _turn_balanced(self) -> None:
+        self._link.bytes_per_second = 1e3 * self._kv_bytes / self._stream_ms
+        self._balanced.append(self._text.run(self._config, self._sizes.new_tokens, self._held))
 
     def turn(self) -> None:
-        """Runs the composition once, drafting ahead for one outcome."""
-        self._runs.append(self._text.run(self._config, self._sizes.new_tokens, self._held))
+        """Runs the composition once over each link."""
+        self._turn_balanced()
+        self._link.bytes_per_second = self.NO_LIMIT
+        self._unlimited.append(self._text.run(self._config, self._sizes.new_tokens, self._held))
 
     def forget(self) -> None:
         """Begins anew."""
-        self._runs = []
+        self._balanced, self._unlimited = [], []
 
-    def drafting_ms(self) -> float:
-        """Median over all turns of what drafting for one outcome took: beside a pass, and what was left."""
+    def result(self) -> Beside:
+        """Medians over all turns."""
+        passes = [one.pass_ms for run in self._unlimited for one in run.rounds[1:-2] or run.rounds]
+        return Beside(self._drafting_ms(), median(passes))
+
+    def _drafting_ms(self) -> float:
         # The last rounds draft less: the text ends. What was left of a draft is finished in the next round.
         pairs = [
             (before, one)
-            for run in self._runs
+            for run in self._balanced
             for before, one in zip(run.rounds[1:-2], run.rounds[2:-1], strict=False)
         ]
         guessed = [before.ahead_ms + one.draft_ms for before, one in pairs if before.guessed]
-        return median(guessed or [one.ahead_ms for run in self._runs for one in run.rounds])
+        return median(guessed or [one.ahead_ms for run in self._balanced for one in run.rounds])
 
     def close(self) -> None:
         """Gives its memory back."""
@@ -183,7 +208,7 @@ def measure(
     link: Callable[[], Link],
     rate: float,
     in_place: InPlaceText | None = None,
-    slow_link: SlowLinkText | None = None,
+    beside: BesideText | None = None,
     placements: Mapping[str, Shares] = {},
 ) -> list[Measured]:
     """What the systems do, in their order.
@@ -194,7 +219,7 @@ def measure(
     Args:
         link: opens a link.
         rate: bytes a second that it carries to the device.
-        in_place, slow_link: take their turns too.
+        in_place, beside: take their turns too.
         placements: shares by name, beside those of `SHARES`.
     """
     names = list(dict.fromkeys(system.placement for system in systems))
@@ -225,7 +250,7 @@ def measure(
                     config, count if turn else min(count, _warm_up(sizes)), system.held
                 )
                 done += [run] if turn else []
-            for other in (in_place, slow_link):
+            for other in (in_place, beside):
                 if other is not None and turn:
                     other.turn()
         token_bytes = texts[names[0]].token_bytes

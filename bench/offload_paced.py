@@ -13,9 +13,9 @@ from bench import report
 from bench.inputs import Models, say
 from bench.offload_cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
 from bench.offload_measure import (
+    BesideText,
     InPlaceText,
     Measured,
-    SlowLinkText,
     Subject,
     measure,
     one_thread,
@@ -98,25 +98,25 @@ class _References:
             opened.callback(self.in_place.close)
             self.in_place.turn()
             token = self.in_place.result().draft_token
-            self.slow_link = SlowLinkText(subject, sizes, composition, token)
-            opened.callback(self.slow_link.close)
+            self.beside = BesideText(subject, sizes, composition, token)
+            opened.callback(self.beside.close)
             self._opened = opened.pop_all()
 
     def turns(self, count: int) -> None:
         """Runs both, `count` times."""
         for _ in range(count):
             self.in_place.turn()
-            self.slow_link.turn()
+            self.beside.turn()
 
     def rate(self, ratio: float) -> float:
         """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft beside it."""
         token_bytes = kv_layout(self.subject.target, 1).token_bytes
-        return 1e3 * self.sizes.context * token_bytes / (ratio * self.slow_link.drafting_ms())
+        return 1e3 * self.sizes.context * token_bytes / (ratio * self.beside.result().drafting)
 
     def forget(self) -> None:
         """Begins anew: what a case is held against is measured in its own turns."""
         self.in_place.forget()
-        self.slow_link.forget()
+        self.beside.forget()
 
     def close(self) -> None:
         """Gives their memory back."""
@@ -134,9 +134,7 @@ def _case(
     subject, sizes = alone.subject, alone.sizes
     target, draft = subject.target, subject.draft
     alone.forget()
-    measured = measure(
-        subject, sizes, systems, lambda: PacedLink(rate), rate, alone.in_place, alone.slow_link
-    )
+    measured = measure(subject, sizes, systems, lambda: PacedLink(rate), rate, alone.in_place, alone.beside)
     case = {
         "case": name,
         "model": target.name,
@@ -146,7 +144,7 @@ def _case(
         "draft_shape": None if draft is None else shape_values(draft),
         "drafting": alone.composition,
         "settings": sizes.keys,
-        "processor": processor(alone.in_place.result(), alone.slow_link.drafting_ms(), attention),
+        "processor": processor(alone.in_place.result(), alone.beside.result(), attention),
         "rows": [one.row for one in measured],
     }
     return case, measured

@@ -1,9 +1,10 @@
 """`python -m bench plan-truth`: what the planner predicts, beside what `bench offload` measured.
 
 The planner is asked for the placements that were run, with the figures that were measured apart from them in
-the same run: on a CPU, what attention, memory and products take alone, what a drafted token takes with the
-KV in place, and the bandwidth of the paced link; on a GPU, what `offload-rt doctor` says. Of a row itself it
-is given the acceptance of a drafted token, and nothing else.
+the same run: on a CPU, what attention and memory do alone, what a pass and a drafted token take with the KV
+in place, what they take beside each other over links of other bandwidths, and the bandwidth of the paced
+link; on a GPU, what `offload-rt doctor` says. Of a row itself it is given the acceptance of a drafted token,
+and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.model import CausalModel
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.planning.prediction import PassTime, Predictor, RoundTime, Work, attention_rate
 from offload_rt.planning.shapes import ModelShape, from_config
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
@@ -114,7 +115,7 @@ def predict_rows(case: dict[str, Any]) -> None:
 def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     """What the planner says of one row, by the names in `PREDICTED`."""
     request = _request(case, one)
-    predictor = Predictor(request)
+    predictor = MeasuredAlone(request, case["processor"]) if "processor" in case else Predictor(request)
     store = request.config.store
     placement = Placement(
         resident_tokens=one["resident_tokens"],
@@ -126,10 +127,9 @@ def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     )
     gamma = one["gamma"]
     verification, draft = predictor.verification(placement, gamma), predictor.draft(gamma)
-    # Drafting ahead ends with the pass: for no more outcomes than it pays for.
-    outcomes = range(1, one["ahead"] + 1) if one["ahead"] else range(1)
     best: RoundTime = min(
-        (predictor.round(gamma, verification, draft, count) for count in outcomes), key=lambda found: found.ms
+        (predictor.round(gamma, verification, draft, count) for count in predictor.outcomes),
+        key=lambda found: found.ms,
     )
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.hit_rate, best.ms_per_token)
     return dict(zip(PREDICTED, values, strict=True))
@@ -138,27 +138,20 @@ def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 def _request(case: dict[str, Any], one: dict[str, Any]) -> PlanRequest:
     paced = "processor" in case
     if paced:
-        link = one["rate_bytes_per_second"]
-        hardware = paced_hardware(case, one["context"], link, one["gamma"], ahead=bool(one["ahead"]))
+        hardware = paced_hardware(case["processor"], _shape(case["shape"]), one["rate_bytes_per_second"])
     else:
         hardware = hardware_from(case["hardware"])
     acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
-    request = _planned(case, one["composition"], one["context"], hardware, graphs=not paced)
-    return dataclasses.replace(request, same_model_acceptance=acceptance)
-
-
-def _planned(
-    case: dict[str, Any], composition: str, context: int, hardware: Hardware, *, graphs: bool
-) -> PlanRequest:
     return PlanRequest(
         target=_shape(case["shape"]),
         draft=None if case["draft_shape"] is None else _shape(case["draft_shape"]),
-        config=load_config(composition, case["settings"]),
-        context=context,
+        config=load_config(one["composition"], case["settings"] | {"offload.ahead": one["ahead"] or 0}),
+        context=one["context"],
         new_tokens=0,
         hardware=hardware,
+        same_model_acceptance=acceptance,
         fixed_draft=True,
-        graphs=graphs,
+        graphs=not paced,
     )
 
 
@@ -175,16 +168,13 @@ def hardware_from(values: dict[str, Any]) -> Hardware:
     )
 
 
-def paced_hardware(case: dict[str, Any], context: int, link: float, gamma: int, *, ahead: bool) -> Hardware:
+def paced_hardware(figures: dict[str, Any], target: ModelShape, link: float) -> Hardware:
     """A processor that stands in for a GPU, at the end of a paced link.
 
-    Its launches are what a drafted token took beyond what reading and computing explain: alone, or, where
-    drafts are made ahead, beside a pass: without what the pass computes, which the planner adds.
-
     Args:
+        figures: of `bench.primitives.processor`.
         link: bytes a second.
     """
-    figures, target = case["processor"], _shape(case["shape"])
     rates = tuple(AttentionRate(**rate) for rate in figures["attention"])
     most = rates[-1]
     host = Host(
@@ -209,25 +199,49 @@ def paced_hardware(case: dict[str, Any], context: int, link: float, gamma: int, 
         to_host_rate=link / 1e9,
         launch_ms=0.0,
     )
-    unlaunched = _planned(case, case["drafting"], context, Hardware(host, (processor,), True), graphs=False)
-    predictor = Predictor(unlaunched)
-    token = figures["draft_token_ms"]
-    if ahead:
-        attention = context * target.token_bytes / most.rate / 1e6
-        everywhere = Placement(context, 0, 0, 1, 1, target)
-        passing = attention + predictor.verification(everywhere, gamma).dense.busy_ms
-        token = max(token, (figures["drafting_beside_ms"] - passing) / gamma)
-    launch = max(0.0, token - predictor.draft(1).ms) / _launched_layers(unlaunched)
-    return Hardware(host, (dataclasses.replace(processor, launch_ms=launch),), True)
+    return Hardware(host, (processor,), True)
 
 
-def _launched_layers(request: PlanRequest) -> float:
-    """Layers whose operations are launched for a drafted token: by how much a launch lengthens a draft."""
-    gpu = request.hardware.gpus[0]
-    slower = dataclasses.replace(gpu, launch_ms=gpu.launch_ms + 1.0)
-    hardware = dataclasses.replace(request.hardware, gpus=(slower,))
-    lengthened = Predictor(dataclasses.replace(request, hardware=hardware)).draft(1).ms
-    return lengthened - Predictor(request).draft(1).ms
+class MeasuredAlone(Predictor):
+    """What the processor does by itself as it was measured; what comes of it over a link is predicted.
+
+    Drafting and a pass share that processor: what each is slowed by the other was measured over other links
+    than those of the rows.
+
+    Args:
+        figures: of `bench.primitives.processor`.
+    """
+
+    def __init__(self, request: PlanRequest, figures: dict[str, Any]) -> None:
+        super().__init__(request)
+        self._figures = figures
+
+    def dense(self, queries: int) -> Work:
+        target, host = self.request.target, self.request.hardware.host
+        rate = attention_rate(host.attention, queries * target.group)
+        attention = self.request.context * target.token_bytes / rate / 1e6
+        measured = self._figures["plain_pass_ms" if queries == 1 else "pass_ms"]
+        return Work(max(0.0, measured - attention))
+
+    def draft(self, gamma: int) -> Work:
+        return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
+
+    def beside_drafting(self, verification: PassTime) -> PassTime:
+        slower = self._figures["pass_beside_ms"] / self._figures["pass_ms"]
+        return dataclasses.replace(
+            verification,
+            dense=verification.dense.times(slower),
+            attention=slower * verification.attention,
+            cpu_attention=verification.cpu_attention + (slower - 1) * verification.dense.ms
+            if verification.cpu_attention
+            else 0.0,
+        )
+
+    def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
+        gamma = self.request.config.speculation.gamma2
+        speed = min(1.0, self.draft(gamma).ms / float(self._figures["drafting_beside_ms"]))
+        meanwhile = speed * verification.ms
+        return drafting / speed if drafting < meanwhile else verification.ms + drafting - meanwhile
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.offload_measure import InPlace
+from bench.offload_measure import Beside, InPlace
 from offload_rt.attention import attend, choose_backend
 from offload_rt.machine.hardware import AttentionRate
 from offload_rt.machine.measuring import compute_rate, memory_rate
@@ -44,18 +44,15 @@ def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[s
     ]
 
 
-def processor(in_place: InPlace, drafting_ms: float, attention: list[dict[str, float]]) -> dict[str, Any]:
-    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place.
-
-    Args:
-        drafting_ms: drafting ahead for one outcome, beside a pass.
-    """
+def processor(in_place: InPlace, beside: Beside, attention: list[dict[str, float]]) -> dict[str, Any]:
+    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place."""
     return {
         "attention": attention,
         "memory_rate": memory_rate(READ_BYTES, REPEATS),
         "compute_rate": compute_rate(128, 1024, REPEATS),
         "draft_token_ms": in_place.draft_token,
-        "drafting_beside_ms": drafting_ms,
+        "drafting_beside_ms": beside.drafting,
         "plain_pass_ms": in_place.plain_pass,
         "pass_ms": in_place.verification,
+        "pass_beside_ms": beside.verification,
     }

@@ -31,7 +31,6 @@ from offload_rt.graphs import GraphedModel
 from offload_rt.machine.hardware import Hardware
 from offload_rt.machine.named_hardware import named_hardware
 from offload_rt.planning.placement import Placement as PlannedPlacement
-from offload_rt.planning.prediction import Predictor
 from offload_rt.schedule import RoundTimes
 from offload_rt.timeline import Span
 
@@ -334,18 +333,26 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     case = measured["result"]["cases"][0]
     one = next(row for row in case["rows"] if row["system"] == "ahead 4")
     alone = next(row for row in case["rows"] if row["system"] == "ahead 0")
-    case["processor"] |= {"draft_token_ms": 7.0, "drafting_beside_ms": 1e3}
-    assert Predictor(plan_truth._request(case, alone)).draft(3).ms == pytest.approx(21.0)
-    request = plan_truth._request(case, one)
-    sure = Predictor(dataclasses.replace(request, same_model_acceptance=1.0))
+    case["processor"] |= {"draft_token_ms": 7.0, "drafting_beside_ms": 210.0}
+    case["processor"] |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "pass_beside_ms": 30.0}
+    case["processor"]["attention"] = [{"queries": count, "rate": 5.0} for count in (1, 4)]
+    request = plan_truth._request(case, dict(one, acceptance=1.0, rate_bytes_per_second=1e12))
+    sure = plan_truth.MeasuredAlone(request, case["processor"])
     place = PlannedPlacement(0, 0, one["streamed_tokens"], 3, 32, request.target)
-    hit = sure.round(3, sure.verification(place, 3), sure.draft(3), 1)
+    fast, draft = sure.verification(place, 3), sure.draft(3)
+    assert draft.ms == pytest.approx(21.0)
+    assert fast.ms == pytest.approx(10.0, rel=0.05), "what a pass takes in place"
+    hit = sure.round(3, fast, draft, 1)
     assert hit.hit_rate == 1
-    assert hit.ms == pytest.approx(1e3, rel=0.01), "drafting takes what it took beside a pass"
-    slow = dict(one, rate_bytes_per_second=1e3)
+    # A pass takes 30 ms beside drafting, which is at a tenth of its speed meanwhile.
+    assert hit.ms == pytest.approx(30.0 + 21.0 - 3.0, rel=0.05)
+    slow = dict(one, rate_bytes_per_second=1e3, acceptance=1.0)
     predicted = plan_truth.predict(case, slow)
     bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
     assert predicted["pass_ms"] == pytest.approx(bytes_streamed, rel=0.02), "1 ms a byte"
+    assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"]), "all is drafted meanwhile"
+    without = plan_truth.predict(case, dict(alone, rate_bytes_per_second=1e12))
+    assert without["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05)
     plain = next(row for row in case["rows"] if row["system"] == "plain")
     assert plan_truth.predict(case, plain)["tokens_per_round"] == 1
 

@@ -86,6 +86,7 @@ def requests(draw: st.DrawFn, fixed: bool | None = True) -> PlanRequest:
         "retrieval.budget": draw(st.sampled_from([512, 2048, 8192])),
         "speculation.gamma2": draw(st.integers(1, 40)),
         "store.ring_buffers": draw(st.integers(2, 6)),
+        "offload.ahead": draw(st.sampled_from([0, 1, 4, 9])),
         "store.segment_tokens": draw(st.sampled_from([256, 1024, 4096])),
     }
     return PlanRequest(
@@ -98,7 +99,6 @@ def requests(draw: st.DrawFn, fixed: bool | None = True) -> PlanRequest:
         same_model_acceptance=draw(st.floats(0, 1)),
         small_model_acceptance=draw(st.floats(0, 1)),
         fixed_draft=draw(st.booleans()) if fixed is None else fixed,
-        drafts_ahead=draw(st.booleans()),
         graphs=draw(st.booleans()),
     )
 
@@ -257,7 +257,7 @@ def test_a_draft_of_fixed_length_is_kept() -> None:
 
 
 def test_drafting_ahead_pays() -> None:
-    ahead, late = plan(request()), plan(request(drafts_ahead=False))
+    ahead, late = plan(request()), plan(request(config=load_config("triforce", {"offload.ahead": 0})))
     assert ahead.predicted is not None and late.predicted is not None
     assert ahead.predicted.ms_per_token < late.predicted.ms_per_token
 

@@ -12,7 +12,7 @@ from offload_rt.config import load_config
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import Predictor, attention_rate, expected_tokens, hit_rate
+from offload_rt.planning.prediction import Predictor, attention_rate, expected_tokens, outcome_chances
 from offload_rt.planning.shapes import find_shape
 from offload_rt.planning.sharing import Shares
 
@@ -62,7 +62,7 @@ def test_the_link_waits_where_the_ring_is_shallow() -> None:
     segment = 4096 * LLAMA.layer_token_bytes / 25e6
     for ring in (2, 3):
         placement, _ = Shares(predictor, ring, 0).round(0, 0, 0)
-        expected = 32 * max(layer, dense + layer - (ring - 1) * segment) + dense
+        expected = max(32 * layer + dense, 32 * (dense + layer - (ring - 1) * segment))
         assert predictor.verification(placement, 0).link == pytest.approx(expected)
 
 
@@ -155,15 +155,14 @@ def test_rates_between_measurements_and_beyond() -> None:
     assert attention_rate((AttentionRate(4, 30.0),), 1) == 30
 
 
-def test_expected_tokens_and_hits_by_hand() -> None:
+def test_expected_tokens_and_outcomes_by_hand() -> None:
     assert expected_tokens(0.5, 2) == 1.75
     assert expected_tokens(1.0, 8) == 9
     assert expected_tokens(0.92, 12) == pytest.approx((1 - 0.92**13) / 0.08)
-    assert hit_rate(0.9, 4, 1) == pytest.approx(0.9**5)
-    # Rejected at the first token or at the second, and the runner-up right every other time.
-    assert hit_rate(0.9, 4, 3) == pytest.approx(0.9**5 + 0.5 * (0.1 + 0.9 * 0.1))
-    assert hit_rate(0.9, 1, 4) == hit_rate(0.9, 1, 2)
-    assert hit_rate(1.0, 8, 4) == 1
+    # All accepted; rejected at the first token or at the second, and the runner-up right every other time.
+    assert outcome_chances(0.9, 2) == pytest.approx((0.9**3, 0.5 * 0.1, 0.5 * 0.9 * 0.1))
+    assert outcome_chances(0.2, 2) == pytest.approx((0.5 * 0.8, 0.5 * 0.2 * 0.8, 0.2**3))
+    assert outcome_chances(1.0, 8) == (1,) + 8 * (0,)
 
 
 def test_two_links_fill_their_rings_from_one_memory() -> None:
@@ -188,8 +187,11 @@ def test_a_round_by_hand() -> None:
     waited = lanes.link - ring + draft.ms  # the link is the slowest lane even so
     assert late.ms == pytest.approx(waited)
     _, ahead = shares.round(0, 0, 2)
-    hits = hit_rate(0.92, 16, 2)
-    assert ahead.ms == pytest.approx(hits * lanes.ms + (1 - hits) * waited)
+    first, second = outcome_chances(0.92, 16)[:2]
+    hits = first + second
+    step = draft.ms / 16 * expected_tokens(0.5, 2)
+    assert ahead.ms == pytest.approx(hits * lanes.ms + (1 - hits) * (waited + step / 2))
+    assert ahead.hit_rate == hits
     assert ahead.tokens == late.tokens == expected_tokens(0.92, 16)
     assert ahead.ms_per_token == ahead.ms / ahead.tokens
     assert placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
@@ -197,8 +199,11 @@ def test_a_round_by_hand() -> None:
     slow = replace(draft, busy_ms=3 * lanes.ms)
     long = predictor.round(16, lanes, slow, 1)
     busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
-    rate = hit_rate(0.92, 16, 1)
-    assert long.ms == pytest.approx(rate * busy + (1 - rate) * (lanes.ms - ring + slow.ms))
+    late = lanes.ms - ring + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
+    assert long.ms == pytest.approx(first * busy + (1 - first) * late)
+    # The draft of a second outcome is done after that of the first.
+    both = predictor.round(16, lanes, slow, 2)
+    assert both.ms == pytest.approx(first * busy + second * (busy + slow.ms) + (1 - hits) * late)
     assert predictor.bottleneck(long) == "draft"
 
 

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     # What needs no model is checked before torch is imported: that alone takes seconds.
     if arguments.json is not None:
         check_writable(arguments.json)
-    overrides = dict(arguments.overrides)
+    overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
     config = load_config(arguments.config, overrides)
     hardware = _hardware(arguments)
 
@@ -102,7 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
             same_model_acceptance=SAME_MODEL_ACCEPTANCE if same is None else same,
             small_model_acceptance=SMALL_MODEL_ACCEPTANCE if small is None else small,
             fixed_draft=config.speculation.gamma2 > 0,
-            drafts_ahead=not arguments.no_ahead,
         )
     )
     if arguments.json is not None:

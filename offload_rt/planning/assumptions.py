@@ -98,14 +98,10 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> list
         f"1 + α + … + α^γ yields {best.tokens:.2f} tokens"
     ]
     if best.outcomes:
-        rejections = (
-            f", and {best.outcomes - 1} of a rejection at the first tokens with the runner-up right in "
-            f"{RUNNER_UP_HITS:.0%} of cases"
-        )
         said.append(
-            f"while a pass streams the next round is drafted for {best.outcomes} of its outcomes, 1 of all "
-            f"accepted (α^γ·α){rejections if best.outcomes > 1 else ''}: {best.hit_rate:.0%} of rounds find "
-            "their draft ready"
+            f"while a pass streams the next round is drafted for its likeliest outcomes, {best.outcomes} of "
+            "them in time (all accepted: α^γ·α; or rejected at one of the first tokens, with the runner-up "
+            f"right in {RUNNER_UP_HITS:.0%} of cases): {best.hit_rate:.0%} of rounds find their draft ready"
         )
     elif not request.in_place:
         said.append(f"drafts are made between passes: {best.draft.ms:.1f} ms of a round")

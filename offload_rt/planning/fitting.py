@@ -41,7 +41,6 @@ def fitting_plan(
         new_tokens=new_tokens,
         hardware=_hardware(device, loaded_bytes),
         fixed_draft=config.speculation.gamma2 > 0,
-        drafts_ahead=config.offload.ahead > 0,
     )
     planned = plan(request)
     if planned.refusal is not None:

@@ -41,7 +41,6 @@ class PlanRequest:
         same_model_acceptance: of a token that the target drafts over a smaller cache.
         small_model_acceptance: of a token that the small model drafts.
         fixed_draft: γ2 is as the config has it; else the planner chooses it.
-        drafts_ahead: on a GPU the next round is drafted while a pass streams.
         graphs: on a GPU the levels below the full cache run as CUDA graphs.
 
     Raises:
@@ -57,7 +56,6 @@ class PlanRequest:
     same_model_acceptance: float = SAME_MODEL_ACCEPTANCE
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE
     fixed_draft: bool = False
-    drafts_ahead: bool = True
     graphs: bool = True
 
     def __post_init__(self) -> None:

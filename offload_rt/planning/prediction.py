@@ -22,7 +22,7 @@ ALL_REDUCE_MS = 0.03  # a layer has two of them where heads are split over GPUs
 # Of rejections, those whose token is the runner-up of the draft. The demo pair, greedy at 16K tokens of three
 # books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
 RUNNER_UP_HITS = 0.5
-MOST_OUTCOMES = 4  # verdicts that are drafted ahead for
+MOST_OUTCOMES = 4  # verdicts that are drafted ahead for, and reckoned with
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}  # of the rate of matrix products
 
 
@@ -94,9 +94,9 @@ class RoundTime:
     Attributes:
         gamma: tokens drafted.
         tokens: expected, the verifier's own among them.
-        outcomes: verdicts that were drafted ahead for; 0: none.
+        outcomes: verdicts whose drafts, made ahead, are reckoned with; 0: none.
         hit_rate: share of rounds whose verdict was among them.
-        drafting: ms of the processor that drafts, at most, with what it does for the pass meanwhile.
+        drafting: ms until the first of these drafts is done, made beside a pass from its begin.
     """
 
     gamma: int
@@ -120,14 +120,14 @@ def expected_tokens(acceptance: float, drafted: int) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def hit_rate(acceptance: float, gamma: int, outcomes: int) -> float:
-    """Chance that a verdict is one of the `outcomes` likeliest.
+def outcome_chances(acceptance: float, gamma: int) -> tuple[float, ...]:
+    """Chances of the verdicts that can be guessed, the likeliest first.
 
-    The first is that all is accepted and the token after it is the drafter's own: α^γ·α. The others are
-    rejections at the first, second … token, α^j·(1−α) each, whose token is guessed from the runner-up.
+    One is that all is accepted and the token after it is the drafter's own: α^γ·α. The others are rejections
+    at the first, second … token, α^j·(1−α) each, whose token is guessed from the runner-up.
     """
-    rejected = sum(acceptance**place for place in range(min(outcomes - 1, gamma))) * (1 - acceptance)
-    return float(acceptance ** (gamma + 1) + RUNNER_UP_HITS * rejected)
+    rejected = (acceptance**place * (1 - acceptance) * RUNNER_UP_HITS for place in range(gamma))
+    return tuple(sorted((acceptance ** (gamma + 1), *rejected), reverse=True))
 
 
 def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
@@ -141,6 +141,11 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
     low, high = measured[upper - 1], measured[upper]
     share = (queries - low.queries) / (high.queries - low.queries)
     return low.rate + share * (high.rate - low.rate)
+
+
+def _late(verification: PassTime, waited: float) -> float:
+    """ms of a round whose draft was awaited: meanwhile the link goes on as far as the ring has room."""
+    return max(verification.after_ring_filled, verification.ms - waited) + waited
 
 
 class Predictor:
@@ -179,9 +184,10 @@ class Predictor:
 
     @property
     def outcomes(self) -> range:
-        """For how many verdicts a round may be drafted ahead."""
-        ahead = self.request.drafts_ahead and self.request.levels and not self.request.in_place
-        return range(MOST_OUTCOMES + 1 if ahead else 1)
+        """Of how many verdicts the drafts made ahead may be reckoned with; 0 where none are."""
+        request = self.request
+        ahead = request.config.offload.ahead if request.levels and not request.in_place else 0
+        return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache through all levels below it."""
@@ -209,7 +215,7 @@ class Predictor:
         """A pass over the full cache with `gamma` drafted tokens behind the last one."""
         request, target = self.request, self._target
         queries = gamma + 1
-        dense = self._dense(queries)
+        dense = self.dense(queries)
         if request.in_place:
             return self._verification_in_place(dense, queries)
         host, gpus, parts = request.hardware.host, request.hardware.gpus, request.parts
@@ -226,10 +232,10 @@ class Predictor:
         if streamed_bytes:
             rate = min(gpu.to_device_rate for gpu in gpus) * 1e6
             rate *= host.link_beside_attention if both else 1.0
-            layer = max(layer_bytes / rate, dense_layer + (layer_bytes - ahead_bytes) / rate)
-            link = target.layers * layer + dense_layer
+            waiting = target.layers * (dense_layer + (layer_bytes - ahead_bytes) / rate)
+            link = max(target.layers * layer_bytes / rate + dense_layer, waiting)
             # However much is there already, each layer has to be computed.
-            ahead = min(ahead_bytes / rate, link - dense.ms - dense_layer)
+            ahead = min(ahead_bytes / rate, max(0.0, link - dense.ms - dense_layer))
         cpu = 0.0
         if cpu_bytes:
             rate = attention_rate(host.attention, queries * target.group)
@@ -248,8 +254,8 @@ class Predictor:
             host_memory_ahead=parts * ahead_bytes / host.memory_rate / 1e6,
         )
 
-    def _dense(self, queries: int) -> Work:
-        """The target's work besides attention over the context."""
+    def dense(self, queries: int) -> Work:
+        """The target's work in a pass of `queries` tokens, besides attention over the context."""
         if queries not in self._dense_work:
             self._dense_work[queries] = self.step(self._target, queries, 0, split=True, graphs=False)
         return self._dense_work[queries]
@@ -281,19 +287,45 @@ class Predictor:
         )
 
     def round(self, gamma: int, verification: PassTime, draft: Work, outcomes: int) -> RoundTime:
-        """A round with `gamma` drafted tokens, drafted ahead for `outcomes` of the last one's verdicts."""
+        """A round with `gamma` drafted tokens, drafted ahead for `outcomes` of the last one's verdicts.
+
+        One after the other, the likeliest first, until the pass is over. What is reckoned for a verdict that
+        found its draft begun may be more than for one that did not: then fewer `outcomes` say what happens.
+        """
         acceptance = self.request.acceptance(self.request.levels[-1]) if self.request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
-        # While a draft is awaited, the link goes on as far as the ring has room.
-        ms = max(verification.after_ring_filled, verification.ms - draft.ms) + draft.ms
-        hits, drafting = 0.0, draft.ms
-        if outcomes:
-            hits = hit_rate(acceptance, gamma, outcomes)
-            # The GPU works for the pass as well: reckoned with all of the context, so that no plan looks
-            # better for attending less of it there.
-            drafting = outcomes * draft.ms + verification.busy_at_most
-            ms = hits * max(verification.ms, drafting) + (1 - hits) * ms
+        if not outcomes or not gamma:
+            ms = _late(verification, draft.ms)
+            return RoundTime(gamma, verification, draft, ms, tokens, 0, 0.0, draft.ms)
+        beside = self.beside_drafting(verification)
+        chances = outcome_chances(acceptance, gamma)[:outcomes]
+        hits = sum(chances)
+        # A step of another draft that is under way is done first.
+        ms = (1 - hits) * _late(beside, draft.ms + self.step_ms(gamma, draft) / 2)
+        for number, chance in enumerate(chances, start=1):
+            ms += chance * max(beside.ms, self.drafted_ahead(beside, number * draft.ms))
+        drafting = self.drafted_ahead(beside, draft.ms)
         return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, drafting)
+
+    def beside_drafting(self, verification: PassTime) -> PassTime:
+        """The same pass while drafts are made: it goes first."""
+        return verification
+
+    def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
+        """ms from a pass's begin until `drafting` ms of drafts are done, made beside it and after it.
+
+        The GPU works for the pass as well: reckoned with all of the context, so that no plan looks better for
+        attending less of it there.
+        """
+        return drafting + verification.busy_at_most
+
+    def step_ms(self, gamma: int, draft: Work) -> float:
+        """ms of one step of a draft of `gamma` tokens: a round of the level that drafts, or its one pass."""
+        levels, speculation = self.request.levels, self.request.config.speculation
+        if len(levels) < 2:
+            return draft.ms / gamma
+        yielded = expected_tokens(self.request.acceptance(levels[-2]), speculation.gamma1)
+        return draft.ms * min(1.0, yielded / gamma)
 
     def bottleneck(self, best: RoundTime) -> str:
         """What would have to be faster first for a shorter round."""

@@ -13,7 +13,7 @@ Choice = tuple[Placement, RoundTime]
 
 
 def choices(predictor: Predictor) -> Iterator[Choice]:
-    """The best shares for each depth of the ring, length of drafts and number of outcomes drafted ahead."""
+    """The best shares for each depth of the ring, length of drafts and number of outcomes reckoned with."""
     request = predictor.request
     speculation, longest = request.config.speculation, request.longest_draft
     gammas = range(speculation.gamma2 if request.fixed_draft else 1, longest + 1) if longest else range(1)
