@@ -1,13 +1,14 @@
 """What a copy between the store and the compute device runs on: CUDA streams, a plain CPU, or a paced link.
 
 A link has two directions, to the device and to the host. Copies of one direction run one after another, in
-the order asked; the directions do not wait for each other.
+the order asked but for urgent ones; the directions do not wait for each other.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,10 +60,13 @@ class Link(Protocol):
     @property
     def in_place(self) -> bool: ...
 
-    def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
         """Copy (destination, source) pairs, asynchronously, not before ``after``.
 
-        Raises nothing itself: a failure shows when the ticket is waited for.
+        ``urgent``: it overtakes what the link carries ahead of its use. Raises nothing itself: a failure
+        shows when the ticket is waited for.
         """
 
     def mark(self) -> Ticket:
@@ -133,7 +137,9 @@ class CpuLink:
     device = torch.device("cpu")
     in_place = True
 
-    def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
         try:
             if after is not None:
                 after.synchronize()
@@ -174,13 +180,16 @@ class PacedLink:
         self._records: list[CopyRecord] | None = None
         self._lanes = {to_host: _Lane(to_host) for to_host in (False, True)}
 
-    def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
-        lane, asked_at = self._lanes[to_host], time.perf_counter()
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        lane, asked = self._lanes[to_host], _Asked(list(pairs), after, time.perf_counter())
+        lane.waiting[urgent].append(asked)
         try:
-            future = lane.thread.submit(self._run, lane, list(pairs), after, asked_at)
+            lane.thread.submit(self._serve, lane)
         except RuntimeError as error:  # closed
             return PassedTicket(_failure(pairs, to_host, error))
-        return _PacedTicket(future, pairs, to_host, self._timeout)
+        return _PacedTicket(asked.done, pairs, to_host, self._timeout)
 
     def mark(self) -> Ticket:
         return PassedTicket()
@@ -189,6 +198,8 @@ class PacedLink:
         self._closing.set()
         for lane in self._lanes.values():
             lane.thread.shutdown(wait=True, cancel_futures=True)
+            for asked in (*lane.waiting[True], *lane.waiting[False]):
+                asked.done.cancel()
 
     def record(self) -> None:
         self._records = []
@@ -201,6 +212,16 @@ class PacedLink:
         """Make the copy itself, in the worker's thread. Tests override it to delay and to fail."""
         for destination, source in pairs:
             destination.copy_(source)
+
+    def _serve(self, lane: _Lane) -> None:
+        """Makes one of the copies that were asked for: there is one for each time this is called."""
+        asked = (lane.waiting[True] or lane.waiting[False]).popleft()
+        try:
+            self._run(lane, asked.pairs, asked.after, asked.at)
+        except BaseException as error:
+            asked.done.set_exception(error)
+        else:
+            asked.done.set_result(None)
 
     def _run(self, lane: _Lane, pairs: Pairs, after: Ticket | None, asked_at: float) -> None:
         start = max(asked_at, lane.free_at)
@@ -219,11 +240,22 @@ class PacedLink:
             self._records.append(CopyRecord(lane.to_host, pair_bytes(pairs), start, end))
 
 
+class _Asked:
+    """A copy that was asked for at some time, and what is known of it since."""
+
+    def __init__(self, pairs: Pairs, after: Ticket | None, at: float):
+        self.pairs = pairs
+        self.after = after
+        self.at = at
+        self.done: Future[None] = Future()
+
+
 class _Lane:
     """One direction of a paced link: its thread, and the time at which its last copy was due."""
 
     def __init__(self, to_host: bool):
         self.to_host = to_host
+        self.waiting: dict[bool, deque[_Asked]] = {True: deque(), False: deque()}  # urgent ones, the others
         name = "to-host" if to_host else "to-device"
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"cpu_kv-paced-{name}")
         self.free_at = 0.0
@@ -256,8 +288,8 @@ class _PacedTicket:
 class CudaLink:
     """Copies between page-locked memory and a CUDA device, on one stream for each direction.
 
-    Copies from or to pageable memory work too, but block the host. ``timeout``: seconds that the host waits
-    in ``synchronize``.
+    Urgent ones have a stream of their own: the card takes turns between both, copy by copy. Copies from or to
+    pageable memory work too, but block the host. ``timeout``: seconds that the host waits in ``synchronize``.
     """
 
     in_place = False
@@ -265,11 +297,17 @@ class CudaLink:
     def __init__(self, device: torch.device | str | int, timeout: float = 60.0):
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self._timeout = timeout
-        self._streams = {to_host: torch.cuda.Stream(self.device) for to_host in (False, True)}
+        self._streams = {
+            (to_host, urgent): torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+            for to_host in (False, True)
+            for urgent in (False, True)
+        }
         self._recording: _CudaRecording | None = None
 
-    def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
-        stream = self._streams[to_host]
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        stream = self._streams[to_host, urgent]
         try:
             with torch.cuda.stream(stream):
                 if after is not None:
@@ -278,6 +316,9 @@ class CudaLink:
                 begun = None if recording is None else _recorded(stream, timed=True)
                 for destination, source in pairs:
                     _copy_plainly(destination, source)
+                    if not to_host:
+                        # Let go before the copy is done, it must not be given to other compute meanwhile.
+                        destination.record_stream(stream)
                 event = _recorded(stream, timed=recording is not None)
                 if recording is not None and begun is not None:
                     recording.copies.append((to_host, pair_bytes(pairs), begun, event))

@@ -175,8 +175,17 @@ class TransferEngine:
 
     def send(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Copy (destination on the device, source in host memory); compute that follows may read them."""
-        # Compute enqueued before may still read what lies at the destinations.
-        self._wait(self._copy(pairs, after=self.link.mark()))
+        self.await_sent(self.start_sending(pairs))
+
+    def start_sending(self, pairs: list[tuple[Tensor, Tensor]]) -> Ticket:
+        """The same, for compute that follows ``await_sent``."""
+        # Compute enqueued before may still read what lies at the destinations. What is waited for goes before
+        # what is carried ahead.
+        return self._copy(pairs, after=self.link.mark(), urgent=True)
+
+    def await_sent(self, ticket: Ticket) -> None:
+        """Compute that follows may read what was sent. Raises CopyFailed and TransferStalled."""
+        self._wait(ticket)
 
     def close(self) -> None:
         """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
@@ -200,14 +209,21 @@ class TransferEngine:
             if stream._planned:
                 break  # the ring is full, and what comes first goes first
 
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]], after: Ticket, to_host: bool = False) -> Ticket:
+    def _copy(
+        self,
+        pairs: list[tuple[Tensor, Tensor]],
+        after: Ticket,
+        *,
+        to_host: bool = False,
+        urgent: bool = False,
+    ) -> Ticket:
         if not self.link.in_place:
             self.counters.copies += 1
             if to_host:
                 self.counters.bytes_to_host += pair_bytes(pairs)
             else:
                 self.counters.bytes_to_device += pair_bytes(pairs)
-        return self.link.copy(pairs, after, to_host=to_host)
+        return self.link.copy(pairs, after, to_host=to_host, urgent=urgent)
 
     def _wait(self, ticket: Ticket) -> None:
         start = time.perf_counter()

@@ -171,10 +171,10 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
         streams.append(stream(engine, end, **arguments))
         return streams[-1]
 
-    def counted(refill: RetrievedRefill, part: torch.Tensor) -> torch.Tensor:
+    def counted(refill: RetrievedRefill, parts: list[torch.Tensor], *where: Any) -> None:
         nonlocal sent
-        sent += part.nbytes
-        return sent_part(refill, part)
+        sent += sum(part.nbytes for part in parts)
+        send(refill, parts, *where)
 
     def counted_build(cache: RetrievedCache, queries: torch.Tensor) -> None:
         nonlocal built
@@ -182,9 +182,9 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
         build(cache, queries)
         built += cache._source.engine.counters.bytes_to_device - before
 
-    sent_part, build = RetrievedRefill._sent, RetrievedCache.build
+    send, build = RetrievedRefill._send, RetrievedCache.build
     monkeypatch.setattr(TransferEngine, "stream", recorded)
-    monkeypatch.setattr(RetrievedRefill, "_sent", counted)
+    monkeypatch.setattr(RetrievedRefill, "_send", counted)
     monkeypatch.setattr(RetrievedCache, "build", counted_build)
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)

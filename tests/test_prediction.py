@@ -169,10 +169,10 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
     predictor = Predictor(request(hardware=gpu(2)))
     placement, _ = Shares(predictor, 3, 0).round(0, 0, 0)
     lanes = predictor.verification(placement, 0)
-    ring = 2 * 4096 * LLAMA.layer_token_bytes  # of all cards, but for the buffers that are read
-    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6)
-    assert lanes.host_memory_ahead == pytest.approx(ring / 70e6)
+    ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
     dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
+    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6 - dense / 32)
+    assert lanes.host_memory_ahead == pytest.approx(ring / 70e6)
     assert lanes.link == pytest.approx(32 * GIB / 25e6 + dense / 32)
     assert lanes.dense.ms == pytest.approx(dense)
 
@@ -182,9 +182,10 @@ def test_a_round_by_hand() -> None:
     shares = Shares(predictor, 3, 16)
     placement, late = shares.round(0, 0, 0)
     lanes, draft = late.verification, late.draft
-    ring = 2 * 4096 * LLAMA.layer_token_bytes / 25e6
+    ring = 3 * 4096 * LLAMA.layer_token_bytes / 25e6
     assert ring < draft.ms < lanes.ms
-    waited = lanes.link - ring + draft.ms  # the link is the slowest lane even so
+    first_layer = lanes.dense.ms / 32  # until a buffer of the full ring is read
+    waited = lanes.link - ring + first_layer + draft.ms  # the link is the slowest lane even so
     assert late.ms == pytest.approx(waited)
     _, ahead = shares.round(0, 0, 2)
     first, second = outcome_chances(0.92, 16)[:2]
@@ -199,7 +200,7 @@ def test_a_round_by_hand() -> None:
     slow = replace(draft, busy_ms=3 * lanes.ms)
     long = predictor.round(16, lanes, slow, 1)
     busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
-    late = lanes.ms - ring + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
+    late = lanes.ms - ring + first_layer + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
     assert long.ms == pytest.approx(first * busy + (1 - first) * late)
     # The draft of a second outcome is done after that of the first.
     both = predictor.round(16, lanes, slow, 2)

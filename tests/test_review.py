@@ -137,7 +137,9 @@ class Plain:
     device = torch.device("cpu")
     in_place = False
 
-    def copy(self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False) -> Ticket:
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
         return CpuLink().copy(pairs, after, to_host=to_host)
 
     def mark(self) -> Ticket:

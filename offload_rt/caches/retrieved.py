@@ -9,12 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv import chunk_scores, retrieval
+from cpu_kv import Ticket, chunk_scores, retrieval
 from offload_rt.attention import AttentionBackend, fold
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.config import RefreshPolicy
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What is on its way to a layer's entries.
+
+    Attributes:
+        ticket: of the copy.
+        there: its destination on the device, `[2, …]` for keys and values.
+        places: of the entries in the layer's keys `[kv_heads, capacity, head_dim]`, or of chunks of them.
+    """
+
+    ticket: Ticket
+    there: Tensor
+    layer: int
+    places: slice | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,7 @@ class RetrievedCache(BoundedCache):
         self._speculative = 0
         refill, self._refill = self._refill, None
         if refill is not None and refill.complete and self._due is None:
+            refill.finish()
             self._use(refill)
         self._tokens_since_refresh += count
         self._rounds.append((count - 1, verified.proposed))
@@ -233,11 +250,26 @@ class RetrievedRefill:
         self._chunks: list[int] = []  # of all heads, rising
         self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
+        self._under_way: list[_Sent] = []
 
     @property
     def complete(self) -> bool:
         """Whether every entry has passed by."""
         return self._missing == 0
+
+    def finish(self) -> None:
+        """Puts what was sent meanwhile in its place; what is still under way is waited for."""
+        for sent in self._under_way:
+            self._source.engine.await_sent(sent.ticket)
+            for part, buffer in zip(sent.there, (self.keys, self.values), strict=True):
+                self._put(buffer[sent.layer], sent.places, part)
+        self._under_way.clear()
+
+    def _put(self, entries: Tensor, places: slice | tuple[Tensor, Tensor], part: Tensor) -> None:
+        if isinstance(places, slice):
+            entries[:, places] = part
+        else:
+            entries[:, : self.extent.chosen_end].unflatten(1, (-1, self._cache.chunk))[places] = part
 
     def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
         if layer != self._layer:
@@ -264,15 +296,14 @@ class RetrievedRefill:
             return
         inside = slice(first * chunk - start, last * chunk - start)
         heads, places = self._heads[low:high], self._places[low:high]
-        numbers = self._numbers[low:high] - first
-        chosen = slice(0, self.extent.chosen_end)
-        for source, buffer in ((keys, self.keys), (values, self.values)):
-            by_chunk = source[:, inside].unflatten(1, (-1, chunk))
-            picked = by_chunk[heads.to(source.device), numbers.to(source.device)]
-            if over_link:
-                picked = self._sent(picked)
-            buffer[layer, :, chosen].unflatten(1, (-1, chunk))[heads, places] = picked
+        wanted = heads.to(keys.device), (self._numbers[low:high] - first).to(keys.device)
+        picked = [part[:, inside].unflatten(1, (-1, chunk))[wanted] for part in (keys, values)]
         self._missing -= (high - low) * chunk
+        if over_link:
+            self._send(picked, layer, (heads, places))
+            return
+        for part, buffer in zip(picked, (self.keys, self.values), strict=True):
+            self._put(buffer[layer], (heads, places), part)
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         extent = self.extent
@@ -283,12 +314,19 @@ class RetrievedRefill:
         to = slice(
             extent.chosen_end + first - extent.recent_start, extent.chosen_end + last - extent.recent_start
         )
-        for source, buffer in ((keys, self.keys), (values, self.values)):
-            part = source[:, first - start : last - start]
-            buffer[layer, :, to] = self._sent(part) if over_link else part
+        parts = [part[:, first - start : last - start] for part in (keys, values)]
         self._missing -= (last - first) * len(keys)
+        if over_link:
+            self._send(parts, layer, to)
+            return
+        for part, buffer in zip(parts, (self.keys, self.values), strict=True):
+            self._put(buffer[layer], to, part)
 
-    def _sent(self, part: Tensor) -> Tensor:
-        there = torch.empty(part.shape, dtype=part.dtype, device=self.keys.device)
-        self._source.engine.send([(there, part)])
-        return there
+    def _send(self, parts: list[Tensor], layer: int, places: slice | tuple[Tensor, Tensor]) -> None:
+        """Keys and values in host memory, to the entries at `places`. The pass does not wait for them."""
+        device = self.keys.device
+        packed = torch.empty((2, *parts[0].shape), dtype=parts[0].dtype, pin_memory=device.type == "cuda")
+        torch.stack(parts, out=packed)
+        there = torch.empty(packed.shape, dtype=packed.dtype, device=device)
+        ticket = self._source.engine.start_sending([(there, packed)])
+        self._under_way.append(_Sent(ticket, there, layer, places))

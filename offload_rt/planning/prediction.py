@@ -227,15 +227,18 @@ class Predictor:
         dense_layer = dense.ms / target.layers
         layer_bytes = streamed_bytes / target.layers / parts
         segment = placement.segment_tokens * self._layer_token_bytes / parts
-        ahead_bytes = min(layer_bytes, (placement.ring_buffers - 1) * segment)
+        within = min(layer_bytes, (placement.ring_buffers - 1) * segment)
+        # Before a pass begins, every buffer may be filled, with one segment of a layer each.
+        before = placement.ring_buffers * min(segment, layer_bytes)
         link = ahead = 0.0
         if streamed_bytes:
             rate = min(gpu.to_device_rate for gpu in gpus) * 1e6
             rate *= host.link_beside_attention if both else 1.0
-            waiting = target.layers * (dense_layer + (layer_bytes - ahead_bytes) / rate)
+            waiting = target.layers * (dense_layer + (layer_bytes - within) / rate)
             link = max(target.layers * layer_bytes / rate + dense_layer, waiting)
-            # However much is there already, each layer has to be computed.
-            ahead = min(ahead_bytes / rate, max(0.0, link - dense.ms - dense_layer))
+            # A full ring stands still until its first buffer is read; and however much is there already, each
+            # layer has to be computed.
+            ahead = max(0.0, min(before / rate - dense_layer, link - dense.ms - dense_layer))
         cpu = 0.0
         if cpu_bytes:
             rate = attention_rate(host.attention, queries * target.group)
@@ -251,7 +254,7 @@ class Predictor:
             busy_at_most=dense.busy_ms + self._gpu_attention(request.context, queries),
             in_place=False,
             link_ahead=ahead,
-            host_memory_ahead=parts * ahead_bytes / host.memory_rate / 1e6,
+            host_memory_ahead=min(parts * before, streamed_bytes) / host.memory_rate / 1e6,
         )
 
     def dense(self, queries: int) -> Work:

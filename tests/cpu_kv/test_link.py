@@ -62,6 +62,18 @@ class RecordingLink(PacedLink):
         self.moved.append(value)
 
 
+def test_urgent_copies_overtake_those_that_have_not_begun() -> None:
+    link = RecordingLink()
+    link.copy([pair(value=-1.0)])
+    assert link.held_up.wait(30)
+    tickets = [link.copy([pair(value=number)], urgent=number > 2) for number in (1.0, 2.0, 3.0, 4.0)]
+    link.go_on.set()
+    for ticket in tickets:
+        ticket.synchronize()
+    assert link.moved == [-1.0, 3.0, 4.0, 1.0, 2.0]
+    link.close()
+
+
 def test_copies_of_a_direction_keep_their_order_and_directions_are_independent() -> None:
     link = RecordingLink()
     held_up = link.copy([pair(value=-1.0)])
