@@ -16,6 +16,7 @@ from offload_rt.commands.json_file import write_json
 from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
+from offload_rt.machine.hardware import GIB
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -26,8 +27,6 @@ DEMO_PROMPT_TOKENS = 32768
 
 INTERRUPTED = 130
 READER_GONE = 141
-
-GIB = 2**30
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
