@@ -260,7 +260,7 @@ class LayerPrefill:
         kv_alone: the layer's output is not needed, so nothing is attended.
     """
 
-    def __init__(self, cache: FullCache, layer: int, tokens: int, *, kv_alone: bool = False) -> None:
+    def __init__(self, cache: FullCache, tokens: int, *, kv_alone: bool) -> None:
         self._cache = cache
         self._kv_alone = kv_alone
         self._done = 0
