@@ -26,6 +26,7 @@ from bench import inputs, machine, report
 from bench.inputs import say
 from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend
 from offload_rt.errors import UsageError
+from offload_rt.machine.hardware import GIB
 from offload_rt.native import load_kernel
 
 CPU = torch.device("cpu")
@@ -115,8 +116,8 @@ def check_memory(case: AttentionCase) -> None:
     needed, free = kv + max(exact, machine.READ_BYTES), psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
-            f"--tokens {case.tokens} needs {needed / machine.GIB:.1f} GiB of memory, and "
-            f"{free / machine.GIB:.1f} GiB are free; use fewer tokens"
+            f"--tokens {case.tokens} needs {needed / GIB:.1f} GiB of memory, and "
+            f"{free / GIB:.1f} GiB are free; use fewer tokens"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from bench import machine
 from offload_rt.api import NO_DRAFT
 from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
+from offload_rt.files import check_writable
 from offload_rt.loading import (
     DEMO,
     DEVICES,
@@ -178,12 +178,7 @@ def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -
         today = datetime.date.today().isoformat()
         path = RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
         RESULTS.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise UsageError(f"--out {path}: is a folder; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--out {path}: its folder does not exist; create it first")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"--out {path}: may not be written; name a file elsewhere")
+    check_writable("--out", path)
     return path
 
 

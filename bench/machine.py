@@ -6,16 +6,18 @@ import os
 import platform
 import re
 import resource
-from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import psutil
 import torch
 import transformers
 
-GIB = 2**30
-READ_BYTES = 2**30  # far more than any cache of a processor holds
+from offload_rt.machine.hardware import GIB
+from offload_rt.machine.inventory import processor_name
+from offload_rt.machine.measuring import memory_rate
+from offload_rt.machine.measuring_gpu import device_memory_rate
+
+READ_BYTES = GIB  # far more than any cache of a processor holds
 READ_REPEATS = 5
 
 
@@ -23,12 +25,7 @@ def processor(device: torch.device) -> str:
     """The name of what computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", information.read_text(), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine()
+    return processor_name()
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -56,14 +53,10 @@ def slug(machine: dict[str, Any]) -> str:
 
 
 def read_rate(device: torch.device, size: int = READ_BYTES) -> float:
-    """GB/s at which torch reads memory with its threads: the best of some sums over `size` bytes."""
-    block = torch.ones(size // 4, device=device)
-    best = float("inf")
-    for _ in range(READ_REPEATS):
-        started = perf_counter()
-        block.sum().item()  # waits for a GPU too
-        best = min(best, perf_counter() - started)
-    return block.nbytes / best / 1e9
+    """GB/s at which torch reads the memory of `device`, of a CPU with all threads: the best of some sums."""
+    if device.type == "cuda":
+        return device_memory_rate(device, size, READ_REPEATS)
+    return memory_rate(size, READ_REPEATS)
 
 
 def peak_host_bytes() -> int:

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from offload_rt.errors import UsageError
+from offload_rt.files import write_whole
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        try:
-            partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"--out {path}: cannot be written ({error.strerror})") from None
 

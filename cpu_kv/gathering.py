@@ -29,7 +29,7 @@ def gather_units(
     length: int,
     units: Tensor,
     unit_tokens: int,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Copy the units ``units`` ``[kv_heads, m]`` of ``unit_tokens`` consecutive tokens each.
 

@@ -69,7 +69,6 @@ class StepGraph:
     def __init__(
         self, model: CausalModel, cache: BoundedCache, count: int, numbers: Tensor, capture: Capture
     ) -> None:
-        self._count = count
         self._inputs = numbers.clone()
         ids, places, (end,) = self._inputs.split([count, count, 1])
 

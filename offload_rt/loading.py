@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from offload_rt.errors import UsageError
+from offload_rt.machine.hardware import GIB
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
 DEMO = "demo"
@@ -166,7 +167,7 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     try:
         placed: PreTrainedModel = model.to(device).eval()
     except torch.OutOfMemoryError as error:
-        gib = sum(p.nbytes for p in model.parameters()) / 2**30
+        gib = sum(p.nbytes for p in model.parameters()) / GIB
         raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on the GPU") from error
     return placed
 

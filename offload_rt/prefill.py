@@ -48,7 +48,7 @@ def prefill(
     last_queries = []
     for layer in range(model.layers):
         kv_alone = layer == model.layers - 1 and not outputs
-        layer_pass = LayerPrefill(cache, layer, count, kv_alone=kv_alone)
+        layer_pass = LayerPrefill(cache, count, kv_alone=kv_alone)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], layer_pass)

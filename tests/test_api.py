@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_engine import CONFIGS, SIZES
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from transformers import PreTrainedModel
 
@@ -20,17 +21,6 @@ from offload_rt.drafting import lookup, verifier
 from offload_rt.errors import UsageError
 
 ASCII = 128
-CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
-SMALL: dict[str, object] = {
-    "retrieval.budget": 64,
-    "retrieval.recent": 16,
-    "draft.sinks": 4,
-    "draft.window": 60,
-    "speculation.gamma2": 5,
-    "speculation.step_down": False,
-    "store.page": 16,
-    "store.slab_tokens": 64,
-}
 PROMPT = byte_ids(100, vocabulary=ASCII)
 PARAMS = SamplingParams(max_tokens=60)
 
@@ -53,7 +43,7 @@ def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
 
     def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
         options = {"tokenizer": byte_tokenizer(), **options}
-        overrides = SMALL | {"speculation.step_down": step_down}
+        overrides = SIZES | {"speculation.step_down": step_down}
         made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
         return made[-1]
 
@@ -197,7 +187,7 @@ def test_not_a_token_more_than_asked_for(make: Any, plain_tokens: list[int], con
 @pytest.fixture(scope="module")
 def drafted_token(target: PreTrainedModel) -> tuple[int, int]:
     """(index, token) of an accepted draft that another accepted one follows, and that is new in the text."""
-    with LLM.from_models(target, config="retrieval", overrides=SMALL) as llm:
+    with LLM.from_models(target, config="retrieval", overrides=SIZES) as llm:
         events = list(llm.stream(PROMPT, PARAMS))
     tokens = [event.token for event in events]
     for index, (event, following) in enumerate(pairwise(events)):
@@ -292,7 +282,7 @@ def test_progress_is_told(make: Any) -> None:
 
 def test_a_missing_draft_is_told(target: PreTrainedModel, plain_tokens: list[int]) -> None:
     told: list[str] = []
-    with LLM.from_models(target, config="triforce", overrides=SMALL, on_notice=told.append) as llm:
+    with LLM.from_models(target, config="triforce", overrides=SIZES, on_notice=told.append) as llm:
         result = llm.generate(PROMPT, PARAMS)
     assert told == ["no draft model: target:retrieved drafts alone"] == result.notices
     assert [level.name for level in result.levels] == ["target:retrieved", "target:full"]
@@ -430,7 +420,7 @@ def test_counts_of_a_result_agree(make: Any) -> None:
 
 def test_close_gives_everything_back(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     before = set(threading.enumerate())
-    llm = LLM.from_models(target, draft, config="triforce", overrides=SMALL)
+    llm = LLM.from_models(target, draft, config="triforce", overrides=SIZES)
     llm.generate(PROMPT, PARAMS)
     assert llm._store.reserved_bytes > 0
     llm.close()

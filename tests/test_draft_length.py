@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from small_engine import PARAMS, SIZES
+from small_engine import target as target  # a fixture
+from tiny_models import byte_ids
+from transformers import PreTrainedModel
 
+from offload_rt import LLM
 from offload_rt.draft_length import CHOICES, DraftLength
 from offload_rt.drafting.acceptance import RunningAcceptance
 
@@ -87,3 +92,20 @@ def test_a_draft_that_is_hidden_is_as_long_as_the_pass() -> None:
     shapes = Shapes(100.0, 0.0, 10.0, acceptance=0.97)
     alone, ahead = DraftLength(shapes, clock=True), DraftLength(shapes, clock=True, ahead=True)
     assert alone.choose(0) * 10.0 > 100.0 >= ahead.choose(0) * 10.0
+
+
+def test_a_draft_that_costs_nothing_by_its_shapes() -> None:
+    shapes = Shapes(1.0, 0.01, 0.0, acceptance=0.3)
+    length = DraftLength(shapes, clock=True)
+    for _ in range(3):
+        length.observe_pass(0, 4, shapes.expected_pass_ms(0, 4))
+        length.observe_draft(0, 4, 0.1)
+    assert length.choose(0) == best(shapes, 0.3)
+
+
+def test_lookup_chooses_its_length_by_the_clock(target: PreTrainedModel) -> None:
+    prompt = byte_ids(20) * 6
+    overrides = SIZES | {"speculation.gamma2": 0}
+    with LLM.from_models(target, config="lookup", overrides=overrides) as llm:
+        assert llm.generate(prompt, PARAMS).timings.draft_n > 0
+        assert llm.last_result.tokens == llm.plain(PARAMS).tokens

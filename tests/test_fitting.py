@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from small_engine import PARAMS, PROMPT, SIZES
+from small_engine import target as target  # a fixture
 from tiny_models import byte_ids, tiny_target
+from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, api
 from offload_rt.caches.places import Shares
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.machine.named_hardware import named_hardware
@@ -74,3 +79,20 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         assert llm._plan(1000, 24)[1] == Shares(512, 256)
         assert len(asked) == before
         llm._target.device = CPU
+
+
+def test_again_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LLM._plan
+
+    def smaller(llm: LLM, *arguments: Any) -> Any:
+        config, shares = plan(llm, *arguments)
+        return replace(config, retrieval=replace(config.retrieval, budget=48)), shares
+
+    monkeypatch.setattr(LLM, "_plan", smaller)
+    with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:
+        llm.generate(PROMPT, PARAMS)
+        llm.plain(PARAMS)
+        llm.again(PARAMS)
+        assert llm._session is not None
+        (derived,) = llm._session.full.derived
+        assert isinstance(derived, RetrievedCache) and derived.budget == 48

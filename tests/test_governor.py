@@ -124,6 +124,14 @@ def test_the_first_round_is_not_judged() -> None:
     assert subject.steps_down == 0
 
 
+def test_a_plain_round_is_measured_though_the_second_one_was_drafted_ahead_of() -> None:
+    subject = governor(clock=True)
+    subject.observe(subject.draft_count(), 5, 100, 2 * PLAIN_MS, NAN)
+    subject.observe(DRAFT, 5, 105, 2 * PLAIN_MS, NAN)  # its draft was ready, whatever the governor wanted
+    assert drive(subject, 7, tokens=5, cost=2 * PLAIN_MS, clock=True) == [0, *[DRAFT] * 6]
+    assert subject.steps_down == 0
+
+
 def test_the_clock_is_measured_against_the_median_plain_round() -> None:
     subject = governor(clock=True)
     drive(subject, 2 + CLEAR_WINDOW, tokens=1, cost=2 * PLAIN_MS, clock=True)

@@ -97,7 +97,8 @@ class FullCache:
         return self.length
 
     def begin(self, new: NewTokens) -> None:
-        self._forget_pass()
+        if self._coverage is not None:
+            self.abandon()  # a pass that was begun and not committed is over
         self._coverage, self._ahead = self._ahead or self._open(), None
         self._tail.drop(self._coverage.stream.end)
         self._tail.make_room(new.count)
@@ -176,11 +177,6 @@ class FullCache:
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
-
-    def _forget_pass(self) -> None:
-        """A pass that was begun and not committed is over."""
-        if self._coverage is not None:
-            self.abandon()
 
     def cancel(self) -> None:
         """Ends the pass under way in another thread, at its next layer; there is no other one afterwards."""
@@ -264,7 +260,7 @@ class LayerPrefill:
         kv_alone: the layer's output is not needed, so nothing is attended.
     """
 
-    def __init__(self, cache: FullCache, layer: int, tokens: int, *, kv_alone: bool = False) -> None:
+    def __init__(self, cache: FullCache, tokens: int, *, kv_alone: bool) -> None:
         self._cache = cache
         self._kv_alone = kv_alone
         self._done = 0

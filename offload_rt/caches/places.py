@@ -102,7 +102,7 @@ class Tail:
             self.keys = torch.nn.functional.pad(self.keys, pad)
             self.values = torch.nn.functional.pad(self.values, pad)
 
-    def restart(self, start: int, tokens: int = 0) -> None:
+    def restart(self, start: int, tokens: int) -> None:
         """Begins at another place, with `tokens` committed ones that the caller writes."""
         self.start, self.tokens = start, 0
         self.make_room(tokens)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.json_file import check_writable, write_json
+from offload_rt.commands.json_file import write_json
+from offload_rt.files import check_writable
 from offload_rt.machine.hardware import GIB, Gpu
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     # What needs no torch is checked before it is imported: that alone takes seconds.
     if arguments.json is not None:
-        check_writable(arguments.json)
+        check_writable("--json", arguments.json)
     from offload_rt.machine.advice import warnings
     from offload_rt.machine.doctor import inspect
 

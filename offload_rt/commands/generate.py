@@ -12,9 +12,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.json_file import check_writable, write_json
+from offload_rt.commands.json_file import write_json
 from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
+from offload_rt.files import check_writable
+from offload_rt.machine.hardware import GIB
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -25,8 +27,6 @@ DEMO_PROMPT_TOKENS = 32768
 
 INTERRUPTED = 130
 READER_GONE = 141
-
-GIB = 2**30
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,7 +108,7 @@ def _positive(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     # What needs no model is checked before the runtime is imported: that alone takes seconds.
     if arguments.json is not None:
-        check_writable(arguments.json)
+        check_writable("--json", arguments.json)
     text = _prompt(arguments)
     from offload_rt.api import LLM
     from offload_rt.results import SamplingParams

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.json_file import check_writable, write_json
+from offload_rt.commands.json_file import write_json
 from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
 from offload_rt.errors import UsageError
+from offload_rt.files import check_writable
 from offload_rt.machine.hardware import GIB, Hardware
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     # What needs no model is checked before torch is imported: that alone takes seconds.
     if arguments.json is not None:
-        check_writable(arguments.json)
+        check_writable("--json", arguments.json)
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
     config = load_config(arguments.config, overrides)
     hardware = _hardware(arguments)

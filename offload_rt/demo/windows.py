@@ -62,7 +62,6 @@ class WindowSampler:
         max_positions: int,
         generator: torch.Generator,
     ) -> None:
-        self.books = books
         self.bos = bos
         self.vocabulary = vocabulary
         self.first_text_token = first_text_token

@@ -19,6 +19,7 @@ import torch
 
 from offload_rt.devices import CACHE_FOLDER, cache_folder
 from offload_rt.errors import UsageError
+from offload_rt.files import write_whole
 from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.machine.inventory import (
     Card,
@@ -204,13 +205,7 @@ def _keep(identity: dict[str, Any], report: Report) -> str | None:
     """Writes the file as a whole or not at all; returns why not."""
     text = json.dumps({"identity": identity, "report": report.to_json()}, indent=1, allow_nan=False)
     try:
-        path = _file(identity)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(_file(identity), text)
     except (OSError, RuntimeError) as error:
         return (
             f"the figures could not be kept ({error}), so that they are measured each time; name a folder"

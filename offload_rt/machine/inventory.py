@@ -121,7 +121,7 @@ def read_host() -> HostFacts:
     frequency = _PROCESSORS / "cpu0" / "cpufreq"
     flags = _processor_field("flags").split()
     return HostFacts(
-        processor=_processor_field("model name") or platform.processor() or platform.machine(),
+        processor=processor_name(),
         cores=len(os.sched_getaffinity(0)),
         cores_of_machine=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
@@ -137,6 +137,11 @@ def read_host() -> HostFacts:
         lock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
         swap_used_bytes=int(psutil.swap_memory().used),
     )
+
+
+def processor_name() -> str:
+    """What the system calls the processor."""
+    return _processor_field("model name") or platform.processor() or platform.machine()
 
 
 def read_cards() -> tuple[Card, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from uneven_link import UnevenLink
 
 from cpu_kv import (
     CopyFailed,
@@ -25,25 +25,8 @@ from cpu_kv import (
     TransferEngine,
     TransferStalled,
 )
-from cpu_kv.link import Pairs
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
-
-
-class UnevenLink(PacedLink):
-    """Delays every copy by a random time of up to ``delay_s``; fails those that ``failing`` points out."""
-
-    def __init__(self, seed: int = 0, delay_s: float = 0.0):
-        super().__init__(1e12, timeout=30.0)
-        self._random = random.Random(seed)
-        self._delay_s = delay_s
-        self.failing: Callable[[Pairs], bool] = lambda pairs: False
-
-    def move(self, pairs: Pairs) -> None:
-        time.sleep(self._random.random() * self._delay_s)
-        if self.failing(pairs):
-            raise RuntimeError("the cable is out")
-        super().move(pairs)
 
 
 def random_kv(tokens: int, seed: int = 0, layout: KVLayout = LAYOUT) -> Tensor:
@@ -262,7 +245,7 @@ def test_a_failed_segment_raises_and_the_next_pass_is_whole() -> None:
     with engine_over(link, kv) as engine:
         link.failing = lambda pairs: True
         stream = engine.stream(12)
-        with pytest.raises(CopyFailed, match="copy to the device of .* failed: the cable is out"):
+        with pytest.raises(CopyFailed, match="copy to the device of .* failed: the cable was pulled"):
             list(stream.segments(0))
         stream.close()
         link.failing = lambda pairs: False

@@ -1,0 +1,46 @@
+"""Files that results go to: checked before the work, written as a whole after it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from offload_rt.errors import UsageError
+
+_WRITTEN_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENAMETOOLONG)
+"""Refusals to put another file in a file's place. They say nothing of the file itself, which may be
+writable: in a folder of somebody else, or mounted by itself."""
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises UsageError, which names the `option` that gave it, where `path` cannot become a file."""
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: its folder does not exist; create it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path}: may not be written; name a file elsewhere")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the file as a whole or not at all; a link stays a link, a device or a pipe what it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(path))  # resolve raises RuntimeError for a link to itself
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in _WRITTEN_IN_PLACE:
+            raise
+        target.write_text(text, encoding="utf-8")

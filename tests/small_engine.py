@@ -1,0 +1,50 @@
+"""A small engine: a pair of tiny models, and sizes that a short text overflows.
+
+A test file imports the fixtures that it uses.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import byte_ids, noisy_copy, tiny_target
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+
+CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
+PAGE = 16
+SIZES: dict[str, object] = {
+    "retrieval.budget": 64,
+    "retrieval.recent": 16,
+    "draft.sinks": 4,
+    "draft.window": 60,
+    "speculation.gamma2": 5,
+    "speculation.step_down": False,
+    "store.page": PAGE,
+    "store.slab_tokens": 64,
+}
+PROMPT = byte_ids(150)
+PARAMS = SamplingParams(max_tokens=40)
+
+
+def engine_overrides(**offload: object) -> dict[str, object]:
+    """Segments and a ring as small as the caches, a refresh at every round, and keys of `offload`."""
+    given = {f"offload.{key}": value for key, value in offload.items()}
+    return SIZES | {"retrieval.refresh": "every", "store.ring_buffers": 2, "store.segment_tokens": 32} | given
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def draft(target: PreTrainedModel) -> PreTrainedModel:
+    return noisy_copy(target)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(target: PreTrainedModel) -> list[int]:
+    """What follows `PROMPT` by `PARAMS`, decoded plainly and in place."""
+    with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
+        return llm.generate(PROMPT, PARAMS).tokens

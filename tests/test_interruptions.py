@@ -1,0 +1,232 @@
+"""What ends a text in its middle, over a link: interrupts, copies that fail or stall, and a close.
+
+What was written by then stands, the next text is whole, and no thread is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from small_engine import PARAMS, PROMPT, engine_overrides
+from small_engine import draft as draft  # a fixture
+from small_engine import plain_tokens as plain_tokens
+from small_engine import target as target
+from transformers import PreTrainedModel
+from uneven_link import UnevenLink
+
+from cpu_kv import CopyFailed, PacedLink, TransferStalled
+from cpu_kv.link import Pairs
+from offload_rt import LLM
+from offload_rt.caches.full import FullCache
+from offload_rt.errors import UsageError
+from offload_rt.schedule import PassLane, Schedule
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+# --------------------------------------------------------------------------------------- interrupts
+
+
+@contextmanager
+def watched_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Notes what is abandoned while a pass runs."""
+    running, seen = threading.Event(), list[str]()
+    run, abandon = PassLane._run, FullCache.abandon
+
+    def watched(lane: PassLane, *arguments: Any) -> Any:
+        running.set()
+        try:
+            return run(lane, *arguments)
+        finally:
+            running.clear()
+
+    def noted(full: FullCache) -> None:
+        if running.is_set() and not threading.current_thread().name.startswith("offload_rt-pass"):
+            seen.append("abandoned under a pass")
+        abandon(full)
+
+    monkeypatch.setattr(PassLane, "_run", watched)
+    monkeypatch.setattr(FullCache, "abandon", noted)
+    yield seen
+
+
+@pytest.mark.parametrize("place", ["drafting", "start", "callback", "give up"])
+def test_an_interrupt_between_a_pass_and_who_waits_for_it(
+    target: PreTrainedModel, plain_tokens: list[int], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            if place != "drafting":
+                time.sleep(2e-3)  # the pass has begun
+            raise KeyboardInterrupt
+
+    start, callback = PassLane.start, Future.add_done_callback
+    ahead, give_up = Schedule._draft_ahead, PassLane.give_up
+
+    def started(lane: PassLane, begin: Any) -> Any:
+        begun = start(lane, begin)
+        interrupt()
+        return begun
+
+    def called(future: Any, function: Any) -> None:
+        callback(future, function)
+        interrupt()
+
+    def drafting(*arguments: Any) -> None:
+        interrupt()
+        ahead(*arguments)
+
+    interrupts = 0
+
+    def given_up(lane: PassLane) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts == 1:
+            raise KeyboardInterrupt
+        give_up(lane)
+
+    if place == "start":
+        monkeypatch.setattr(PassLane, "start", started)
+    elif place == "callback":
+        monkeypatch.setattr(Future, "add_done_callback", called)
+    else:
+        monkeypatch.setattr(Schedule, "_draft_ahead", drafting)
+    if place == "give up":
+        monkeypatch.setattr(PassLane, "give_up", given_up)
+    overrides, link = engine_overrides(ahead=2), PacedLink(1e9, latency_s=3e-3)
+    with (
+        watched_passes(monkeypatch) as seen,
+        LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm,
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, PARAMS)
+        stands = llm.last_result
+        assert stands.finish_reason == "interrupted"
+        assert 0 < len(stands.tokens) < PARAMS.max_tokens
+        assert stands.tokens == plain_tokens[: len(stands.tokens)]
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+        assert seen == []
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_closing_in_the_middle_of_a_text(target: PreTrainedModel, draft: PreTrainedModel, ahead: int) -> None:
+    overrides, link = engine_overrides(ahead=ahead), PacedLink(1e9, latency_s=1e-3)
+    llm = LLM.from_models(target, draft, config="retrieval", overrides=overrides, link=link)
+    stream = llm.stream(PROMPT, PARAMS)
+    next(stream)
+    llm.close()
+    stream.close()
+
+
+# ------------------------------------------------------------------------------------- failed copies
+
+
+def breaking(fails_at: int) -> UnevenLink:
+    """Fails at its copy number `fails_at`, and at none after it."""
+    link, numbers = UnevenLink(), itertools.count(1)
+    link.failing = lambda pairs: next(numbers) == fails_at
+    return link
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4, 5, 9, 20, 30, 33, 47])
+@pytest.mark.parametrize(
+    ("config", "offload"),
+    [
+        ("plain", {"ahead": 0}),
+        ("triforce", {"ahead": 0, "refresh_from_stream": False}),
+        ("retrieval", {"ahead": 2, "cpu_tokens": 32}),
+    ],
+    ids=["plain", "triforce", "drafting ahead"],
+)
+def test_a_copy_that_fails_is_named_and_can_be_lived_with(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    plain_tokens: list[int],
+    config: str,
+    offload: dict[str, object],
+    fails_at: int,
+) -> None:
+    overrides, link = engine_overrides(**offload), breaking(fails_at)
+    with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
+        with pytest.raises(CopyFailed, match=r"copy to the (host|device) of [\d,]+ bytes .*cable was pulled"):
+            llm.generate(PROMPT, PARAMS)
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+
+
+def test_a_write_that_failed_after_the_last_token_is_told_once(
+    target: PreTrainedModel, plain_tokens: list[int]
+) -> None:
+    link = UnevenLink()
+    with LLM.from_models(target, config="plain", overrides=engine_overrides(), link=link) as llm:
+        stream = llm.stream(PROMPT, PARAMS)
+        for _ in range(PARAMS.max_tokens - 1):
+            next(stream)
+        assert llm._session is not None
+        llm._session.engine.flush()
+        working, link.failing = link.failing, lambda pairs: True
+        stream.close()
+        layout = llm._store.layout
+        some = torch.zeros(layout.kv_heads, 1, layout.head_dim, dtype=layout.dtype)
+        llm._session.engine.write_back(0, some, some)
+        with pytest.raises(CopyFailed, match="cable was pulled"):
+            llm.generate(PROMPT, PARAMS)
+        link.failing = working
+        with pytest.raises(UsageError, match="generate first"):
+            llm.again(PARAMS)
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+
+
+# -------------------------------------------------------------------------------------------- stalls
+
+
+def test_a_copy_that_stalls_is_named(target: PreTrainedModel) -> None:
+    link = PacedLink(1e9, latency_s=30.0, timeout=0.05)
+    with (
+        pytest.raises(TransferStalled, match=r"a copy of [\d,]+ bytes was not done after 0\.05 s"),
+        LLM.from_models(target, config="plain", overrides=engine_overrides(), link=link) as llm,
+    ):
+        llm.generate(PROMPT, PARAMS)
+
+
+class Stalling(PacedLink):
+    """Stands still from its copy number `stalls_at` on."""
+
+    def __init__(self, stalls_at: int) -> None:
+        super().__init__(1e9, timeout=0.2)
+        self.copies = 0
+        self.stalls_at = stalls_at
+
+    def move(self, pairs: Pairs) -> None:
+        self.copies += 1
+        if self.copies >= self.stalls_at:
+            self._closing.wait(5.0)
+        super().move(pairs)
+
+
+def test_a_stall_in_the_middle_of_a_text_is_named_and_what_was_written_stands(
+    target: PreTrainedModel, plain_tokens: list[int]
+) -> None:
+    llm = LLM.from_models(target, config="retrieval", overrides=engine_overrides(ahead=2), link=Stalling(60))
+    with pytest.raises(TransferStalled, match=r"a copy of [\d,]+ bytes was not done after 0\.2 s"):
+        llm.generate(PROMPT, PARAMS)
+    tokens = llm.last_result.tokens
+    assert tokens == plain_tokens[: len(tokens)]
+    with pytest.raises((TransferStalled, CopyFailed)):
+        llm.close()
