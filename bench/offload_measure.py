@@ -17,6 +17,7 @@ from bench.offload_cases import STREAMED, Sizes, System
 from bench.offload_rows import Limits, draft_token_ms, row
 from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.caches.places import Shares
+from offload_rt.config import Config
 from offload_rt.model import CausalModel
 from offload_rt.session import kv_layout
 
@@ -47,12 +48,14 @@ class InPlace:
         draft_token: to draft one token.
         verification: a pass over the last token and a draft.
         plain_pass: a pass over the last token.
+        verdict: from a pass's logits to the committed tokens.
         tokens: what greedy decoding yields.
     """
 
     draft_token: float
     verification: float
     plain_pass: float
+    verdict: float
     tokens: list[int]
 
 
@@ -87,11 +90,12 @@ class InPlaceText:
 
     def result(self) -> InPlace:
         """Medians over all turns."""
-        passes = [one.pass_ms for run in self._drafting for one in run.rounds[1:-1] or run.rounds]
+        rounds = [one for run in self._drafting for one in run.rounds[1:-1] or run.rounds]
         return InPlace(
             draft_token=draft_token_ms(self._drafting),
-            verification=median(passes),
+            verification=median(one.pass_ms for one in rounds),
             plain_pass=median(one.pass_ms for run in self._plain for one in run.rounds[1:]),
+            verdict=median(one.verdict_ms for one in rounds),
             tokens=max((run.tokens for run in (*self._plain, *self._drafting)), key=len),
         )
 
@@ -106,15 +110,17 @@ class Beside:
 
     Attributes:
         drafting: for one outcome, on a link on which a pass takes as long as that.
+        draft_token: to draft a token while no pass runs; the processor has waited for that link before.
         verification: a pass over the last token and a draft while drafts are made, on a link without limit.
     """
 
     drafting: float
+    draft_token: float
     verification: float
 
 
 class BesideText:
-    """The subject over links of two bandwidths, drafting ahead for one outcome.
+    """The subject over links of two bandwidths, drafting ahead for one outcome or none.
 
     It takes turns with the systems that are measured.
     """
@@ -124,43 +130,48 @@ class BesideText:
 
     def __init__(self, subject: Subject, sizes: Sizes, composition: str, draft_token_ms: float) -> None:
         self._sizes = sizes
-        self._config = sizes.config(composition, ahead=1)
+        self._ahead, self._late = (sizes.config(composition, ahead=outcomes) for outcomes in (1, 0))
         # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
         self._held = Hold(1.0) if subject.random_kv else None
-        self._balanced: list[Run] = []
-        self._unlimited: list[Run] = []
+        self.forget()
         self._kv_bytes = sizes.context * kv_layout(subject.target, 1).token_bytes
         self._stream_ms = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms
         self._link = PacedLink(self.NO_LIMIT)
         self._text = EngineText(
-            subject.target, subject.draft, self._link, self._config, subject.prompt, _room(sizes)
+            subject.target, subject.draft, self._link, self._ahead, subject.prompt, _room(sizes)
         )
         _read(self._text, subject)
-        self._turn_balanced()
+        self._balance()
         # A shorter stream leaves less time beside it, in which a draft takes longer: until both are alike.
         for _ in range(self.BALANCING_TURNS):
             self._stream_ms = self._drafting_ms()
             self.forget()
-            self._turn_balanced()
+            self._balance()
 
-    def _turn_balanced(self) -> None:
+    def _run(self, config: Config) -> Run:
+        return self._text.run(config, self._sizes.new_tokens, self._held)
+
+    def _balance(self) -> None:
         self._link.bytes_per_second = 1e3 * self._kv_bytes / self._stream_ms
-        self._balanced.append(self._text.run(self._config, self._sizes.new_tokens, self._held))
+        self._balanced.append(self._run(self._ahead))
 
     def turn(self) -> None:
-        """Runs the composition once over each link."""
-        self._turn_balanced()
+        """Runs the composition once in every way."""
+        self._balance()
+        self._without.append(self._run(self._late))
         self._link.bytes_per_second = self.NO_LIMIT
-        self._unlimited.append(self._text.run(self._config, self._sizes.new_tokens, self._held))
+        self._unlimited.append(self._run(self._ahead))
 
     def forget(self) -> None:
         """Begins anew."""
-        self._balanced, self._unlimited = [], []
+        self._balanced: list[Run] = []
+        self._without: list[Run] = []
+        self._unlimited: list[Run] = []
 
     def result(self) -> Beside:
         """Medians over all turns."""
         passes = [one.pass_ms for run in self._unlimited for one in run.rounds[1:-2] or run.rounds]
-        return Beside(self._drafting_ms(), median(passes))
+        return Beside(self._drafting_ms(), draft_token_ms(self._without), median(passes))
 
     def _drafting_ms(self) -> float:
         # The last rounds draft less: the text ends. What was left of a draft is finished in the next round.

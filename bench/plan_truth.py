@@ -1,10 +1,10 @@
 """`python -m bench plan-truth`: what the planner predicts, beside what `bench offload` measured.
 
 The planner is asked for the placements that were run, with the figures that were measured apart from them in
-the same run: on a CPU, what attention and memory do alone, what a pass and a drafted token take with the KV
-in place, what they take beside each other over links of other bandwidths, and the bandwidth of the paced
-link; on a GPU, what `offload-rt doctor` says. Of a row itself it is given the acceptance of a drafted token,
-and nothing else.
+the same run: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a
+drafted token takes, and what both take beside each other, over links of other bandwidths, and the bandwidth
+of the paced link; on a GPU, what `offload-rt doctor` says. Of a row itself it is given the acceptance of a
+drafted token, and nothing else.
 """
 
 from __future__ import annotations
@@ -221,13 +221,13 @@ class MeasuredAlone(Predictor):
         rate = attention_rate(host.attention, queries * target.group)
         attention = self.request.context * target.token_bytes / rate / 1e6
         measured = self._figures["plain_pass_ms" if queries == 1 else "pass_ms"]
-        return Work(max(0.0, measured - attention))
+        return Work(max(0.0, measured - attention) + self._figures["verdict_ms"])
 
     def draft(self, gamma: int) -> Work:
         return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
 
     def beside_drafting(self, verification: PassTime) -> PassTime:
-        slower = self._figures["pass_beside_ms"] / self._figures["pass_ms"]
+        slower = max(1.0, self._figures["pass_beside_ms"] / self._figures["pass_ms"])
         return dataclasses.replace(
             verification,
             dense=verification.dense.times(slower),

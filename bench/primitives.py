@@ -50,9 +50,10 @@ def processor(in_place: InPlace, beside: Beside, attention: list[dict[str, float
         "attention": attention,
         "memory_rate": memory_rate(READ_BYTES, REPEATS),
         "compute_rate": compute_rate(128, 1024, REPEATS),
-        "draft_token_ms": in_place.draft_token,
+        "draft_token_ms": beside.draft_token,
         "drafting_beside_ms": beside.drafting,
         "plain_pass_ms": in_place.plain_pass,
         "pass_ms": in_place.verification,
+        "verdict_ms": in_place.verdict,
         "pass_beside_ms": beside.verification,
     }

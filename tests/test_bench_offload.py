@@ -334,7 +334,7 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     one = next(row for row in case["rows"] if row["system"] == "ahead 4")
     alone = next(row for row in case["rows"] if row["system"] == "ahead 0")
     case["processor"] |= {"draft_token_ms": 7.0, "drafting_beside_ms": 210.0}
-    case["processor"] |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "pass_beside_ms": 30.0}
+    case["processor"] |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "pass_beside_ms": 30.0, "verdict_ms": 0.0}
     case["processor"]["attention"] = [{"queries": count, "rate": 5.0} for count in (1, 4)]
     request = plan_truth._request(case, dict(one, acceptance=1.0, rate_bytes_per_second=1e12))
     sure = plan_truth.MeasuredAlone(request, case["processor"])
