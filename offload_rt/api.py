@@ -53,7 +53,7 @@ from offload_rt.text import TextStream
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
-"""(phase, done, all) while a prompt is read."""
+"""(phase, done, all) while a machine is measured for the first time, and while a prompt is read."""
 
 NO_DRAFT = "none"
 PLAIN = "plain"
@@ -73,7 +73,7 @@ class LLM:
         device: auto, cpu or cuda.
         dtype: auto, float32, bfloat16 or float16.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
-        on_progress: told how far the prefill is.
+        on_progress: told how far the prefill is, and what is measured of a machine for its first plan.
         on_notice: told, in a line, what a user should know.
         longest: asked, once prompts can be encoded and before weights are read, for how many prompt tokens
             and new ones there must be room; what cannot fit is refused then.
@@ -111,7 +111,7 @@ class LLM:
             self._tokenizer = tokenizer
             shape = find_shape(model_name, wanted)
             small_shape = find_shape(draft_name, shape.dtype) if draft_name is not None else None
-            fitting_plan(shape, small_shape, settings, *longest(self), place)
+            fitting_plan(shape, small_shape, settings, *longest(self), place, on_progress=on_progress)
         target = load_model(model_source, place, wanted)
         small = load_model(draft_name, place, target.dtype) if draft_name is not None else None
         if draft_name is not None and model is None:
@@ -337,11 +337,12 @@ class LLM:
                 new_tokens,
                 self._target.device,
                 sum(model.weight_bytes for model in models),
+                self._on_progress,
             )
             config = replace(config, store=plan.config.store, retrieval=plan.config.retrieval)
             page = config.store.page
-            resident = -(-plan.placement.resident_tokens // page) * page if resident < 0 else resident
-            cpu = plan.placement.cpu_tokens // page * page if cpu < 0 else cpu
+            resident = -(-plan.placement.resident_tokens // page) * page
+            cpu = plan.placement.cpu_tokens // page * page
         return config, Shares(max(0, resident), max(0, cpu))
 
     def _sampling(self, params: SamplingParams) -> Sampling:

@@ -217,8 +217,12 @@ class CausalModel:
         """Compares the runner with the model's own forward pass on a few tokens.
 
         What a model does between its layers (scaled embeddings, capped logits, parallel residuals …) is
-        not declared anywhere; running both is the only honest test that the runner fits.
+        not declared anywhere; running both is the only honest test that the runner fits. Once for a model:
+        while another thread is in a pass of it, its own attention cannot be had.
         """
+        switch = _switch_of(self.module)
+        if switch.checked:
+            return
         tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
         positions = torch.arange(5, device=self.device)
         probe = _Probe(self.kv_heads, self.head_dim)
@@ -231,11 +235,13 @@ class CausalModel:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(f"{self.name}: {_kind(self.module)} is not supported: {error}") from error
+        switch.checked = True
         if bool(expected.isnan().any()):
             return  # reported where it matters, by layer, at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = float(expected.abs().max())
         if probe.calls != self.layers or float((found - expected).abs().max()) > tolerance * max(scale, 1.0):
+            switch.checked = False
             raise UsageError(
                 f"{self.name}: {_kind(self.module)} is not supported: it does more than plain full attention "
                 "between its embedding, decoder layers, norm and head"
@@ -283,11 +289,12 @@ def _attention_through(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 @dataclass
 class _Switch:
-    """Of one model's attention: how many passes need it, and what it was before."""
+    """Of one model's attention: how many passes need it, what it was before, and whether ours fits."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     passes: int = 0
     given: str | None = None
+    checked: bool = False
 
 
 _SWITCHES: WeakKeyDictionary[PreTrainedModel, _Switch] = WeakKeyDictionary()

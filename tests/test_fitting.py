@@ -16,7 +16,7 @@ from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, api
 from offload_rt.caches.places import Shares
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import load_config
+from offload_rt.config import Config, load_config
 from offload_rt.errors import UsageError
 from offload_rt.machine.named_hardware import named_hardware
 from offload_rt.planning import fitting
@@ -57,10 +57,10 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan(monkeypatch: pytest.
 def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def planned(target: ModelShape, draft: None, config: object, *rest: object) -> Plan:
+    def planned(target: ModelShape, draft: None, config: Config, *rest: object) -> Plan:
         asked.append(rest)
-        monkeypatch.setattr(fitting, "_hardware", lambda device, loaded: named_hardware("rtx4090"))
-        return fitting_plan(LLAMA, None, load_config("retrieval"), 130_000, 256, CPU)
+        monkeypatch.setattr(fitting, "_hardware", lambda *asked: named_hardware("rtx4090"))
+        return fitting_plan(LLAMA, None, config, 130_000, 256, CPU)
 
     monkeypatch.setattr(api, "fitting_plan", planned)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
@@ -70,10 +70,11 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
         assert config.speculation == llm.config.speculation
         shares.check(config.store.page)
-        # What a config says is not planned.
+        # Where a config says all of it, nothing is planned.
         offload = replace(llm.config.offload, resident_tokens=512, cpu_tokens=-1)
         llm.config = replace(llm.config, offload=offload)
-        assert llm._plan(1000, 24)[1].resident_tokens == 512
+        given = llm._plan(1000, 24)[1]
+        assert given.resident_tokens == 512 and given.cpu_tokens > shares.cpu_tokens
         llm.config = replace(llm.config, offload=replace(offload, cpu_tokens=256))
         before = len(asked)
         assert llm._plan(1000, 24)[1] == Shares(512, 256)

@@ -22,7 +22,7 @@ from transformers import (
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel, NotANumber
+from offload_rt.model import ATTENTION_NAME, CausalModel, NotANumber, _attention_through
 
 SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
@@ -260,3 +260,14 @@ def test_a_nan_in_the_draft_names_the_draft() -> None:
         pytest.raises(NotANumber, match=r"^the/draft: .*weight lm_head\.weight"),
     ):
         llm.generate(byte_ids(30), SHORT)
+
+
+def test_a_second_runner_is_made_while_another_thread_is_in_a_pass() -> None:
+    module = tiny_target("llama-gqa")
+    first = CausalModel(module, "tiny")
+    with _attention_through(module, ATTENTION_NAME):
+        second = CausalModel(module, "tiny")
+    assert second.layers == first.layers
+    other = tiny_target("llama-gqa")
+    with _attention_through(other, ATTENTION_NAME), pytest.raises(UsageError, match="tiny"):
+        CausalModel(other, "tiny")  # which nobody has checked: its own attention cannot be had

@@ -233,6 +233,39 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
 # Choices.
 
 
+@pytest.mark.parametrize(
+    ("resident", "cpu"), [(1024, -1), (-1, 2048), (0, 0), (1024, 4096), (0, 10**6 * 256)]
+)
+def test_shares_that_are_given_are_kept(resident: int, cpu: int) -> None:
+    given = {"offload.resident_tokens": resident, "offload.cpu_tokens": cpu}
+    free, planned = plan(request()), plan(request(config=load_config("triforce", given)))
+    check_sums(planned)
+    placement = planned.placement
+    assert resident < 0 or placement.resident_tokens == resident
+    assert cpu < 0 or placement.cpu_tokens == min(cpu, CONTEXT - placement.resident_tokens)
+    faster_or_equal(free, planned)
+    predictor, ring = Predictor(planned.request), placement.ring_buffers
+    assert planned.predicted is not None
+    if resident == 1024 and cpu < 0:
+        shares = Shares(predictor, ring, planned.config.speculation.gamma2)
+        others = (shares.round(resident, tokens, n)[1] for tokens in range(0, CONTEXT, 2048) for n in (1, 4))
+        assert planned.predicted.ms_per_token <= min(one.ms_per_token for one in others) * (1 + 1e-9)
+    if resident < 0:
+        assert placement.resident_tokens == resident_capacity(planned.request, ring)
+
+
+def test_more_resident_than_fits_is_refused() -> None:
+    given = load_config("triforce", {"offload.resident_tokens": 65_536})
+    planned = plan(request(config=given))
+    assert planned.refusal is not None and "resident kv 32.0" in planned.refusal
+    found = re.search(r"--set offload.resident_tokens=(\d+)", planned.refusal)
+    assert found is not None
+    fitting = load_config("triforce", {"offload.resident_tokens": int(found[1])})
+    assert plan(request(config=fitting)).fits
+    more = load_config("triforce", {"offload.resident_tokens": int(found[1]) + 256})
+    assert plan(request(config=more)).config.retrieval.budget < more.retrieval.budget
+
+
 def test_the_length_of_drafts_is_the_best_of_all() -> None:
     chosen = plan(request())
     assert chosen.predicted is not None

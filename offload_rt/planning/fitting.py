@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.shapes import ModelShape
 
+if TYPE_CHECKING:
+    from offload_rt.machine.measuring import Progress
+
 
 def fitting_plan(
     target: ModelShape,
@@ -24,11 +28,13 @@ def fitting_plan(
     new_tokens: int,
     device: torch.device,
     loaded_bytes: int = 0,
+    on_progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan for so many prompt tokens and new ones.
 
     Args:
         loaded_bytes: what the models already take of the device's memory, or of the host's without one.
+        on_progress: told what is measured of the machine, where it has not been before.
 
     Raises:
         UsageError: nothing fits; names the nearest plans that do.
@@ -39,7 +45,7 @@ def fitting_plan(
         config=config,
         context=context,
         new_tokens=new_tokens,
-        hardware=_hardware(device, loaded_bytes),
+        hardware=_hardware(device, loaded_bytes, on_progress),
         fixed_draft=config.speculation.gamma2 > 0,
     )
     planned = plan(request)
@@ -48,13 +54,13 @@ def fitting_plan(
     return planned
 
 
-def _hardware(device: torch.device, loaded_bytes: int) -> Hardware:
+def _hardware(device: torch.device, loaded_bytes: int, on_progress: Progress | None) -> Hardware:
     if device.type != "cuda":
         # Attended in place there is nothing to place: only memory counts, and that needs no measurement.
         return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
     from offload_rt.machine.doctor import inspect
 
-    measured = inspect().hardware
+    measured = inspect(on_progress=on_progress).hardware
     index = torch.cuda.current_device() if device.index is None else device.index
     free, _ = torch.cuda.mem_get_info(index)
     # What torch has reserved and not handed out is free to us as well.

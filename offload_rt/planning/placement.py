@@ -106,6 +106,19 @@ class PlanRequest:
         return self.config.speculation.gamma2 if self.fixed_draft else LONGEST_DRAFT
 
     @property
+    def given_resident(self) -> int | None:
+        """Tokens that the config keeps on the GPU; None where the planner decides."""
+        return self._given(self.config.offload.resident_tokens)
+
+    @property
+    def given_cpu(self) -> int | None:
+        """Tokens that the config lets the CPU attend; None where the planner decides."""
+        return self._given(self.config.offload.cpu_tokens)
+
+    def _given(self, tokens: int) -> int | None:
+        return None if tokens < 0 or self.in_place else min(tokens, self.context)
+
+    @property
     def retrieves(self) -> bool:
         """One of its levels attends over a retrieved cache."""
         return TARGET_RETRIEVED in self.levels
@@ -211,8 +224,8 @@ def host_memory(request: PlanRequest) -> dict[str, int]:
 
 
 def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
-    """Whether the GPUs have room for a staging ring of so many buffers, beside all else but resident KV."""
-    return request.in_place or _left(request, ring_buffers) >= 0
+    """Whether the GPUs have room for a staging ring of so many buffers, beside all else that is given."""
+    return request.in_place or _left(request, ring_buffers) >= _given_resident_bytes(request)
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
@@ -224,6 +237,11 @@ def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
     return request.context if tokens >= request.context else tokens // page * page
 
 
+def _given_resident_bytes(request: PlanRequest) -> int:
+    """Of the KV that the config keeps on a GPU."""
+    return (request.given_resident or 0) * request.target.token_bytes // request.parts
+
+
 def _left(request: PlanRequest, ring_buffers: int) -> int:
     """Bytes left for resident KV on the GPU that has the least."""
     return min(
@@ -233,9 +251,11 @@ def _left(request: PlanRequest, ring_buffers: int) -> int:
 
 
 def shortage(request: PlanRequest) -> str | None:
-    """What does not fit with nothing resident, as a sentence with figures; None where all fits."""
+    """What does not fit, with no more resident than is given, as a sentence with figures; None: all fits."""
     for number, gpu in enumerate(request.hardware.gpus):
         memory = gpu_memory(request, number, request.config.store.ring_buffers)
+        if request.given_resident:
+            memory["resident_kv"] = _given_resident_bytes(request)
         if sum(memory.values()) > gpu.memory_bytes:
             return _too_much(f"GPU {number} ({gpu.name})", memory, gpu.memory_bytes)
     host, memory = request.hardware.host, host_memory(request)

@@ -13,7 +13,14 @@ import torch
 
 from offload_rt.config import Config
 from offload_rt.planning.assumptions import machine, reckoning
-from offload_rt.planning.placement import Placement, PlanRequest, gpu_memory, host_memory, shortage
+from offload_rt.planning.placement import (
+    Placement,
+    PlanRequest,
+    gpu_memory,
+    host_memory,
+    resident_capacity,
+    shortage,
+)
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.sharing import choices
 
@@ -157,6 +164,10 @@ def _nearest(request: PlanRequest) -> str:
     )
     if pages:
         others.append(f"a context of {pages * page} tokens")
+    if request.given_resident:
+        resident = resident_capacity(request, request.config.store.ring_buffers)
+        if resident < request.given_resident:
+            others.append(f"--set offload.resident_tokens={resident}")
     if budget := _largest_budget(request):
         others.append(f"--set retrieval.budget={budget}")
     gpus = request.hardware.gpus

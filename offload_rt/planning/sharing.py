@@ -48,16 +48,25 @@ class Shares:
     def best(self, outcomes: int) -> Choice:
         """The shares with the shortest round, where it is drafted ahead for `outcomes` verdicts.
 
-        A longer share of the CPU makes some lanes of a pass longer and others shorter, all linearly or at
-        least convexly, and a round is a sum of their maxima: along each line of shares there is one valley.
+        What the config gives is kept. A longer share of the CPU makes some lanes of a pass longer and others
+        shorter, all linearly or at least convexly, and a round is a sum of their maxima: along each line of
+        shares there is one valley.
         """
-        context, page, capacity = self._request.context, self._request.config.store.page, self._capacity
-        if self._request.in_place:
+        request, page = self._request, self._request.config.store.page
+        context, resident, cpu = request.context, request.given_resident, request.given_cpu
+        if request.in_place:
             return self.round(0, context, outcomes)
+        if cpu is not None:
+            resident = self._capacity if resident is None else resident
+            return self.round(min(resident, context), min(cpu, max(0, context - resident)), outcomes)
+        capacity = self._capacity if resident is None else resident
         found = [self.round(capacity, 0, outcomes)]
         streaming = range(1, -(-(context - capacity) // page))
         if streaming:
             found.append(_lowest(streaming, lambda pages: self.round(capacity, pages * page, outcomes)))
+        if resident is not None:
+            found.append(self.round(resident, context - resident, outcomes))
+            return min(found, key=_round_ms)
         unstreamed = range(capacity // page + 1)
         found.append(
             _lowest(unstreamed, lambda pages: self.round(pages * page, context - pages * page, outcomes))
