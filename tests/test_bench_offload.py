@@ -16,14 +16,14 @@ from test_bench import text as text
 from tiny_models import byte_ids, tiny_target
 
 import bench.__main__ as command_line
-from bench import offload_gpu, plan_truth, primitives
-from bench.engine import EngineText, Run
-from bench.held import Hold
-from bench.offload_cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
-from bench.offload_rows import Limits, acceptance, draft_token_ms, row
-from bench.overlap import busy, common, link_use, overlap, union
-from bench.random_models import random_model
-from bench.timeline_plot import lanes, window
+from bench.offload import gpu, plan_truth, primitives
+from bench.offload.cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
+from bench.offload.engine import EngineText, Run
+from bench.offload.held import Hold
+from bench.offload.overlap import busy, common, link_use, overlap, union
+from bench.offload.random_models import random_model
+from bench.offload.rows import Limits, acceptance, draft_token_ms, row
+from bench.offload.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.caches.places import Shares
@@ -382,7 +382,7 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     machine = named_hardware("rtx4090")
     card = dataclasses.replace(machine.gpus[0], memory_bytes=2**30)
     hardware = Hardware(machine.host, (card,), measured=False)
-    case = offload_gpu.measure_context(
+    case = gpu.measure_context(
         target, TINY, (1.0,), hardware, lambda: PacedLink(25e9), prefill=True, picture=None
     )
     assert case is not None
@@ -396,7 +396,7 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
     small = dataclasses.replace(card, memory_bytes=2**20)
     assert (
-        offload_gpu.measure_context(
+        gpu.measure_context(
             target,
             TINY,
             (1.0,),

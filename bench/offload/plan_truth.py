@@ -172,7 +172,7 @@ def paced_hardware(figures: dict[str, Any], target: ModelShape, link: float) -> 
     """A processor that stands in for a GPU, at the end of a paced link.
 
     Args:
-        figures: of `bench.primitives.processor`.
+        figures: of `bench.offload.primitives.processor`.
         link: bytes a second.
     """
     rates = tuple(AttentionRate(**rate) for rate in figures["attention"])
@@ -209,7 +209,7 @@ class MeasuredAlone(Predictor):
     than those of the rows.
 
     Args:
-        figures: of `bench.primitives.processor`.
+        figures: of `bench.offload.primitives.processor`.
     """
 
     def __init__(self, request: PlanRequest, figures: dict[str, Any]) -> None:

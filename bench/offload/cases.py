@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bench.held import Hold
+from bench.offload.held import Hold
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import Config, load_config
 

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from bench import inputs, machine, offload_gpu, offload_paced, report
-from bench.offload_cases import (
+from bench import inputs, machine, report
+from bench.offload import gpu, paced
+from bench.offload.cases import (
     ACCEPTANCES,
     BALANCED,
     FULL,
@@ -42,8 +43,8 @@ from bench.offload_cases import (
     SYNTHETIC_QUICK,
     Sizes,
 )
-from bench.plan_truth import predict_rows
-from bench.random_models import LARGE_SHAPES, SHAPES
+from bench.offload.plan_truth import predict_rows
+from bench.offload.random_models import LARGE_SHAPES, SHAPES
 from offload_rt.config import OffloadConfig
 from offload_rt.errors import UsageError
 from offload_rt.loading import choose_device
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         shapes = arguments.shapes or (LARGE_SHAPES[-1:] if arguments.quick else LARGE_SHAPES)
         contexts = arguments.contexts[:1] if arguments.quick else arguments.contexts
-        cases = offload_gpu.measure_shapes(shapes, contexts, arguments.acceptances, device, picture)
+        cases = gpu.measure_shapes(shapes, contexts, arguments.acceptances, device, picture)
     if not cases:
         raise UsageError("none of the shapes fits at any of the contexts: see above, and name others")
     for case in cases:
@@ -147,9 +148,9 @@ def _on_cpu(arguments: argparse.Namespace, picture: Path | None) -> list[dict[st
     tokens = inputs.encode(models.tokenizer, "\n".join(text.text for text in texts))
     if real.context > len(tokens):
         raise UsageError(f"--context {real.context}: the text has {len(tokens)} tokens; give a longer --text")
-    cases = offload_paced.measure_pair(models, tokens[: real.context], real, arguments.config, picture)
+    cases = paced.measure_pair(models, tokens[: real.context], real, arguments.config, picture)
     for shape in arguments.shapes or ("tiny",):
-        cases.append(offload_paced.measure_shape(shape, synthetic, arguments.acceptances))
+        cases.append(paced.measure_shape(shape, synthetic, arguments.acceptances))
     return cases
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from bench.engine import EngineText, Run
-from bench.held import Hold
 from bench.inputs import say
-from bench.offload_cases import STREAMED, Sizes, System
-from bench.offload_rows import Limits, draft_token_ms, row
+from bench.offload.cases import STREAMED, Sizes, System
+from bench.offload.engine import EngineText, Run
+from bench.offload.held import Hold
+from bench.offload.rows import Limits, draft_token_ms, row
 from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.caches.places import Shares
 from offload_rt.config import Config

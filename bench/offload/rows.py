@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.engine import Run
-from bench.overlap import link_use, on_lane, overlap
+from bench.offload.engine import Run
+from bench.offload.overlap import link_use, on_lane, overlap
 from offload_rt.schedule import RoundTimes
 
 WARM_UP_ROUNDS = 1  # at the beginning of each run, not reported: nothing was streamed or drafted ahead of it

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.offload_measure import Beside, InPlace
+from bench.offload.measure import Beside, InPlace
 from offload_rt.attention import attend, choose_backend
 from offload_rt.machine.hardware import AttentionRate
 from offload_rt.machine.measuring import compute_rate, memory_rate

@@ -11,8 +11,8 @@ import torch
 
 from bench import report
 from bench.inputs import Models, say
-from bench.offload_cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
-from bench.offload_measure import (
+from bench.offload.cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
+from bench.offload.measure import (
     BesideText,
     InPlaceText,
     Measured,
@@ -20,10 +20,10 @@ from bench.offload_measure import (
     measure,
     one_thread,
 )
-from bench.plan_truth import shape_values
-from bench.primitives import attention_rates, processor
-from bench.random_models import random_model
-from bench.timeline_plot import best_run, draw
+from bench.offload.plan_truth import shape_values
+from bench.offload.primitives import attention_rates, processor
+from bench.offload.random_models import random_model
+from bench.offload.timeline_plot import best_run, draw
 from cpu_kv import PacedLink
 from offload_rt.config import OffloadConfig
 from offload_rt.errors import UsageError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engine import Run
-from bench.overlap import Interval, busy, on_lane
+from bench.offload.engine import Run
+from bench.offload.overlap import Interval, busy, on_lane
 
 ROUNDS = 4
 DRAFTING = "draft (device)"

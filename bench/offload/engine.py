@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from bench.held import HeldVerifier, Hold
+from bench.offload.held import HeldVerifier, Hold
 from cpu_kv import Link, PagedKVStore
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
