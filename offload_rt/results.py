@@ -22,8 +22,9 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         max_tokens: generate at most so many.
         stop: strings that end the text where they begin.
-        seed: repeats the same tokens on the same machine; None: a different text each time, and measured
-            times may decide how much is drafted.
+        seed: repeats the same tokens on the same machine, where the same shares of the KV lie in the same
+            places (planned ones follow the memory that is free); None: a different text each time, and
+            measured times may decide how much is drafted.
         ignore_eos: do not stop at the model's end-of-text tokens.
     """
 
