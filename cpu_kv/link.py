@@ -1,7 +1,8 @@
 """What a copy between the store and the compute device runs on: CUDA streams, a plain CPU, or a paced link.
 
 A link has two directions, to the device and to the host. Copies of one direction run one after another, in
-the order asked but for urgent ones; the directions do not wait for each other.
+the order asked; the directions do not wait for each other. An urgent copy does not wait for those that have
+not begun: it goes before them, or, with CUDA, takes turns with them.
 """
 
 from __future__ import annotations
@@ -288,8 +289,9 @@ class _PacedTicket:
 class CudaLink:
     """Copies between page-locked memory and a CUDA device, on one stream for each direction.
 
-    Urgent ones have a stream of their own: the card takes turns between both, copy by copy. Copies from or to
-    pageable memory work too, but block the host. ``timeout``: seconds that the host waits in ``synchronize``.
+    Urgent ones to the device have a stream of their own: the card takes turns between both, copy by copy.
+    Copies from or to pageable memory work too, but block the host. ``timeout``: seconds that the host waits
+    in ``synchronize``.
     """
 
     in_place = False
@@ -297,17 +299,14 @@ class CudaLink:
     def __init__(self, device: torch.device | str | int, timeout: float = 60.0):
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self._timeout = timeout
-        self._streams = {
-            (to_host, urgent): torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
-            for to_host in (False, True)
-            for urgent in (False, True)
-        }
+        self._streams = {to_host: torch.cuda.Stream(self.device) for to_host in (False, True)}
+        self._urgent = torch.cuda.Stream(self.device)
         self._recording: _CudaRecording | None = None
 
     def copy(
         self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
     ) -> Ticket:
-        stream = self._streams[to_host, urgent]
+        stream = self._urgent if urgent and not to_host else self._streams[to_host]
         try:
             with torch.cuda.stream(stream):
                 if after is not None:
@@ -337,7 +336,7 @@ class CudaLink:
         return [] if self._recording is None else self._recording.take(self._timeout)
 
     def close(self) -> None:
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), self._urgent):
             stream.synchronize()
 
 

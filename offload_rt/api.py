@@ -321,12 +321,12 @@ class LLM:
         return self.again(params, PLAIN)
 
     def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
-        """Sizes and shares for such a text; what the config leaves to the planner is as it says."""
+        """Sizes and shares for such a text; the planner keeps what the config gives."""
         config, offload = self.config, self.config.offload
-        resident, cpu = offload.resident_tokens, offload.cpu_tokens
+        resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
         if self._link.in_place:
             return config, EVERYTHING_STREAMED
-        if self._target.device.type == "cuda" and min(resident, cpu) < 0:
+        if self._target.device.type == "cuda":
             models = [model for model in (self._target, self._draft) if model is not None]
             shapes = [from_config(model.module.config, model.dtype, model.name) for model in models]
             plan = fitting_plan(
@@ -342,8 +342,9 @@ class LLM:
             config = replace(config, store=plan.config.store, retrieval=plan.config.retrieval)
             page = config.store.page
             resident = -(-plan.placement.resident_tokens // page) * page
-            cpu = plan.placement.cpu_tokens // page * page
-        return config, Shares(max(0, resident), max(0, cpu))
+            if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
+                cpu = plan.placement.cpu_tokens // page * page
+        return config, Shares(resident, cpu)
 
     def _sampling(self, params: SamplingParams) -> Sampling:
         law = SamplingLaw(params.temperature, params.top_p, params.top_k)

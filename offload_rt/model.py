@@ -235,17 +235,16 @@ class CausalModel:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(f"{self.name}: {_kind(self.module)} is not supported: {error}") from error
-        switch.checked = True
         if bool(expected.isnan().any()):
             return  # reported where it matters, by layer, at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = float(expected.abs().max())
         if probe.calls != self.layers or float((found - expected).abs().max()) > tolerance * max(scale, 1.0):
-            switch.checked = False
             raise UsageError(
                 f"{self.name}: {_kind(self.module)} is not supported: it does more than plain full attention "
                 "between its embedding, decoder layers, norm and head"
             )
+        switch.checked = True
 
 
 class _Probe:

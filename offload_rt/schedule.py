@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 
 from cpu_kv import CopyFailed, TransferStalled
-from offload_rt.caches.full import FullCache
+from offload_rt.caches.full import FullCache, PassCancelled
 from offload_rt.draft_length import DraftLength
 from offload_rt.drafting.base import Proposal, Text
 from offload_rt.drafting.verifier import Pass, Round, Verifier
@@ -70,9 +70,16 @@ class PassLane:
         self._closed = False
         self._stream = torch.cuda.Stream(full.device, priority=-1) if full.device.type == "cuda" else None
 
-    def start(self, begin: Callable[[], Pass]) -> Future[Pass]:
-        """Runs `begin`, which is a pass up to its logits."""
-        self._full.catch_up()  # afterwards drafting needs nothing of what the pass uses
+    def start(self, begin: Callable[[], Pass], *, drafting: bool) -> Future[Pass]:
+        """Runs `begin`, which is a pass up to its logits.
+
+        Args:
+            drafting: drafts are made meanwhile. Else no derived cache is read, and none has to catch up.
+        """
+        if self._closed:
+            raise PassCancelled("this text was given up: another one was begun, or its LLM closed")
+        if drafting:
+            self._full.catch_up()  # afterwards drafting needs nothing of what the pass uses
         fence = None
         if self._stream is not None:
             fence = torch.cuda.Event()
@@ -212,11 +219,13 @@ class Schedule:
     ) -> tuple[Pass, float, float]:
         """The pass, how long was drafted ahead meanwhile in ms, and when the pass ended."""
         ends: list[float] = []
-        started = perf_counter()
+        drafting = self._ahead > 0 and bool(draft.tokens)
         try:
-            begun = lane.start(lambda: self.verifier.begin(text, draft))
+            begun = lane.start(lambda: self.verifier.begin(text, draft), drafting=drafting)
             begun.add_done_callback(lambda _: ends.append(perf_counter()))
-            self._draft_ahead(text, draft, begun, following)
+            started = perf_counter()
+            if drafting:
+                self._draft_ahead(text, draft, begun, following)
             ahead_ms = 1e3 * (perf_counter() - started)
             result = begun.result()
         except BaseException:
@@ -227,7 +236,7 @@ class Schedule:
     def _draft_ahead(
         self, text: Text, draft: Draft, begun: Future[Pass], following: Callable[[int], int]
     ) -> None:
-        if not self._ahead or not draft.tokens or self._over(begun) or following(1) <= 0:
+        if self._over(begun) or following(1) <= 0:
             return
         verifier = self.verifier
         with self._timeline.span("draft", "outcomes"):

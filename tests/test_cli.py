@@ -383,3 +383,15 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(
     assert "at 60000 tokens does not fit: host memory has" in last
     assert re.search(r"what fits: a context of \d+ tokens", last)
     assert not os.listdir(tmp_path)
+
+
+def test_a_phase_that_is_told_of_once_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    console = generate._Console(quiet=False)
+    for done in range(3):
+        console.progress(f"processor: part {done}", done, 3)
+    shown = capsys.readouterr().err
+    assert [f"processor: part {done}" in shown for done in range(4)] == [True, True, True, False]
+    console.tokens["prefill"] = 1000
+    console.progress("prefill", 0, 4)  # how fast it goes is not known yet
+    generate._Console(quiet=True).progress("processor: memory", 0, 5)
+    assert capsys.readouterr().err == ""

@@ -80,8 +80,8 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
     start, callback = PassLane.start, Future.add_done_callback
     ahead, give_up = Schedule._draft_ahead, PassLane.give_up
 
-    def started(lane: PassLane, begin: Any) -> Any:
-        begun = start(lane, begin)
+    def started(lane: PassLane, begin: Any, **how: Any) -> Any:
+        begun = start(lane, begin, **how)
         interrupt()
         return begun
 

@@ -14,7 +14,7 @@ from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
 from transformers import PreTrainedModel
-from uneven_link import UnevenLink
+from uneven_link import LateLink, UnevenLink
 
 from cpu_kv import CpuLink, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
@@ -22,7 +22,10 @@ from offload_rt.attention import ReferenceBackend
 from offload_rt.caches.base import Verified
 from offload_rt.caches.places import CpuShare, Shares
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
+from offload_rt.drafting.acceptance import RunningAcceptance
+from offload_rt.drafting.hierarchical import SAME_MODEL_ACCEPTANCE
 from offload_rt.governor import Governor
+from offload_rt.schedule import PassLane, Schedule
 
 
 @given(
@@ -107,9 +110,74 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     monkeypatch.setattr(RetrievedCache, "refill", begun)
     monkeypatch.setattr(RetrievedCache, "_use", checked)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
-    with LLM.from_models(target, draft, config=config, overrides=overrides, link=PacedLink(1e9)) as llm:
+    with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
     assert compared >= 2
+
+
+def test_plain_decoding_never_pays_for_a_refresh(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[RetrievedCache] = []
+    build = RetrievedCache.build
+
+    def counted(cache: RetrievedCache, queries: torch.Tensor) -> None:
+        built.append(cache)
+        build(cache, queries)
+
+    monkeypatch.setattr(RetrievedCache, "build", counted)
+    monkeypatch.setattr(Governor, "draft_count", lambda governor: 0)
+    for ahead in (0, 2):
+        built.clear()
+        overrides = engine_overrides(ahead=ahead)
+        with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
+            assert llm.generate(PROMPT, PARAMS).rounds == PARAMS.max_tokens
+        assert len(built) == 1, "for the prompt alone"
+
+
+def test_no_cache_is_built_while_a_pass_runs(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass and a gather would use one engine from two threads."""
+    running = threading.Event()
+    built: list[bool] = []
+    run, build = PassLane._run, RetrievedCache.build
+
+    def watched(lane: PassLane, *arguments: Any) -> Any:
+        running.set()
+        try:
+            return run(lane, *arguments)
+        finally:
+            running.clear()
+
+    def noted(cache: RetrievedCache, queries: torch.Tensor) -> None:
+        built.append(running.is_set())
+        build(cache, queries)
+
+    monkeypatch.setattr(PassLane, "_run", watched)
+    monkeypatch.setattr(RetrievedCache, "build", noted)
+    overrides = engine_overrides(ahead=2, refresh_from_stream=False)
+    link = PacedLink(1e9, latency_s=2e-3)
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
+        llm.generate(PROMPT, PARAMS)
+    assert len(built) > 3 and not any(built)
+
+
+def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = RunningAcceptance(SAME_MODEL_ACCEPTANCE)
+    round_ = Schedule.round
+
+    def noted(schedule: Schedule, *arguments: Any) -> Any:
+        found = round_(schedule, *arguments)
+        seen.observe(found.proposed, found.accepted)
+        return found
+
+    monkeypatch.setattr(Schedule, "round", noted)
+    overrides = engine_overrides(ahead=2)
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
+        llm.generate(PROMPT, PARAMS)
+        assert llm._session is not None
+        assert llm._session.verifier.acceptance == seen.rate != SAME_MODEL_ACCEPTANCE
 
 
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(

@@ -95,7 +95,7 @@ def test_without_a_named_machine_it_is_this_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     doctor: Any = ModuleType("offload_rt.machine.doctor")
-    doctor.inspect = lambda: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
+    doctor.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
     monkeypatch.setitem(sys.modules, "offload_rt.machine.doctor", doctor)
     assert run("--context 32768") == 0
     out = capsys.readouterr().out

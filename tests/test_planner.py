@@ -242,7 +242,7 @@ def test_shares_that_are_given_are_kept(resident: int, cpu: int) -> None:
     check_sums(planned)
     placement = planned.placement
     assert resident < 0 or placement.resident_tokens == resident
-    assert cpu < 0 or placement.cpu_tokens == min(cpu, CONTEXT - placement.resident_tokens)
+    assert cpu < 0 or placement.cpu_tokens == min(cpu, CONTEXT - max(0, resident))
     faster_or_equal(free, planned)
     predictor, ring = Predictor(planned.request), placement.ring_buffers
     assert planned.predicted is not None
@@ -251,7 +251,16 @@ def test_shares_that_are_given_are_kept(resident: int, cpu: int) -> None:
         others = (shares.round(resident, tokens, n)[1] for tokens in range(0, CONTEXT, 2048) for n in (1, 4))
         assert planned.predicted.ms_per_token <= min(one.ms_per_token for one in others) * (1 + 1e-9)
     if resident < 0:
-        assert placement.resident_tokens == resident_capacity(planned.request, ring)
+        capacity = resident_capacity(planned.request, ring)
+        assert placement.resident_tokens == min(capacity, CONTEXT - cpu)
+
+
+def test_a_given_cpu_share_is_kept_where_all_could_be_resident() -> None:
+    given = load_config("triforce", {"offload.cpu_tokens": 19_968})
+    for size in (60, 80, 100, 120):
+        planned = plan(request(config=given, hardware=gpu(memory_bytes=size * GIB)))
+        assert planned.placement.cpu_tokens == 19_968
+        assert planned.placement.resident_tokens <= CONTEXT - 19_968
 
 
 def test_more_resident_than_fits_is_refused() -> None:
@@ -260,6 +269,9 @@ def test_more_resident_than_fits_is_refused() -> None:
     assert planned.refusal is not None and "resident kv 32.0" in planned.refusal
     found = re.search(r"--set offload.resident_tokens=(\d+)", planned.refusal)
     assert found is not None
+    assert "offload.resident_tokens" not in str(
+        plan(request(config=given, hardware=gpu(memory_bytes=12 * GIB))).refusal
+    )
     fitting = load_config("triforce", {"offload.resident_tokens": int(found[1])})
     assert plan(request(config=fitting)).fits
     more = load_config("triforce", {"offload.resident_tokens": int(found[1]) + 256})

@@ -43,7 +43,7 @@ class FakeLane:
         self._draws = draws
         self._clock = clock
 
-    def start(self, begin: Callable[[], Pass]) -> Future[Pass]:
+    def start(self, begin: Callable[[], Pass], *, drafting: bool) -> Future[Pass]:
         begun, clock, draws = begin(), self._clock, self._draws
         first = len(draws.taken)
 

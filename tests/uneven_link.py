@@ -1,4 +1,4 @@
-"""A link that is slow at random, and fails when it is told to."""
+"""Links of bad habits: slow at random, failing when told to, or no faster than they are waited for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import random
 import time
 from collections.abc import Callable
 
-from cpu_kv import PacedLink
+import torch
+
+from cpu_kv import PacedLink, Ticket
 from cpu_kv.link import Pairs
 
 
@@ -24,3 +26,31 @@ class UnevenLink(PacedLink):
         if self.failing(pairs):
             raise RuntimeError("the cable was pulled")
         super().move(pairs)
+
+
+class LateLink(PacedLink):
+    """Makes an urgent copy when somebody waits for it, and not before."""
+
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        return _Late(self, list(pairs)) if urgent else super().copy(pairs, after, to_host=to_host)
+
+
+class _Late:
+    def __init__(self, link: PacedLink, pairs: Pairs) -> None:
+        self._link = link
+        self._pairs = pairs
+        self._done = False
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if not self._done:
+            with torch.inference_mode():
+                self._link.move(self._pairs)
+            self._done = True
+
+    def done(self) -> bool:
+        return self._done

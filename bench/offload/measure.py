@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from bench.inputs import say
 from bench.offload.cases import STREAMED, Sizes, System
 from bench.offload.engine import EngineText, Run
 from bench.offload.held import Hold
-from bench.offload.rows import Limits, draft_token_ms, row
+from bench.offload.rows import Limits, draft_token_ms, row, steady
 from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.caches.places import Shares
 from offload_rt.config import Config
 from offload_rt.model import CausalModel
+from offload_rt.schedule import RoundTimes
 from offload_rt.session import kv_layout
 
 WARM_UP_TOKENS = 3  # times what a round drafts
@@ -106,7 +108,7 @@ class InPlaceText:
 
 @dataclass(frozen=True)
 class Beside:
-    """What shares a processor and Python's lock takes longer beside something else; medians in ms.
+    """What shares a processor takes longer beside something else; in ms, medians over runs of their means.
 
     Attributes:
         drafting: for one outcome, on a link on which a pass takes as long as that.
@@ -169,23 +171,30 @@ class BesideText:
         self._unlimited: list[Run] = []
 
     def result(self) -> Beside:
-        """Medians over all turns."""
-        passes = [one.pass_ms for run in self._unlimited for one in run.rounds[1:-2] or run.rounds]
-        return Beside(self._drafting_ms(), draft_token_ms(self._without), median(passes))
+        """Over all turns."""
+        token = median(
+            sum(one.draft_ms for one in steady(run.rounds)) / sum(one.proposed for one in steady(run.rounds))
+            for run in self._without
+        )
+        passes = median(
+            mean(one.pass_ms for one in run.rounds[1:-2] or run.rounds) for run in self._unlimited
+        )
+        return Beside(self._drafting_ms(), token, passes)
 
     def _drafting_ms(self) -> float:
-        # The last rounds draft less: the text ends. What was left of a draft is finished in the next round.
-        pairs = [
-            (before, one)
-            for run in self._balanced
-            for before, one in zip(run.rounds[1:-2], run.rounds[2:-1], strict=False)
-        ]
-        guessed = [before.ahead_ms + one.draft_ms for before, one in pairs if before.guessed]
-        return median(guessed or [one.ahead_ms for run in self._balanced for one in run.rounds])
+        return median(_drafting_ms(run.rounds) for run in self._balanced)
 
     def close(self) -> None:
         """Gives its memory back."""
         self._text.close()
+
+
+def _drafting_ms(rounds: Sequence[RoundTimes]) -> float:
+    """Mean of what a draft took that was begun beside a pass, where its outcome came true."""
+    # The last rounds draft less: the text ends. What was left of a draft is finished in the next round.
+    pairs = itertools.pairwise(rounds[1:-1])
+    guessed = [before.ahead_ms + one.draft_ms for before, one in pairs if before.guessed]
+    return mean(guessed or [one.ahead_ms for one in rounds])
 
 
 def _room(sizes: Sizes) -> int:

@@ -60,7 +60,7 @@ def acceptance(rounds: Sequence[RoundTimes]) -> float | None:
 
 def draft_token_ms(runs: Sequence[Run]) -> float:
     """Median over rounds of runs that draft ahead of nothing: ms to draft one token."""
-    return median(one.draft_ms / one.proposed for run in runs for one in _steady(run.rounds) if one.proposed)
+    return median(one.draft_ms / one.proposed for run in runs for one in steady(run.rounds) if one.proposed)
 
 
 def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     streamed or drafted ahead of, and the last, which the end of the text cuts; `whole_ms_per_token` is of
     all.
     """
-    rounds = [one for run in runs for one in _steady(run.rounds)]
+    rounds = [one for run in runs for one in steady(run.rounds)]
     hits = _after(runs, guessed=True)
     misses = _after(runs, guessed=False)
     hit_ms, miss_ms = middle([one.ms for one in hits]), middle([one.ms for one in misses])
@@ -122,12 +122,12 @@ def steady_ms_per_token(run: Run) -> float:
     """From the begin of the second round to that of the last one."""
     if len(run.rounds) <= WARM_UP_ROUNDS + 1:
         return run.ms / len(run.tokens)
-    steady = _steady(run.rounds)
-    tokens = sum(one.accepted + 1 for one in steady)
-    return 1e3 * (run.rounds[-1].started - steady[0].started) / tokens
+    rounds = steady(run.rounds)
+    tokens = sum(one.accepted + 1 for one in rounds)
+    return 1e3 * (run.rounds[-1].started - rounds[0].started) / tokens
 
 
-def _steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
+def steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
     """Without the first rounds, and without the last, which is cut short by the end of the text."""
     return rounds[WARM_UP_ROUNDS:-1] if len(rounds) > WARM_UP_ROUNDS + 1 else rounds[-1:]
 

@@ -249,8 +249,9 @@ class RetrievedRefill:
         self._layer = -1
         self._chunks: list[int] = []  # of all heads, rising
         self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
+        self._asked = self._numbers, self._heads  # on the host
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
-        self._under_way: list[_Sent] = []
+        self._under_way: deque[_Sent] = deque()
 
     @property
     def complete(self) -> bool:
@@ -259,11 +260,15 @@ class RetrievedRefill:
 
     def finish(self) -> None:
         """Puts what was sent meanwhile in its place; what is still under way is waited for."""
-        for sent in self._under_way:
+        self._put_sent(self._source.layout.layers)
+
+    def _put_sent(self, end: int) -> None:
+        """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
+        while self._under_way and self._under_way[0].layer < end:
+            sent = self._under_way.popleft()
             self._source.engine.await_sent(sent.ticket)
             for part, buffer in zip(sent.there, (self.keys, self.values), strict=True):
                 self._put(buffer[sent.layer], sent.places, part)
-        self._under_way.clear()
 
     def _put(self, entries: Tensor, places: slice | tuple[Tensor, Tensor], part: Tensor) -> None:
         if isinstance(places, slice):
@@ -278,14 +283,17 @@ class RetrievedRefill:
         self._take_recent(layer, start, keys, values, over_link)
 
     def _turn_to(self, layer: int) -> None:
+        # Two layers' are on their way at most: the pass waits for none, and they take little memory.
+        self._put_sent(layer - 1)
         self._layer = layer
         chunks = self._cache._best_chunks(layer, self.extent, self._queries)
         places = chunks.shape[1]
         numbers, order = chunks.flatten().sort(stable=True)
         self._chunks = numbers.tolist()
         device = self.keys.device
-        self._numbers = numbers.to(device)
-        self._heads = (order // places).to(device)
+        heads = order // places
+        self._asked = numbers, heads
+        self._numbers, self._heads = numbers.to(device), heads.to(device)
         self._places = (order % places).to(device)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
@@ -296,7 +304,10 @@ class RetrievedRefill:
             return
         inside = slice(first * chunk - start, last * chunk - start)
         heads, places = self._heads[low:high], self._places[low:high]
-        wanted = heads.to(keys.device), (self._numbers[low:high] - first).to(keys.device)
+        if over_link:  # chosen on the host, which need not ask the device
+            wanted = self._asked[1][low:high], self._asked[0][low:high] - first
+        else:
+            wanted = heads, self._numbers[low:high] - first
         picked = [part[:, inside].unflatten(1, (-1, chunk))[wanted] for part in (keys, values)]
         self._missing -= (high - low) * chunk
         if over_link:

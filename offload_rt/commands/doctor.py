@@ -45,11 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.machine.advice import warnings
     from offload_rt.machine.doctor import inspect
 
-    def progress(what: str, done: int, total: int) -> None:
-        if not arguments.quiet:
-            print(f"measuring  {what} ({done + 1} of {total})", file=sys.stderr, flush=True)
-
-    report = inspect(arguments.refresh, progress)
+    report = inspect(arguments.refresh, None if arguments.quiet else tell_measuring)
     found = warnings(report)
     for line in table(report):
         print(line)
@@ -60,6 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json(arguments.json, {**report.to_json(), "warnings": list(found)})
     return 0
+
+
+def tell_measuring(what: str, done: int, total: int) -> None:
+    """A line on stderr."""
+    print(f"measuring  {what} ({done + 1} of {total})", file=sys.stderr, flush=True)
 
 
 def table(report: Report) -> Iterator[str]:

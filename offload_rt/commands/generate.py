@@ -345,7 +345,9 @@ class _Console:
         """Draws how far a phase is, in units of its own; on no terminal, a line now and then."""
         now = time.monotonic()
         if phase != self._phase:
-            self._phase, self._began, self._last = phase, now, now
+            # How fast it goes is known from the second report on; of other phases there may be one alone.
+            self._phase, self._began = phase, now
+            self._last = now if phase in self.tokens else float("-inf")
         if self._quiet or now - self._last < (self.REDRAW_S if self._live else self.LOG_S):
             return
         self._last = now

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload_rt.commands.doctor import tell_measuring
 from offload_rt.commands.json_file import write_json
 from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
 from offload_rt.errors import UsageError
@@ -126,7 +127,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         raise UsageError(f"{flag} describes a machine: name its card with --gpu NAME, or --gpu none")
     from offload_rt.machine.doctor import inspect
 
-    return inspect().hardware
+    return inspect(on_progress=tell_measuring).hardware
 
 
 def _report(plan: Plan) -> list[str]:

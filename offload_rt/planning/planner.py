@@ -166,7 +166,9 @@ def _nearest(request: PlanRequest) -> str:
         others.append(f"a context of {pages * page} tokens")
     if request.given_resident:
         resident = resident_capacity(request, request.config.store.ring_buffers)
-        if resident < request.given_resident:
+        offload = replace(request.config.offload, resident_tokens=resident)
+        fewer = replace(request, config=replace(request.config, offload=offload))
+        if resident < request.given_resident and shortage(fewer) is None:
             others.append(f"--set offload.resident_tokens={resident}")
     if budget := _largest_budget(request):
         others.append(f"--set retrieval.budget={budget}")

@@ -228,8 +228,9 @@ class Predictor:
         layer_bytes = streamed_bytes / target.layers / parts
         segment = placement.segment_tokens * self._layer_token_bytes / parts
         within = min(layer_bytes, (placement.ring_buffers - 1) * segment)
-        # Before a pass begins, every buffer may be filled, with one segment of a layer each.
-        before = placement.ring_buffers * min(segment, layer_bytes)
+        # Before a pass begins, every buffer may be filled, with one of the segments of a layer.
+        segments = max(1, -(-placement.streamed_tokens // placement.segment_tokens))
+        before = placement.ring_buffers * layer_bytes / segments
         link = ahead = 0.0
         if streamed_bytes:
             rate = min(gpu.to_device_rate for gpu in gpus) * 1e6

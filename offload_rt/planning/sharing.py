@@ -57,8 +57,10 @@ class Shares:
         if request.in_place:
             return self.round(0, context, outcomes)
         if cpu is not None:
-            resident = self._capacity if resident is None else resident
-            return self.round(min(resident, context), min(cpu, max(0, context - resident)), outcomes)
+            if resident is None:
+                resident = min(self._capacity, context - cpu)
+                resident -= resident % page if cpu else 0
+            return self.round(resident, min(cpu, context - resident), outcomes)
         capacity = self._capacity if resident is None else resident
         found = [self.round(capacity, 0, outcomes)]
         streaming = range(1, -(-(context - capacity) // page))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from cpu_kv import (
     TransferEngine,
     TransferStalled,
 )
+from cpu_kv.link import Pairs, pair_bytes
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
 
@@ -52,6 +54,30 @@ def engine_over(
         finally:
             engine.close()
             link.close()
+
+
+def test_what_is_sent_overtakes_what_is_carried_ahead() -> None:
+    class Held(PacedLink):
+        def __init__(self) -> None:
+            super().__init__(1e9)
+            self.go_on = threading.Event()
+            self.moved: list[int] = []
+
+        def move(self, pairs: Pairs) -> None:
+            assert self.go_on.wait(30)
+            super().move(pairs)
+            self.moved.append(pair_bytes(pairs))
+
+    link = Held()
+    with engine_over(link, random_kv(30), ring_buffers=3) as engine:
+        stream = engine.stream(30)
+        sent = torch.zeros(7)
+        ticket = engine.start_sending([(sent, torch.ones(7))])
+        link.go_on.set()
+        engine.await_sent(ticket)
+        assert sent.sum() == 7
+        assert link.moved.index(28) < 2, "behind what had begun"
+        stream.close()
 
 
 def check_pass(engine: TransferEngine, kv: Tensor, length: int, rest_s: float = 0.0) -> None:
