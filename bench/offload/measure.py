@@ -143,23 +143,26 @@ class BesideText:
             subject.target, subject.draft, self._link, self._ahead, subject.prompt, _room(sizes)
         )
         _read(self._text, subject)
-        self._balance()
+        self._turn_balanced()
+
+    def balance(self) -> None:
+        """Finds the link on which a pass takes as long as drafting beside it, and begins anew."""
         # A shorter stream leaves less time beside it, in which a draft takes longer: until both are alike.
         for _ in range(self.BALANCING_TURNS):
-            self._stream_ms = self._drafting_ms()
+            self._stream_ms = self.drafting_ms()
             self.forget()
-            self._balance()
+            self._turn_balanced()
 
     def _run(self, config: Config) -> Run:
         return self._text.run(config, self._sizes.new_tokens, self._held)
 
-    def _balance(self) -> None:
+    def _turn_balanced(self) -> None:
         self._link.bytes_per_second = 1e3 * self._kv_bytes / self._stream_ms
         self._balanced.append(self._run(self._ahead))
 
     def turn(self) -> None:
         """Runs the composition once in every way."""
-        self._balance()
+        self._turn_balanced()
         self._without.append(self._run(self._late))
         self._link.bytes_per_second = self.NO_LIMIT
         self._unlimited.append(self._run(self._ahead))
@@ -179,9 +182,10 @@ class BesideText:
         passes = median(
             mean(one.pass_ms for one in run.rounds[1:-2] or run.rounds) for run in self._unlimited
         )
-        return Beside(self._drafting_ms(), token, passes)
+        return Beside(self.drafting_ms(), token, passes)
 
-    def _drafting_ms(self) -> float:
+    def drafting_ms(self) -> float:
+        """What drafting for one outcome took, over all turns."""
         return median(_drafting_ms(run.rounds) for run in self._balanced)
 
     def close(self) -> None:

@@ -50,7 +50,6 @@ def measure_pair(
         attention = attention_rates(target, sizes.context, sizes.gamma)
         alone = _References(subject, sizes, composition)
         opened.callback(alone.close)
-        alone.turns(sizes.repeats)
         for name, ratio in LINK_CASES.items():
             rate = alone.rate(ratio)
             say(f"{name}: a link of {rate / 1e9:.2f} GB/s")
@@ -81,7 +80,6 @@ def measure_shape(shape: str, sizes: Sizes, acceptances: tuple[float, ...]) -> d
         attention = attention_rates(target, sizes.context, sizes.gamma)
         alone = _References(subject, sizes, "retrieval")
         opened.callback(alone.close)
-        alone.turns(sizes.repeats)
         systems = held_systems(acceptances, AHEAD, STREAMED, "both")
         return _case("synthetic acceptance", alone, systems, alone.rate(LINK_CASES[BALANCED]), attention)[0]
 
@@ -102,16 +100,14 @@ class _References:
             opened.callback(self.beside.close)
             self._opened = opened.pop_all()
 
-    def turns(self, count: int) -> None:
-        """Runs both, `count` times."""
-        for _ in range(count):
-            self.in_place.turn()
-            self.beside.turn()
-
     def rate(self, ratio: float) -> float:
-        """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft beside it."""
+        """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft beside it.
+
+        Measured now: what a draft takes differs from one minute to the next where others use the machine.
+        """
+        self.beside.balance()
         token_bytes = kv_layout(self.subject.target, 1).token_bytes
-        return 1e3 * self.sizes.context * token_bytes / (ratio * self.beside.result().drafting)
+        return 1e3 * self.sizes.context * token_bytes / (ratio * self.beside.drafting_ms())
 
     def forget(self) -> None:
         """Begins anew: what a case is held against is measured in its own turns."""
