@@ -152,6 +152,9 @@ class BesideText:
             self._stream_ms = self.drafting_ms()
             self.forget()
             self._turn_balanced()
+        # Once again, for a median: single turns differ.
+        for _ in range(self.BALANCING_TURNS):
+            self._turn_balanced()
 
     def _run(self, config: Config) -> Run:
         return self._text.run(config, self._sizes.new_tokens, self._held)
