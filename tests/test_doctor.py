@@ -779,7 +779,8 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def inspect(refresh: bool, on_progress: Callable[[str, int, int], None]) -> Report:
         asked.append(refresh)
-        on_progress("the moon", 0, 2)
+        if on_progress is not None:
+            on_progress("the moon", 0, 2)
         narrow: Report = changed(HEALTHY, "links.0.width", 8)
         return narrow
 
