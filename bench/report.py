@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offload_rt import files
 from offload_rt.errors import UsageError
-from offload_rt.files import write_whole
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""
-    try:
-        write_whole(path, json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"--out {path}: cannot be written ({error.strerror})") from None
+    files.write_json("--out", path, report, indent=1)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from offload_rt.errors import UsageError
@@ -21,6 +23,18 @@ def check_writable(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path}: its folder does not exist; create it first")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"{option} {path}: may not be written; name a file elsewhere")
+
+
+def write_json(option: str, path: Path, report: Mapping[str, object], indent: int = 2) -> None:
+    """Writes a report as a whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written; names the `option` that gave the path.
+    """
+    try:
+        write_whole(path, json.dumps(report, indent=indent) + "\n")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written ({error.strerror})") from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.json_file import write_json
-from offload_rt.files import check_writable
+from offload_rt.files import check_writable, write_json
 from offload_rt.machine.hardware import GIB, Gpu
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         for warning in found:
             print(textwrap.fill(warning, LINE_WIDTH, initial_indent="  - ", subsequent_indent="    "))
     if arguments.json is not None:
-        write_json(arguments.json, {**report.to_json(), "warnings": list(found)})
+        write_json("--json", arguments.json, {**report.to_json(), "warnings": list(found)})
     return 0
 
 

@@ -12,10 +12,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.json_file import write_json
 from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable
+from offload_rt.files import check_writable, write_json
 from offload_rt.machine.hardware import GIB
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
                 console.say(_comparison_line(comparison, params))
         # Before the runtime is closed: on a broken link that may fail too.
         if arguments.json is not None:
-            write_json(arguments.json, report)
+            write_json("--json", arguments.json, report)
         if failure is not None:
             tokens = len(result.tokens)
             raise UsageError(f"{failure}; the text ends after {tokens} tokens, which stand") from failure

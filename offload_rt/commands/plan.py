@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
-from offload_rt.commands.json_file import write_json
 from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable
+from offload_rt.files import check_writable, write_json
 from offload_rt.machine.hardware import GIB, Hardware
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     if arguments.json is not None:
-        write_json(arguments.json, planned.to_json())
+        write_json("--json", arguments.json, planned.to_json())
     if planned.refusal is not None:
         raise UsageError(f"{target.name} at {arguments.context} tokens does not fit: {planned.refusal}")
     print("\n".join(_report(planned)))
