@@ -145,16 +145,17 @@ class BesideText:
         _read(self._text, subject)
         self._turn_balanced()
 
-    def balance(self) -> None:
-        """Finds the link on which a pass takes as long as drafting beside it, and begins anew."""
+    def balance(self) -> float:
+        """Finds the link on which a pass takes as long as drafting beside it; its bytes a second."""
         # A shorter stream leaves less time beside it, in which a draft takes longer: until both are alike.
         for _ in range(self.BALANCING_TURNS):
-            self._stream_ms = self.drafting_ms()
+            self._stream_ms = self._drafting_ms()
             self.forget()
             self._turn_balanced()
         # Once again, for a median: single turns differ.
         for _ in range(self.BALANCING_TURNS):
             self._turn_balanced()
+        return 1e3 * self._kv_bytes / self._drafting_ms()
 
     def _run(self, config: Config) -> Run:
         return self._text.run(config, self._sizes.new_tokens, self._held)
@@ -185,10 +186,9 @@ class BesideText:
         passes = median(
             mean(one.pass_ms for one in run.rounds[1:-2] or run.rounds) for run in self._unlimited
         )
-        return Beside(self.drafting_ms(), token, passes)
+        return Beside(self._drafting_ms(), token, passes)
 
-    def drafting_ms(self) -> float:
-        """What drafting for one outcome took, over all turns."""
+    def _drafting_ms(self) -> float:
         return median(_drafting_ms(run.rounds) for run in self._balanced)
 
     def close(self) -> None:

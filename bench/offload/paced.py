@@ -28,7 +28,6 @@ from cpu_kv import PacedLink
 from offload_rt.config import OffloadConfig
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
-from offload_rt.session import kv_layout
 
 AHEAD = OffloadConfig().ahead
 
@@ -105,9 +104,7 @@ class _References:
 
         Measured now: what a draft takes differs from one minute to the next where others use the machine.
         """
-        self.beside.balance()
-        token_bytes = kv_layout(self.subject.target, 1).token_bytes
-        return 1e3 * self.sizes.context * token_bytes / (ratio * self.beside.drafting_ms())
+        return self.beside.balance() / ratio
 
     def forget(self) -> None:
         """Begins anew: what a case is held against is measured in its own turns."""

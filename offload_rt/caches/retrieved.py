@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.config import RefreshPolicy
 
+_Places = slice | tuple[Tensor, Tensor]
+"""Entries of a layer, for every head alike; or heads and chunks."""
+
 
 @dataclass(frozen=True)
 class _Sent:
@@ -24,13 +28,13 @@ class _Sent:
     Attributes:
         ticket: of the copy.
         there: its destination on the device, `[2, …]` for keys and values.
-        places: of the entries in the layer's keys `[kv_heads, capacity, head_dim]`, or of chunks of them.
+        places: where it belongs in the layer's keys `[kv_heads, capacity, head_dim]` and values.
     """
 
     ticket: Ticket
     there: Tensor
     layer: int
-    places: slice | tuple[Tensor, Tensor]
+    places: _Places
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ class RetrievedRefill:
         self._layer = -1
         self._chunks: list[int] = []  # of all heads, rising
         self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
-        self._asked = self._numbers, self._heads  # on the host
+        self._on_host = self._heads, self._numbers
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
         self._under_way: deque[_Sent] = deque()
 
@@ -267,14 +271,16 @@ class RetrievedRefill:
         while self._under_way and self._under_way[0].layer < end:
             sent = self._under_way.popleft()
             self._source.engine.await_sent(sent.ticket)
-            for part, buffer in zip(sent.there, (self.keys, self.values), strict=True):
-                self._put(buffer[sent.layer], sent.places, part)
+            self._put(sent.there, sent.layer, sent.places)
 
-    def _put(self, entries: Tensor, places: slice | tuple[Tensor, Tensor], part: Tensor) -> None:
-        if isinstance(places, slice):
-            entries[:, places] = part
-        else:
-            entries[:, : self.extent.chosen_end].unflatten(1, (-1, self._cache.chunk))[places] = part
+    def _put(self, parts: Iterable[Tensor], layer: int, places: _Places) -> None:
+        """Keys and values on the device, to the entries at `places`."""
+        for part, buffer in zip(parts, (self.keys, self.values), strict=True):
+            if isinstance(places, slice):
+                buffer[layer, :, places] = part
+            else:
+                chosen = buffer[layer, :, : self.extent.chosen_end]
+                chosen.unflatten(1, (-1, self._cache.chunk))[places] = part
 
     def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
         if layer != self._layer:
@@ -292,7 +298,7 @@ class RetrievedRefill:
         self._chunks = numbers.tolist()
         device = self.keys.device
         heads = order // places
-        self._asked = numbers, heads
+        self._on_host = heads, numbers
         self._numbers, self._heads = numbers.to(device), heads.to(device)
         self._places = (order % places).to(device)
 
@@ -304,17 +310,12 @@ class RetrievedRefill:
             return
         inside = slice(first * chunk - start, last * chunk - start)
         heads, places = self._heads[low:high], self._places[low:high]
-        if over_link:  # chosen on the host, which need not ask the device
-            wanted = self._asked[1][low:high], self._asked[0][low:high] - first
-        else:
-            wanted = heads, self._numbers[low:high] - first
+        # What lies in host memory is picked by what was chosen there: the device need not be asked.
+        from_heads, numbers = self._on_host if over_link else (self._heads, self._numbers)
+        wanted = from_heads[low:high], numbers[low:high] - first
         picked = [part[:, inside].unflatten(1, (-1, chunk))[wanted] for part in (keys, values)]
         self._missing -= (high - low) * chunk
-        if over_link:
-            self._send(picked, layer, (heads, places))
-            return
-        for part, buffer in zip(picked, (self.keys, self.values), strict=True):
-            self._put(buffer[layer], (heads, places), part)
+        (self._send if over_link else self._put)(picked, layer, (heads, places))
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         extent = self.extent
@@ -327,13 +328,9 @@ class RetrievedRefill:
         )
         parts = [part[:, first - start : last - start] for part in (keys, values)]
         self._missing -= (last - first) * len(keys)
-        if over_link:
-            self._send(parts, layer, to)
-            return
-        for part, buffer in zip(parts, (self.keys, self.values), strict=True):
-            self._put(buffer[layer], to, part)
+        (self._send if over_link else self._put)(parts, layer, to)
 
-    def _send(self, parts: list[Tensor], layer: int, places: slice | tuple[Tensor, Tensor]) -> None:
+    def _send(self, parts: list[Tensor], layer: int, places: _Places) -> None:
         """Keys and values in host memory, to the entries at `places`. The pass does not wait for them."""
         device = self.keys.device
         packed = torch.empty((2, *parts[0].shape), dtype=parts[0].dtype, pin_memory=device.type == "cuda")

@@ -306,10 +306,10 @@ class Predictor:
         hits = sum(chances)
         # A step of another draft that is under way is done first.
         ms = (1 - hits) * _late(beside, draft.ms + self.step_ms(gamma, draft) / 2)
-        for number, chance in enumerate(chances, start=1):
-            ms += chance * max(beside.ms, self.drafted_ahead(beside, number * draft.ms))
-        drafting = self.drafted_ahead(beside, draft.ms)
-        return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, drafting)
+        done = [self.drafted_ahead(beside, number * draft.ms) for number in range(1, len(chances) + 1)]
+        for chance, drafted in zip(chances, done, strict=True):
+            ms += chance * max(beside.ms, drafted)
+        return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, done[0])
 
     def beside_drafting(self, verification: PassTime) -> PassTime:
         """The same pass while drafts are made: it goes first."""
