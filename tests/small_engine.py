@@ -5,11 +5,15 @@ A test file imports the fixtures that it uses.
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.schedule import PassLane
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
 PAGE = 16
@@ -31,6 +35,21 @@ def engine_overrides(**offload: object) -> dict[str, object]:
     """Segments and a ring as small as the caches, a refresh at every round, and keys of `offload`."""
     given = {f"offload.{key}": value for key, value in offload.items()}
     return SIZES | {"retrieval.refresh": "every", "store.ring_buffers": 2, "store.segment_tokens": 32} | given
+
+
+def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set while a pass runs in its thread."""
+    running, run = threading.Event(), PassLane._run
+
+    def watched(lane: PassLane, *arguments: Any) -> Any:
+        running.set()
+        try:
+            return run(lane, *arguments)
+        finally:
+            running.clear()
+
+    monkeypatch.setattr(PassLane, "_run", watched)
+    return running
 
 
 @pytest.fixture(scope="module")

@@ -777,7 +777,7 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every `refresh` that was asked for; the machine is healthy, but for a ×8 slot."""
     asked: list[bool] = []
 
-    def inspect(refresh: bool, on_progress: Callable[[str, int, int], None]) -> Report:
+    def inspect(refresh: bool, on_progress: Callable[[str, int, int], None] | None) -> Report:
         asked.append(refresh)
         if on_progress is not None:
             on_progress("the moon", 0, 2)

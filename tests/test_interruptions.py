@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PARAMS, PROMPT, engine_overrides
+from small_engine import PARAMS, PROMPT, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
@@ -43,22 +43,14 @@ def no_thread_is_left() -> Iterator[None]:
 @contextmanager
 def watched_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Notes what is abandoned while a pass runs."""
-    running, seen = threading.Event(), list[str]()
-    run, abandon = PassLane._run, FullCache.abandon
-
-    def watched(lane: PassLane, *arguments: Any) -> Any:
-        running.set()
-        try:
-            return run(lane, *arguments)
-        finally:
-            running.clear()
+    running, seen = pass_running(monkeypatch), list[str]()
+    abandon = FullCache.abandon
 
     def noted(full: FullCache) -> None:
         if running.is_set() and not threading.current_thread().name.startswith("offload_rt-pass"):
             seen.append("abandoned under a pass")
         abandon(full)
 
-    monkeypatch.setattr(PassLane, "_run", watched)
     monkeypatch.setattr(FullCache, "abandon", noted)
     yield seen
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides
+from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
@@ -25,7 +25,7 @@ from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
 from offload_rt.drafting.acceptance import RunningAcceptance
 from offload_rt.drafting.hierarchical import SAME_MODEL_ACCEPTANCE
 from offload_rt.governor import Governor
-from offload_rt.schedule import PassLane, Schedule
+from offload_rt.schedule import Schedule
 
 
 @given(
@@ -139,22 +139,13 @@ def test_no_cache_is_built_while_a_pass_runs(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass and a gather would use one engine from two threads."""
-    running = threading.Event()
+    running, build = pass_running(monkeypatch), RetrievedCache.build
     built: list[bool] = []
-    run, build = PassLane._run, RetrievedCache.build
-
-    def watched(lane: PassLane, *arguments: Any) -> Any:
-        running.set()
-        try:
-            return run(lane, *arguments)
-        finally:
-            running.clear()
 
     def noted(cache: RetrievedCache, queries: torch.Tensor) -> None:
         built.append(running.is_set())
         build(cache, queries)
 
-    monkeypatch.setattr(PassLane, "_run", watched)
     monkeypatch.setattr(RetrievedCache, "build", noted)
     overrides = engine_overrides(ahead=2, refresh_from_stream=False)
     link = PacedLink(1e9, latency_s=2e-3)
