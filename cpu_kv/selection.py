@@ -1,7 +1,7 @@
 """Which chunks or tokens to keep in a small cache. Pure functions, batched over kv heads.
 
 Query heads that share a kv head, and all query tokens, are folded into one dimension ``grouped``. Where two
-candidates are equal, the one with the lower number is chosen.
+candidates are equal as float32, the one with the lower number is chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
     ``queries`` ``[kv_heads, grouped, head_dim]``, ``summaries`` ``[kv_heads, chunks, head_dim]``; returns
     float32 ``[kv_heads, chunks]``, the mean over the queries of the softmax over the chunks.
     """
-    return _attention(queries, summaries, scale).mean(dim=1)
+    scores = torch.empty(summaries.shape[:2], dtype=torch.float32, device=summaries.device)
+    # One head after the other: a float32 copy of all mean keys would leave the processor's caches.
+    for head, keys in enumerate(summaries):
+        torch.mean(_attention(queries[head], keys, scale), dim=0, out=scores[head])
+    return scores
 
 
 def retrieval(scores: Tensor, count: int, first: int = 1, last: int = 0) -> Tensor:
@@ -72,13 +76,18 @@ def sinks_and_recent(length: int, sinks: int, recent: int) -> Tensor:
 
 
 def _attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    logits = scale * (queries.float() @ keys.float().transpose(1, 2))
-    return logits.softmax(dim=2)
+    logits = scale * (queries.float() @ keys.float().mT)
+    return logits.softmax(dim=-1)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    # topk promises nothing about ties; a stable sort keeps the lower number first.
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    # topk promises nothing about ties, and a stable sort is five times as slow: so each score becomes an
+    # integer that no other one equals. Floats are in the order of their bits, negative ones turned around;
+    # zero is added to make -0.0 and 0.0 the same. Among equals the lower number is larger.
+    bits = (scores.float() + 0.0).view(torch.int32)
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    number = torch.arange(scores.shape[1], device=scores.device)
+    return (rising * 2**32 - number).topk(count, dim=1).indices
 
 
 def _check_count(count: int, available: int) -> None:

@@ -25,7 +25,8 @@ from uneven_link import UnevenLink
 from cpu_kv import CopyFailed, PacedLink, TransferStalled
 from cpu_kv.link import Pairs
 from offload_rt import LLM
-from offload_rt.caches.full import FullCache
+from offload_rt.caches.full import FullCache, PassCancelled
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.errors import UsageError
 from offload_rt.schedule import PassLane, Schedule
 
@@ -222,3 +223,32 @@ def test_a_stall_in_the_middle_of_a_text_is_named_and_what_was_written_stands(
     assert tokens == plain_tokens[: len(tokens)]
     with pytest.raises((TransferStalled, CopyFailed)):
         llm.close()
+
+
+def test_a_text_given_up_while_chunks_are_chosen(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that chooses for the next layer is waited for; `no_thread_is_left` looks for it."""
+    choosing, choose = threading.Event(), RetrievedCache._best_chunks
+
+    def slow(cache: RetrievedCache, layer: int, *arguments: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("offload_rt-choosing") and layer:
+            choosing.set()
+            time.sleep(0.3)
+        return choose(cache, layer, *arguments)
+
+    monkeypatch.setattr(RetrievedCache, "_best_chunks", slow)
+    overrides = engine_overrides(ahead=2)
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
+        stream = llm.stream(PROMPT, PARAMS)
+        for _ in stream:
+            assert llm._session is not None
+            lane = llm._session._lane
+            break
+        assert lane is not None
+        cancelled = threading.Thread(target=lambda: choosing.wait(10) and lane.give_up())
+        cancelled.start()
+        with pytest.raises(PassCancelled):
+            list(stream)
+        cancelled.join()
+    assert choosing.is_set()

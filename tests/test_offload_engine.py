@@ -95,7 +95,7 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 refresh=cache._policy,
                 backend=cache._backend,
             )
-            separate._choose(refill.extent.length, refill._queries)
+            separate._choose(refill.extent.length, refill.queries)
         return refill
 
     def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
@@ -194,19 +194,24 @@ def test_buffers_are_made_by_the_thread_that_drafts(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU each thread has its stream, and memory is reused in the order of the stream it came from."""
-    makers: set[str] = set()
+    makers: list[str] = []
     zeros_like = torch.zeros_like
 
     def made(like: torch.Tensor, **arguments: Any) -> torch.Tensor:
         if like.dim() == 4:
-            makers.add(threading.current_thread().name)
+            makers.append(threading.current_thread().name)
         return zeros_like(like, **arguments)
 
     monkeypatch.setattr("offload_rt.caches.retrieved.torch.zeros_like", made)
-    overrides = engine_overrides(ahead=2)
+    overrides = engine_overrides(ahead=2) | {"retrieval.refresh": "stride:12"}
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-        llm.generate(PROMPT, PARAMS)
-    assert makers == {threading.current_thread().name}
+        stream = llm.stream(PROMPT, PARAMS)
+        next(stream)
+        before_any_refresh = len(makers)
+        for _ in stream:
+            pass
+    assert set(makers) == {threading.current_thread().name}
+    assert before_any_refresh == 2, "keys and values, once: a round would wait for memory to be touched"
 
 
 @pytest.mark.parametrize("resident", [0, 32])

@@ -105,6 +105,9 @@ class Refill(Protocol):
             over_link: they lie in host memory, and what is taken must be sent.
         """
 
+    def close(self) -> None:
+        """Lets go of what was needed for a pass that is given up. Idempotent."""
+
 
 class DerivedCache(Cache, Protocol):
     """A cheaper cache of the same model, kept true by the full cache."""

@@ -187,6 +187,8 @@ class FullCache:
         for coverage in (self._ahead, self._coverage):
             if coverage is not None:
                 coverage.stream.close()
+        for refill in self._refills:
+            refill.close()
         self._new = self._coverage = self._ahead = None
         self._refills = []
 

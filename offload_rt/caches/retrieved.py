@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,8 @@ class RetrievedCache(BoundedCache):
         else:
             self._choose(length, queries[:, :, -LAST_QUERIES:])
         self.verified_length = length
+        if self._from_stream:
+            self._make_spare()
 
     def _restart_policy(self) -> None:
         self._tokens_since_refresh = 0
@@ -183,6 +186,7 @@ class RetrievedCache(BoundedCache):
     def _make_spare(self) -> None:
         # Not when the pass begins: that is in another thread and on another stream than drafting, which may
         # let these buffers grow meanwhile, and whose stream would not be waited for before they are reused.
+        # And not when it is first wanted: to touch so much memory for the first time holds up a round.
         if self._spare is None or self._spare[0].shape != self.keys.shape:
             self._spare = (torch.zeros_like(self.keys), torch.zeros_like(self.values))
 
@@ -228,6 +232,34 @@ class RetrievedCache(BoundedCache):
         return slots
 
 
+class _ChosenAhead:
+    """Calls `choose` for one layer after the other, in a thread of its own: for each while the one before
+    passes by."""
+
+    def __init__(self, choose: Callable[[int], Tensor], layers: int) -> None:
+        self._choose = choose
+        self._layers = layers
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
+        self._next = self._thread.submit(self._run, 0)
+
+    @torch.inference_mode()
+    def _run(self, layer: int) -> Tensor:
+        return self._choose(layer)
+
+    def take(self, layer: int) -> Tensor:
+        """What was chosen for a layer; they are asked for in their order."""
+        chosen = self._next.result()
+        if layer + 1 < self._layers:
+            self._next = self._thread.submit(self._run, layer + 1)
+        else:
+            self.close()
+        return chosen
+
+    def close(self) -> None:
+        """Waits for what runs and lets the thread go. Idempotent."""
+        self._thread.shutdown(wait=True)
+
+
 class RetrievedRefill:
     """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
 
@@ -235,6 +267,7 @@ class RetrievedRefill:
 
     Attributes:
         extent: how the entries lie in `keys` and `values`, `[layers, kv_heads, capacity, head_dim]`.
+        queries: by which they are chosen, `[layers, heads, tokens, head_dim]` in host memory.
     """
 
     def __init__(
@@ -246,10 +279,13 @@ class RetrievedRefill:
         buffers: tuple[Tensor, Tensor],
     ) -> None:
         self.extent = extent
+        self.queries = queries
         self.keys, self.values = buffers
         self._cache = cache
         self._source = source
-        self._queries = queries
+        self._chosen = _ChosenAhead(
+            lambda layer: cache._best_chunks(layer, extent, queries), source.layout.layers
+        )
         self._layer = -1
         self._chunks: list[int] = []  # of all heads, rising
         self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
@@ -265,6 +301,9 @@ class RetrievedRefill:
     def finish(self) -> None:
         """Puts what was sent meanwhile in its place; what is still under way is waited for."""
         self._put_sent(self._source.layout.layers)
+
+    def close(self) -> None:
+        self._chosen.close()
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
@@ -292,7 +331,7 @@ class RetrievedRefill:
         # Two layers' are on their way at most: the pass waits for none, and they take little memory.
         self._put_sent(layer - 1)
         self._layer = layer
-        chunks = self._cache._best_chunks(layer, self.extent, self._queries)
+        chunks = self._chosen.take(layer)
         places = chunks.shape[1]
         numbers, order = chunks.flatten().sort(stable=True)
         self._chunks = numbers.tolist()

@@ -47,11 +47,11 @@ def test_scores_and_exact_top_k(seed: int, tokens: int, scale: float) -> None:
     assert chosen.tolist() == [plain_largest(row, tokens) for row in mass]
 
 
-# Few distinct values, so that there are ties in nearly every example.
-TIED = st.lists(st.sampled_from([0.0, 0.25, 0.5]), min_size=3, max_size=20)
+# Few distinct values, so that there are ties in nearly every example. Both zeros are equal.
+TIED = st.lists(st.sampled_from([-0.5, -0.25, -0.0, 0.0, 0.25]), min_size=3, max_size=20)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(values=TIED, data=st.data())
 def test_retrieval_and_heavy_hitters_choose_the_lower_number_of_equals(
     values: list[float], data: st.DataObject
