@@ -16,9 +16,11 @@ from offload_rt.planning.prediction import Predictor, attention_rate, expected_t
 from offload_rt.planning.shapes import find_shape
 from offload_rt.planning.sharing import Shares
 
+HEAD_BYTES = 32000 * 4096 * 2  # of the output head of Llama2-7B
+
 
 def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
-    """64 GiB over 25 GB/s, and half a layer's weights and launches behind it."""
+    """64 GiB over 25 GB/s, and a layer's weights and launches behind it."""
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
     assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
     predictor = Predictor(request())
@@ -29,12 +31,12 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
         0,
         0,
     )
-    tail = (LLAMA.step_bytes / 1000.0 / 1e6 + 32 * 0.3) / 32
-    assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + tail)
+    layer = ((LLAMA.step_bytes - HEAD_BYTES) / 1000.0 / 1e6 + 32 * 0.3) / 32
+    assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + layer)
     assert lanes.ms == pytest.approx(2_750, rel=0.01)
     assert lanes.cpu_attention == 0
-    assert lanes.host_memory == pytest.approx(64 * GIB / 70e6 + tail)
-    assert lanes.processor == pytest.approx(32 * tail + 64 * GIB / 1000e6)
+    assert lanes.host_memory == pytest.approx(64 * GIB / 70e6 + layer)
+    assert lanes.processor == pytest.approx(32 * layer + HEAD_BYTES / 1000e6 + 64 * GIB / 1000e6)
 
 
 def test_a_pass_with_a_cpu_share() -> None:
@@ -43,12 +45,13 @@ def test_a_pass_with_a_cpu_share() -> None:
     placement, _ = Shares(predictor, 3, 16).round(CONTEXT // 4, CONTEXT // 4, 0)
     lanes = predictor.verification(placement, 16)
     dense = LLAMA.step_bytes / 1000.0 / 1e6 + 32 * 0.3
-    assert lanes.link == pytest.approx(32 * GIB / (25 * 0.9) / 1e6 + dense / 32)
+    layer = (dense - HEAD_BYTES / 1000e6) / 32
+    assert lanes.link == pytest.approx(32 * GIB / (25 * 0.9) / 1e6 + layer)
     rate = (40 - 10 / 16) * 0.8
     sent = 17 * 4096 * 2
     exchange = 32 * (0.04 + sent / 20e6 + (sent + 17 * 32 * 4) / 25e6)
     assert lanes.cpu_attention == pytest.approx(dense + 16 * GIB / rate / 1e6 + exchange)
-    assert lanes.host_memory == pytest.approx(48 * GIB / 70e6 + dense / 32)
+    assert lanes.host_memory == pytest.approx(48 * GIB / 70e6 + layer)
     assert lanes.processor == pytest.approx(dense + 48 * GIB / 1000e6)
     assert lanes.ms == max(lanes.link, lanes.cpu_attention)
 
@@ -57,7 +60,7 @@ def test_the_link_waits_where_the_ring_is_shallow() -> None:
     """While a layer's queries are computed, the link gets no further than the ring has room."""
     slow = replace(CARD, memory_rate=20.0)
     predictor = Predictor(request(hardware=Hardware(HOST, (slow,), measured=True)))
-    dense = LLAMA.step_bytes / 20e6 / 32 + 0.3
+    dense = (LLAMA.step_bytes - HEAD_BYTES) / 20e6 / 32 + 0.3
     layer = 2 * GIB / 25e6
     segment = 4096 * LLAMA.layer_token_bytes / 25e6
     for ring in (2, 3):
@@ -171,22 +174,27 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
     lanes = predictor.verification(placement, 0)
     ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
     dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
-    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6 - dense / 32)
+    head = HEAD_BYTES / LLAMA.step_bytes * (dense - 32 * 0.3)
+    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6 - head - 2 * ring / 2 / 3 / 1000e6)
     assert lanes.host_memory_ahead == pytest.approx(ring / 70e6)
-    assert lanes.link == pytest.approx(32 * GIB / 25e6 + dense / 32)
+    assert lanes.link == pytest.approx(32 * GIB / 25e6 + (dense - head) / 32)
     assert lanes.dense.ms == pytest.approx(dense)
 
 
 def test_a_round_by_hand() -> None:
-    predictor = Predictor(request())
+    config = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})  # how often is not foreseen
+    predictor = Predictor(request(config=config))
     shares = Shares(predictor, 3, 16)
     placement, late = shares.round(0, 0, 0)
     lanes, draft = late.verification, late.draft
-    ring = 3 * 4096 * LLAMA.layer_token_bytes / 25e6
+    segment = 4096 * LLAMA.layer_token_bytes
+    ring = 3 * segment / 25e6
     assert ring < draft.ms < lanes.ms
-    first_layer = lanes.dense.ms / 32  # until a buffer of the full ring is read
-    waited = lanes.link - ring + first_layer + draft.ms  # the link is the slowest lane even so
+    # Until a buffer of the full ring is read, and behind the last segment; a layer's work is in `link`.
+    edges = HEAD_BYTES / 1000e6 + 2 * segment / 1000e6
+    waited = lanes.link - ring + edges + draft.ms  # the link is the slowest lane even so
     assert late.ms == pytest.approx(waited)
+    assert late.refresh_share == 0
     _, ahead = shares.round(0, 0, 2)
     first, second = outcome_chances(0.92, 16)[:2]
     hits = first + second
@@ -200,12 +208,43 @@ def test_a_round_by_hand() -> None:
     slow = replace(draft, busy_ms=3 * lanes.ms)
     long = predictor.round(16, lanes, slow, 1)
     busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
-    late = lanes.ms - ring + first_layer + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
+    late = lanes.ms - ring + edges + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
     assert long.ms == pytest.approx(first * busy + (1 - first) * late)
     # The draft of a second outcome is done after that of the first.
     both = predictor.round(16, lanes, slow, 2)
     assert both.ms == pytest.approx(first * busy + second * (busy + slow.ms) + (1 - hits) * late)
     assert predictor.bottleneck(long) == "draft"
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens", "share"),
+    [("every", 7.0, 1.0), ("stride:32", 7.0, 1 / 5), ("stride:32", 40.0, 1.0), ("acceptance:0.5", 7.0, 0.0)],
+)
+def test_how_often_a_retrieved_cache_is_refreshed(policy: str, tokens: float, share: float) -> None:
+    config = load_config("triforce", {"retrieval.refresh": policy})
+    assert Predictor(request(config=config)).refresh_share(tokens) == share
+    assert Predictor(request(config=load_config("naive"))).refresh_share(tokens) == 0
+
+
+def test_a_round_with_a_refresh_by_hand() -> None:
+    """4 GiB of mean keys are read on the host, and 2 GiB of entries are read and written on the card."""
+    often = load_config("triforce", {"retrieval.refresh": "every"})
+    never = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})
+    every, without = (Shares(Predictor(request(config=one)), 3, 16) for one in (often, never))
+    copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
+    work, reading = Predictor(request(config=often)).refresh()
+    assert work.ms == pytest.approx(copied)
+    assert reading == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
+    # Streamed: the link waits for one layer's part. Attended by the CPU: the card's work comes on top.
+    streamed, plain = every.round(0, 0, 0)[1], without.round(0, 0, 0)[1]
+    assert streamed.ms - plain.ms == pytest.approx(copied / 32)
+    assert (streamed.refresh_share, streamed.refresh_ms) == (1.0, pytest.approx(copied / 32))
+    by_cpu, plain = every.round(0, CONTEXT, 0)[1], without.round(0, CONTEXT, 0)[1]
+    assert by_cpu.ms - plain.ms == pytest.approx(copied)
+    stride = load_config("triforce", {"retrieval.refresh": "stride:32"})
+    sometimes = Shares(Predictor(request(config=stride)), 3, 16).round(0, CONTEXT, 0)[1]
+    share = sometimes.refresh_share
+    assert 0 < share < 1 and sometimes.ms - plain.ms == pytest.approx(share * copied)
 
 
 # The machine without a GPU.
@@ -229,7 +268,11 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     assert placement.cpu_attended_bytes == GIB
     predicted = planned.predicted
     assert predicted.plain_ms_per_token == pytest.approx(31, rel=0.15)
-    assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms)
+    refresh, _ = Predictor(asked).refresh()
+    mean_keys, copied = GIB / 2 / 8, 2 * 4096 * target.token_bytes
+    assert refresh.ms == pytest.approx((mean_keys + copied) / 46e6 + 4 * 0.5)
+    share = Predictor(asked).refresh_share(predicted.tokens_per_round)
+    assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms + share * refresh.ms)
     assert 3 <= Predictor(asked).step(target, 3, 4096, split=True, graphs=True).ms <= 5
     assert predicted.ms_per_token < predicted.plain_ms_per_token
     assert predicted.prefill_ms == pytest.approx(94_000, rel=0.15)

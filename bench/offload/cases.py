@@ -71,7 +71,7 @@ PACED: dict[str, object] = {
     "store.ring_buffers": 4,
 }
 FULL = Sizes(16_384, 12, new_tokens=256, plain_tokens=16, repeats=5, settings=PACED)
-QUICK = Sizes(8192, 12, new_tokens=112, plain_tokens=10, repeats=2, settings=PACED)
+QUICK = Sizes(8192, 12, new_tokens=104, plain_tokens=10, repeats=2, settings=PACED)
 SYNTHETIC_FULL = Sizes(8192, 8, new_tokens=160, plain_tokens=12, repeats=5, settings=PACED)
 SYNTHETIC_QUICK = Sizes(8192, 8, new_tokens=40, plain_tokens=6, repeats=1, settings=PACED)
 ON_GPU = Sizes(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from bench.offload.held import HeldVerifier, Hold
 from cpu_kv import Link, PagedKVStore
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
 from offload_rt.caches.full import LAST_QUERIES
-from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
+from offload_rt.caches.places import EVERYTHING_STREAMED, KeysValues, Shares
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config
 from offload_rt.decoding import decode
 from offload_rt.drafting.verifier import Sampling
@@ -69,6 +71,7 @@ class EngineText:
         self.link = link
         self._timeline = Timeline()
         self._device = target.device
+        self._queries = torch.empty(0)  # of the prompt's last tokens
         with ExitStack() as opened:
             opened.callback(link.close)
             store = PagedKVStore(
@@ -109,31 +112,66 @@ class EngineText:
     def read_prompt(self) -> tuple[float, int]:
         """Prefills; returns ms, and bytes that went to the host."""
         self._session.prefill()
+        self._queries = self._session.full.last_queries
         return self._session.prefill_ms, self._session.engine.counters.bytes_to_host
 
-    @torch.inference_mode()
     def fill(self, seed: int = 0) -> None:
         """Fills the store with random KV in the place of a prefill: what is in it does not change how long
         anything takes."""
         full, tokens = self._session.full, self._session.prompt_tokens - 1
         layout = full.layout
         generator = torch.Generator(device=self._device).manual_seed(seed)
-        shape = (layout.kv_heads, tokens, layout.head_dim)
-        for layer in range(layout.layers):
-            keys, values = (
-                torch.randn(shape, generator=generator, device=self._device, dtype=layout.dtype)
-                for _ in range(2)
-            )
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self._device, dtype=layout.dtype)
+
+        def kv(_: int) -> KeysValues:
+            shape = (layout.kv_heads, tokens, layout.head_dim)
+            return drawn(*shape), drawn(*shape)
+
+        self._take(kv)
+        self._open(drawn(layout.layers, full.heads, LAST_QUERIES, layout.head_dim))
+
+    @torch.inference_mode()
+    def copy(self, other: EngineText) -> None:
+        """Takes the same prompt from another text in the place of a prefill."""
+        layout, tokens = self._session.full.layout, self._session.prompt_tokens - 1
+
+        def kv(layer: int) -> KeysValues:
+            shape = (layout.kv_heads, tokens, layout.head_dim)
+            keys, values = (torch.empty(shape, dtype=layout.dtype, device=self._device) for _ in range(2))
+            other._session.engine.read(layer, 0, tokens, (keys, values))
+            return keys, values
+
+        self._take(kv)
+        self._open(other._queries)
+
+    @torch.inference_mode()
+    def _take(self, kv: Callable[[int], KeysValues]) -> None:
+        full = self._session.full
+        for layer in range(full.layout.layers):
+            keys, values = kv(layer)
             if full.engine.link.in_place:
                 full.sequence.append(layer, keys, values)
             else:
                 full.engine.write_back(layer, keys, values)
                 full.keep(layer, keys, values)
                 full.engine.flush()
-        full.start_from(tokens)
-        queries = (layout.layers, full.heads, LAST_QUERIES, layout.head_dim)
-        full.last_queries = torch.randn(queries, generator=generator, device=self._device, dtype=layout.dtype)
+
+    def _open(self, queries: Tensor) -> None:
+        self._session.full.start_from(self._session.prompt_tokens - 1)
+        self._session.full.last_queries = self._queries = queries
         self._session.take_prompt()
+
+    @torch.inference_mode()
+    def refresh_ms(self) -> float:
+        """ms to choose and copy the entries of the retrieved cache anew; 0 where none was composed."""
+        full = self._session.full
+        retrieved = [cache for cache in full.derived if isinstance(cache, RetrievedCache)]
+        started = perf_counter()
+        for cache in retrieved:
+            cache.build(full.last_queries)
+        return 1e3 * (perf_counter() - started)
 
     def run(self, config: Config, new_tokens: int, held: Hold | None = None) -> Run:
         """Continues the prompt greedily by a composition.

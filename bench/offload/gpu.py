@@ -13,10 +13,11 @@ from bench import inputs, report
 from bench.inputs import say
 from bench.offload.cases import GPU_MEMORY_BYTES, ON_GPU, STREAMED, Sizes, held_systems
 from bench.offload.engine import EngineText
-from bench.offload.measure import Measured, Subject, measure
+from bench.offload.measure import Measured, measure
 from bench.offload.offloaded_cache import offloaded_cache_ms
 from bench.offload.plan_truth import shape_values
 from bench.offload.random_models import random_model
+from bench.offload.references import Subject
 from bench.offload.timeline_plot import best_run, draw
 from cpu_kv import CudaLink, Link
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares

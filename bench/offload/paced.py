@@ -12,17 +12,11 @@ import torch
 from bench import report
 from bench.inputs import Models, say
 from bench.offload.cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
-from bench.offload.measure import (
-    BesideText,
-    InPlaceText,
-    Measured,
-    Subject,
-    measure,
-    one_thread,
-)
+from bench.offload.measure import Measured, measure, one_thread
 from bench.offload.plan_truth import shape_values
-from bench.offload.primitives import attention_rates, processor
+from bench.offload.primitives import processor
 from bench.offload.random_models import random_model
+from bench.offload.references import References, Subject
 from bench.offload.timeline_plot import best_run, draw
 from cpu_kv import PacedLink
 from offload_rt.config import OffloadConfig
@@ -46,16 +40,13 @@ def measure_pair(
     cases = []
     with one_thread(), ExitStack() as opened:
         say(f"{target.name}, {len(prompt):,} tokens: what drafts and passes take with the KV in place")
-        attention = attention_rates(target, sizes.context, sizes.gamma)
-        alone = _References(subject, sizes, composition)
-        opened.callback(alone.close)
+        references = References(subject, sizes, composition)
+        opened.callback(references.close)
         for name, ratio in LINK_CASES.items():
-            rate = alone.rate(ratio)
-            say(f"{name}: a link of {rate / 1e9:.2f} GB/s")
             systems = paced_systems(composition, name, AHEAD)
-            case, measured = _case(name, alone, systems, rate, attention)
+            case, measured = _case(name, references, systems, ratio)
             for one in measured:
-                _check_tokens(one, alone.in_place.result().tokens)
+                _check_tokens(one, references.tokens)
             cases.append(case)
             if name == BALANCED and picture is not None:
                 # Of all shares at once, so that every resource is at work.
@@ -64,7 +55,7 @@ def measure_pair(
                     for one in measured
                     if one.system.placement == "both" and one.system.offload.get("ahead") == AHEAD
                 )
-                draw(best_run(shown.runs), _title(shown, target.name, rate), picture)
+                draw(best_run(shown.runs), _title(shown, target.name), picture)
     return cases
 
 
@@ -76,58 +67,26 @@ def measure_shape(shape: str, sizes: Sizes, acceptances: tuple[float, ...]) -> d
     subject = Subject(target, None, prompt, random_kv=True)
     with one_thread(), ExitStack() as opened:
         say(f"{shape}, {len(prompt):,} tokens, synthetic acceptance")
-        attention = attention_rates(target, sizes.context, sizes.gamma)
-        alone = _References(subject, sizes, "retrieval")
-        opened.callback(alone.close)
+        references = References(subject, sizes, "retrieval")
+        opened.callback(references.close)
         systems = held_systems(acceptances, AHEAD, STREAMED, "both")
-        return _case("synthetic acceptance", alone, systems, alone.rate(LINK_CASES[BALANCED]), attention)[0]
-
-
-class _References:
-    """What drafting and passes take apart from the systems: with the KV in place, and beside a long pass."""
-
-    def __init__(self, subject: Subject, sizes: Sizes, composition: str) -> None:
-        self.subject = subject
-        self.sizes = sizes
-        self.composition = composition
-        with ExitStack() as opened:
-            self.in_place = InPlaceText(subject, sizes, composition)
-            opened.callback(self.in_place.close)
-            self.in_place.turn()
-            token = self.in_place.result().draft_token
-            self.beside = BesideText(subject, sizes, composition, token)
-            opened.callback(self.beside.close)
-            self._opened = opened.pop_all()
-
-    def rate(self, ratio: float) -> float:
-        """Bytes a second at which carrying the KV once takes `ratio` times as long as a draft beside it.
-
-        Measured now: what a draft takes differs from one minute to the next where others use the machine.
-        """
-        return self.beside.balance() / ratio
-
-    def forget(self) -> None:
-        """Begins anew: what a case is held against is measured in its own turns."""
-        self.in_place.forget()
-        self.beside.forget()
-
-    def close(self) -> None:
-        """Gives their memory back."""
-        self._opened.close()
+        return _case("synthetic acceptance", references, systems, LINK_CASES[BALANCED])[0]
 
 
 def _case(
-    name: str,
-    alone: _References,
-    systems: list[System],
-    rate: float,
-    attention: list[dict[str, float]],
+    name: str, references: References, systems: list[System], ratio: float
 ) -> tuple[dict[str, Any], list[Measured]]:
-    """Runs a case; returns it as JSON values, and what was measured."""
-    subject, sizes = alone.subject, alone.sizes
+    """Runs a case; returns it as JSON values, and what was measured.
+
+    Args:
+        ratio: how long carrying the KV once takes, over a draft beside it.
+    """
+    subject, sizes = references.subject, references.sizes
     target, draft = subject.target, subject.draft
-    alone.forget()
-    measured = measure(subject, sizes, systems, lambda: PacedLink(rate), rate, alone.in_place, alone.beside)
+    references.begin(ratio)
+    rate = references.rate
+    say(f"{name}: a link of {rate / 1e9:.2f} GB/s, paced anew in every turn")
+    measured = measure(subject, sizes, systems, lambda: PacedLink(rate), rate, references)
     case = {
         "case": name,
         "model": target.name,
@@ -135,9 +94,9 @@ def _case(
         "device": "cpu",
         "shape": shape_values(target),
         "draft_shape": None if draft is None else shape_values(draft),
-        "drafting": alone.composition,
+        "drafting": references.composition,
         "settings": sizes.keys,
-        "processor": processor(alone.in_place.result(), alone.beside.result(), attention),
+        "processor": processor(references.attention),
         "rows": [one.row for one in measured],
     }
     return case, measured
@@ -152,8 +111,9 @@ def _check_tokens(measured: Measured, expected: Sequence[int]) -> None:
             )
 
 
-def _title(shown: Measured, model: str, rate: float) -> str:
+def _title(shown: Measured, model: str) -> str:
     one = shown.row
+    rate = one["rate_bytes_per_second"]
     return (
         f"{model}, {report.tokens_name(one['context'])} tokens over a paced link of {rate / 1e9:.2f} GB/s, "
         f"{one['gamma']} tokens drafted a round, {one['system']}, "

@@ -1,10 +1,10 @@
 """`python -m bench plan-truth`: what the planner predicts, beside what `bench offload` measured.
 
 The planner is asked for the placements that were run, with the figures that were measured apart from them in
-the same run: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a
+the same turn: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a
 drafted token takes, and what both take beside each other, over links of other bandwidths, and the bandwidth
 of the paced link; on a GPU, what `offload-rt doctor` says. Of a row itself it is given the acceptance of a
-drafted token, and nothing else.
+drafted token, and nothing else. Each run is held against what was measured just before it; medians over runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -108,14 +109,27 @@ def shape_values(model: CausalModel) -> dict[str, Any]:
 def predict_rows(case: dict[str, Any]) -> None:
     """Adds `predicted` and `predicted_over_measured` (of ms a token) to every row of a case."""
     for one in case["rows"]:
-        one["predicted"] = predict(case, one)
-        one["predicted_over_measured"] = one["predicted"]["ms_per_token"] / one["ms_per_token"]["median"]
+        measured = one["ms_per_token"]
+        turns = [predict(case, one, turn) for turn in one["turns"]]
+        if turns:
+            one["predicted"] = {name: median(turn[name] for turn in turns) for name in PREDICTED}
+            pairs = zip(turns, measured["runs"], strict=True)
+            one["predicted_over_measured"] = median(turn["ms_per_token"] / ms for turn, ms in pairs)
+        else:
+            one["predicted"] = predict(case, one)
+            one["predicted_over_measured"] = one["predicted"]["ms_per_token"] / measured["median"]
 
 
-def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """What the planner says of one row, by the names in `PREDICTED`."""
-    request = _request(case, one)
-    predictor = MeasuredAlone(request, case["processor"]) if "processor" in case else Predictor(request)
+def predict(
+    case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """What the planner says of one row, by the names in `PREDICTED`.
+
+    Args:
+        turn: values of `Turn`, measured before one of its runs over a paced link.
+    """
+    request = _request(case, one, turn)
+    predictor = Predictor(request) if turn is None else MeasuredAlone(request, turn)
     store = request.config.store
     placement = Placement(
         resident_tokens=one["resident_tokens"],
@@ -135,12 +149,11 @@ def predict(case: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(PREDICTED, values, strict=True))
 
 
-def _request(case: dict[str, Any], one: dict[str, Any]) -> PlanRequest:
-    paced = "processor" in case
-    if paced:
-        hardware = paced_hardware(case["processor"], _shape(case["shape"]), one["rate_bytes_per_second"])
-    else:
+def _request(case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] | None) -> PlanRequest:
+    if turn is None:
         hardware = hardware_from(case["hardware"])
+    else:
+        hardware = paced_hardware(case["processor"], _shape(case["shape"]), turn["rate_bytes_per_second"])
     acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
     return PlanRequest(
         target=_shape(case["shape"]),
@@ -151,7 +164,7 @@ def _request(case: dict[str, Any], one: dict[str, Any]) -> PlanRequest:
         hardware=hardware,
         same_model_acceptance=acceptance,
         fixed_draft=True,
-        graphs=not paced,
+        graphs=turn is None,
     )
 
 
@@ -209,10 +222,10 @@ class MeasuredAlone(Predictor):
     than those of the rows.
 
     Args:
-        figures: of `bench.offload.primitives.processor`.
+        figures: values of `Turn`.
     """
 
-    def __init__(self, request: PlanRequest, figures: dict[str, Any]) -> None:
+    def __init__(self, request: PlanRequest, figures: dict[str, float]) -> None:
         super().__init__(request)
         self._figures = figures
 
@@ -223,11 +236,20 @@ class MeasuredAlone(Predictor):
         measured = self._figures["plain_pass_ms" if queries == 1 else "pass_ms"]
         return Work(max(0.0, measured - attention) + self._figures["verdict_ms"])
 
+    def head_ms(self, dense: Work) -> float:
+        verdict = self._figures["verdict_ms"]
+        return verdict + super().head_ms(Work(dense.busy_ms - verdict))
+
+    def refresh(self) -> tuple[Work, float]:
+        return Work(self._figures["refresh_ms"]), 0.0
+
     def draft(self, gamma: int) -> Work:
         return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
 
     def beside_drafting(self, verification: PassTime) -> PassTime:
-        slower = max(1.0, self._figures["pass_beside_ms"] / self._figures["pass_ms"])
+        # What slows it is the copying that a paced link does, on cores that drafting and the pass keep busy.
+        copying = max(0.0, self._figures["pass_beside_ms"] / self._figures["pass_ms"] - 1)
+        slower = 1 + verification.streamed_share * copying
         return dataclasses.replace(
             verification,
             dense=verification.dense.times(slower),
@@ -239,7 +261,7 @@ class MeasuredAlone(Predictor):
 
     def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
         gamma = self.request.config.speculation.gamma2
-        speed = min(1.0, self.draft(gamma).ms / float(self._figures["drafting_beside_ms"]))
+        speed = min(1.0, self.draft(gamma).ms / self._figures["drafting_beside_ms"])
         meanwhile = speed * verification.ms
         return drafting / speed if drafting < meanwhile else verification.ms + drafting - meanwhile
 

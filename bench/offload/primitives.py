@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from bench.offload.measure import Beside, InPlace
 from offload_rt.attention import attend, choose_backend
 from offload_rt.machine.hardware import AttentionRate
 from offload_rt.machine.measuring import compute_rate, memory_rate
@@ -44,16 +43,10 @@ def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[s
     ]
 
 
-def processor(in_place: InPlace, beside: Beside, attention: list[dict[str, float]]) -> dict[str, Any]:
-    """A processor's figures as JSON values: rates of one thread, and what was measured with KV in place."""
+def processor(attention: list[dict[str, float]]) -> dict[str, Any]:
+    """A processor's rates with one thread, as JSON values."""
     return {
         "attention": attention,
         "memory_rate": memory_rate(READ_BYTES, REPEATS),
         "compute_rate": compute_rate(128, 1024, REPEATS),
-        "draft_token_ms": beside.draft_token,
-        "drafting_beside_ms": beside.drafting,
-        "plain_pass_ms": in_place.plain_pass,
-        "pass_ms": in_place.verification,
-        "verdict_ms": in_place.verdict,
-        "pass_beside_ms": beside.verification,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -19,23 +19,24 @@ class Limits:
     """What a round cannot be faster than, in ms.
 
     Attributes:
-        stream: to carry the streamed share over the link once.
+        streams: to carry the streamed share over the link once, in each run.
         compute: a pass over KV that is where it is needed; None where that was not measured.
         draft_token: to draft a token while nothing else goes on; None for plain decoding.
     """
 
-    stream: float
+    streams: Sequence[float]
     compute: float | None
     draft_token: float | None
+
+    @property
+    def stream(self) -> float:
+        """Median over runs."""
+        return median(self.streams)
 
     @property
     def verification(self) -> float:
         """Lower bound of a pass."""
         return max(self.stream, self.compute or 0.0)
-
-    def round(self, proposed: int) -> float:
-        """Lower bound of a round that verifies `proposed` drafted tokens, drafted ahead."""
-        return max(self.stream, proposed * (self.draft_token or 0.0))
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -84,7 +85,13 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     uses = [link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies) for run in runs]
     overlaps = [overlap(run.spans, run.copies) for run in runs]
     full = max((one.proposed for one in rounds), default=0)
-    whole = [one for one in hits if one.proposed == full]
+    whole = [
+        (one, stream)
+        for run, stream in zip(runs, limits.streams, strict=True)
+        for one in _after([run], guessed=True)
+        if one.proposed == full
+    ]
+    draft = full * (limits.draft_token or 0.0)
     pass_ms = median(one.pass_ms for one in rounds)
     return {
         "ms_per_token": spread([steady_ms_per_token(run) for run in runs]),
@@ -104,13 +111,13 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
         "lost_ms_per_round": lost / len(rounds) if misses and hit_ms is not None else None,
         "stream_ms": limits.stream,
         "compute_ms": limits.compute,
-        "draft_alone_ms": None if limits.draft_token is None else full * limits.draft_token,
+        "draft_alone_ms": None if limits.draft_token is None else draft,
         "link_use": middle([use for use in uses if use is not None]),
         "overlap": middle([share for share in overlaps if share is not None]),
         "pass_over_bound": pass_ms / limits.verification if limits.verification else None,
-        "round_over_max": middle([one.ms / limits.round(one.proposed) for one in whole]),
+        "round_over_max": middle([one.ms / max(stream, draft) for one, stream in whole]),
         "round_over_max_as_run": middle(
-            [one.ms / max(limits.stream, one.draft_ms + one.ahead_ms) for one in whole]
+            [one.ms / max(stream, one.draft_ms + one.ahead_ms) for one, stream in whole]
         ),
         "wait_ms_per_round": sum(run.wait_ms for run in runs) / sum(len(run.rounds) for run in runs),
         "bytes_to_device_per_round": sum(run.bytes_to_device for run in runs)
@@ -140,3 +147,9 @@ def _after(runs: Sequence[Run], *, guessed: bool) -> list[RoundTimes]:
         for before, one in zip(run.rounds, run.rounds[1:-1], strict=False)
         if before.guessed is guessed
     ]
+
+
+def times_as_fast(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """How many times as fast as another row: the median over turns, in which the machine was the same."""
+    pairs = zip(one["ms_per_token"]["runs"], other["ms_per_token"]["runs"], strict=True)
+    return float(median(other_ms / ms for ms, other_ms in pairs))

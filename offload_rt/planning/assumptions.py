@@ -105,6 +105,11 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> list
         )
     elif not request.in_place:
         said.append(f"drafts are made between passes: {best.draft.ms:.1f} ms of a round")
+    if best.refresh_share:
+        said.append(
+            f"{best.refresh_share:.0%} of rounds refresh the retrieved cache, and take "
+            f"{best.refresh_ms:.1f} ms longer"
+        )
     if request.graphs and not request.in_place:
         said.append(
             f"levels below the full cache are CUDA graphs: launching takes {GRAPH_LAUNCH_SHARE:.0%} of what "

@@ -8,8 +8,9 @@ does everything, one thing after another.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING
 from offload_rt.machine.hardware import AttentionRate
@@ -57,6 +58,7 @@ class PassTime:
         attention: of that processor over its share of the context.
         busy_at_most: of that processor, were all of the context its share.
         in_place: the lanes are one processor's, and add up.
+        streamed_share: of the context, what crosses the links.
         link_ahead: how much of `link` and of `host_memory` may happen before the pass, into the ring.
     """
 
@@ -67,6 +69,7 @@ class PassTime:
     attention: float
     busy_at_most: float
     in_place: bool
+    streamed_share: float = 0.0
     link_ahead: float = 0.0
     host_memory_ahead: float = 0.0
 
@@ -79,6 +82,18 @@ class PassTime:
         if self.in_place:
             return self.processor
         return max(self.link, self.cpu_attention, self.host_memory, self.processor)
+
+    def refreshing(self, work: Work, memory_ms: float, layers: int) -> PassTime:
+        """The same pass with a refresh of the retrieved cache: `work` more, and host memory read for it."""
+        beside_link = work.ms / layers  # all but one layer's is done while the link goes on
+        return replace(
+            self,
+            link=self.link + beside_link if self.link else 0.0,
+            cpu_attention=self.cpu_attention + work.ms if self.cpu_attention else 0.0,
+            host_memory=self.host_memory + memory_ms,
+            dense=self.dense + work,
+            busy_at_most=self.busy_at_most + work.busy_ms,
+        )
 
     @property
     def after_ring_filled(self) -> float:
@@ -97,6 +112,8 @@ class RoundTime:
         outcomes: verdicts whose drafts, made ahead, are reckoned with; 0: none.
         hit_rate: share of rounds whose verdict was among them.
         drafting: ms until the first of these drafts is done, made beside a pass from its begin.
+        refresh_share: of rounds, those whose pass refreshes the retrieved cache.
+        refresh_ms: what such a round takes longer.
     """
 
     gamma: int
@@ -107,6 +124,8 @@ class RoundTime:
     outcomes: int
     hit_rate: float
     drafting: float
+    refresh_share: float
+    refresh_ms: float
 
     @property
     def ms_per_token(self) -> float:
@@ -224,7 +243,8 @@ class Predictor:
         both = cpu_bytes > 0 and streamed_bytes > 0
         # A layer's pages can be released only once its queries are there: meanwhile the link fills what is
         # left of the ring, and a buffer is being read.
-        dense_layer = dense.ms / target.layers
+        head = self.head_ms(dense)
+        dense_layer = (dense.ms - head) / target.layers
         layer_bytes = streamed_bytes / target.layers / parts
         segment = placement.segment_tokens * self._layer_token_bytes / parts
         within = min(layer_bytes, (placement.ring_buffers - 1) * segment)
@@ -237,9 +257,10 @@ class Predictor:
             rate *= host.link_beside_attention if both else 1.0
             waiting = target.layers * (dense_layer + (layer_bytes - within) / rate)
             link = max(target.layers * layer_bytes / rate + dense_layer, waiting)
-            # A full ring stands still until its first buffer is read; and however much is there already, each
-            # layer has to be computed.
-            ahead = max(0.0, min(before / rate - dense_layer, link - dense.ms - dense_layer))
+            # A full ring stands still until its first buffer is read, and behind the last segment comes the
+            # output head. However much is there already, each layer has to be computed.
+            reading = 2 * self._gpu_attention(placement.segment_tokens, queries) / target.layers
+            ahead = max(0.0, min(before / rate - head - reading, link - dense.ms - dense_layer))
         cpu = 0.0
         if cpu_bytes:
             rate = attention_rate(host.attention, queries * target.group)
@@ -254,6 +275,7 @@ class Predictor:
             attention=self._gpu_attention(placement.resident_tokens + placement.streamed_tokens, queries),
             busy_at_most=dense.busy_ms + self._gpu_attention(request.context, queries),
             in_place=False,
+            streamed_share=placement.streamed_tokens / request.context,
             link_ahead=ahead,
             host_memory_ahead=min(parts * before, streamed_bytes) / host.memory_rate / 1e6,
         )
@@ -263,6 +285,35 @@ class Predictor:
         if queries not in self._dense_work:
             self._dense_work[queries] = self.step(self._target, queries, 0, split=True, graphs=False)
         return self._dense_work[queries]
+
+    def head_ms(self, dense: Work) -> float:
+        """Of `dense`, what comes behind the last layer."""
+        target = self._target
+        share = target.embedding_parameters / (target.embedding_parameters + target.body_parameters)
+        return share * dense.busy_ms
+
+    def refresh(self) -> tuple[Work, float]:
+        """A refresh of the retrieved cache: the processor's work, and ms in which host memory is read.
+
+        The mean keys of all chunks are scored on the host, and the chosen entries are read and written.
+        """
+        request, host = self.request, self.request.hardware.host
+        mean_keys = request.context // request.config.retrieval.chunk * self._token_bytes / 2
+        copied = 2 * min(request.config.retrieval.budget, request.context) * self._token_bytes
+        scoring = mean_keys / host.memory_rate / 1e6
+        if request.in_place:
+            work = Work(scoring + copied / host.memory_rate / 1e6, self._target.layers * host.launch_ms)
+            return work, 0.0
+        slowest = min(gpu.memory_rate for gpu in request.hardware.gpus)
+        return Work(copied / request.parts / slowest / 1e6), scoring
+
+    def refresh_share(self, tokens: float) -> float:
+        """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
+        policy = self.request.config.retrieval.refresh
+        # How often acceptance falls too low is not known beforehand.
+        if not self.request.retrieves or policy.kind == "acceptance":
+            return 0.0
+        return 1 / max(1, math.ceil(policy.value / tokens))
 
     def _verification_in_place(self, dense: Work, queries: int) -> PassTime:
         host = self.request.hardware.host
@@ -298,18 +349,44 @@ class Predictor:
         """
         acceptance = self.request.acceptance(self.request.levels[-1]) if self.request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
-        if not outcomes or not gamma:
-            ms = _late(verification, draft.ms)
-            return RoundTime(gamma, verification, draft, ms, tokens, 0, 0.0, draft.ms)
-        beside = self.beside_drafting(verification)
+        outcomes = outcomes if gamma else 0
         chances = outcome_chances(acceptance, gamma)[:outcomes]
-        hits = sum(chances)
+        share = self.refresh_share(tokens)
+        ms, drafting = self._round_ms(gamma, verification, draft, chances)
+        longer = 0.0
+        if share:
+            refreshing = verification.refreshing(*self.refresh(), self._target.layers)
+            longer = self._round_ms(gamma, refreshing, draft, chances)[0] - ms
+        return RoundTime(
+            gamma,
+            verification,
+            draft,
+            ms + share * longer,
+            tokens,
+            outcomes,
+            sum(chances),
+            drafting,
+            share,
+            longer,
+        )
+
+    def _round_ms(
+        self, gamma: int, verification: PassTime, draft: Work, chances: Sequence[float]
+    ) -> tuple[float, float]:
+        """ms of a round, and until the first draft made ahead is done.
+
+        Args:
+            chances: of the verdicts that are drafted ahead for.
+        """
+        if not chances:
+            return _late(verification, draft.ms), draft.ms
+        beside = self.beside_drafting(verification)
         # A step of another draft that is under way is done first.
-        ms = (1 - hits) * _late(beside, draft.ms + self.step_ms(gamma, draft) / 2)
+        ms = (1 - sum(chances)) * _late(beside, draft.ms + self.step_ms(gamma, draft) / 2)
         done = [self.drafted_ahead(beside, number * draft.ms) for number in range(1, len(chances) + 1)]
         for chance, drafted in zip(chances, done, strict=True):
             ms += chance * max(beside.ms, drafted)
-        return RoundTime(gamma, verification, draft, ms, tokens, outcomes, hits, done[0])
+        return ms, done[0]
 
     def beside_drafting(self, verification: PassTime) -> PassTime:
         """The same pass while drafts are made: it goes first."""
