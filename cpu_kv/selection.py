@@ -18,8 +18,8 @@ def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
     """
     scores = torch.empty(summaries.shape[:2], dtype=torch.float32, device=summaries.device)
     # One head after the other: a float32 copy of all mean keys would leave the processor's caches.
-    for head, keys in enumerate(summaries):
-        torch.mean(_attention(queries[head], keys, scale), dim=0, out=scores[head])
+    for asked, keys, score in zip(queries, summaries, scores, strict=True):
+        torch.mean(_attention(asked, keys, scale), dim=0, out=score)
     return scores
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,9 +25,10 @@ from bench.offload.engine import EngineText, Run
 from bench.offload.held import Hold
 from bench.offload.overlap import busy, common, link_use, overlap, union
 from bench.offload.random_models import random_model
-from bench.offload.rows import Limits, acceptance, draft_token_ms, row
+from bench.offload.references import Subject, read
+from bench.offload.rows import Limits, acceptance, draft_token_ms, row, times_as_fast
 from bench.offload.timeline_plot import lanes, window
-from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
+from cpu_kv import CpuLink, CudaLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.caches.places import Shares
 from offload_rt.graphs import GraphedModel
@@ -191,6 +194,49 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
     assert two["stream_ms"] == 60.0
     assert two["round_over_max"] == pytest.approx((44 / 40 + 46 / 80) / 2)
     assert acceptance([]) is None
+
+
+def test_rows_are_compared_and_predicted_turn_by_turn(measured: dict[str, Any]) -> None:
+    """On a machine that changes from turn to turn, medians of each side would come from different turns."""
+    slow, fast = ({"ms_per_token": {"runs": runs}} for runs in ([30.0, 10.0, 80.0], [3.0, 2.0, 20.0]))
+    assert times_as_fast(fast, slow) == 5.0
+    case = copy.deepcopy(measured["result"]["cases"][0])
+    one = next(row for row in case["rows"] if row["system"] == "ahead 0")
+    turn = one["turns"][0]
+    turns = [turn | {"rate_bytes_per_second": turn["rate_bytes_per_second"] / by} for by in (1, 50, 5)]
+    predicted = [plan_truth.predict(case, one, each)["ms_per_token"] for each in turns]
+    assert len(set(predicted)) == 3
+    measured_ms = [ms * by for ms, by in zip(predicted, (1.0, 2.0, 4.0), strict=True)]
+    one |= {"turns": turns, "ms_per_token": {"median": median(measured_ms), "runs": measured_ms}}
+    plan_truth.predict_rows(case | {"rows": [one]})
+    assert one["predicted_over_measured"] == pytest.approx(1 / 2)
+    assert one["predicted"]["ms_per_token"] == pytest.approx(median(predicted))
+
+
+@pytest.mark.parametrize("placement", ["in place", "streamed", "both"])
+def test_a_copied_text_continues_like_one_that_was_read(placement: str) -> None:
+    target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
+    config, shares = TINY.config("retrieval"), Shares(32, 48) if placement == "both" else Shares()
+    subject = Subject(target, None, byte_ids(200))
+    with ExitStack() as opened:
+
+        def text(link: Link, shares: Shares) -> EngineText:
+            made = EngineText(target, None, link, config, subject.prompt, 16, shares)
+            opened.callback(made.close)
+            return made
+
+        source, other = text(PacedLink(1e12), Shares()), text(CpuLink(), Shares())
+        copied = text(CpuLink() if placement == "in place" else PacedLink(1e12), shares)
+        for one in (source, other):
+            read(one, subject)
+        source.run(config, 16)  # what is given is the prompt, whatever came behind it
+        copied.copy(source)
+        given, own = copied._session.full, other._session.full
+        assert given.length == own.length == 199
+        for mine, theirs in zip(given.read(0, 199), own.read(0, 199), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(given.last_queries, own.last_queries)
+        assert copied.run(config, 16).tokens == other.run(config, 16).tokens
 
 
 # ------------------------------------------------------------------------------------ the synthetic verdict

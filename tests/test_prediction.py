@@ -57,7 +57,7 @@ def test_a_pass_with_a_cpu_share() -> None:
 
 
 def test_the_link_waits_where_the_ring_is_shallow() -> None:
-    """While a layer's queries are computed, the link gets no further than the ring has room."""
+    """While a layer's queries are computed, or the output head, the link gets no further than the ring."""
     slow = replace(CARD, memory_rate=20.0)
     predictor = Predictor(request(hardware=Hardware(HOST, (slow,), measured=True)))
     dense = (LLAMA.step_bytes - HEAD_BYTES) / 20e6 / 32 + 0.3
@@ -66,6 +66,7 @@ def test_the_link_waits_where_the_ring_is_shallow() -> None:
     for ring in (2, 3):
         placement, _ = Shares(predictor, ring, 0).round(0, 0, 0)
         expected = max(32 * layer + dense, 32 * (dense + layer - (ring - 1) * segment))
+        expected += HEAD_BYTES / 20e6 + 2 * 4096 * LLAMA.layer_token_bytes / 20e6 - ring * segment
         assert predictor.verification(placement, 0).link == pytest.approx(expected)
 
 
@@ -175,8 +176,9 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
     ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
     dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
     head = HEAD_BYTES / LLAMA.step_bytes * (dense - 32 * 0.3)
-    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6 - head - 2 * ring / 2 / 3 / 1000e6)
-    assert lanes.host_memory_ahead == pytest.approx(ring / 70e6)
+    edges = head + 2 * ring / 2 / 3 / 1000e6
+    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6 - edges)
+    assert lanes.host_memory_ahead == pytest.approx(ring / 70e6 - edges)
     assert lanes.link == pytest.approx(32 * GIB / 25e6 + (dense - head) / 32)
     assert lanes.dense.ms == pytest.approx(dense)
 
@@ -224,6 +226,7 @@ def test_how_often_a_retrieved_cache_is_refreshed(policy: str, tokens: float, sh
     config = load_config("triforce", {"retrieval.refresh": policy})
     assert Predictor(request(config=config)).refresh_share(tokens) == share
     assert Predictor(request(config=load_config("naive"))).refresh_share(tokens) == 0
+    assert Predictor(request(config=config, context=4096)).refresh_share(tokens) == 0, "everything is held"
 
 
 def test_a_round_with_a_refresh_by_hand() -> None:
@@ -232,15 +235,29 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     never = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})
     every, without = (Shares(Predictor(request(config=one)), 3, 16) for one in (often, never))
     copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
-    work, reading = Predictor(request(config=often)).refresh()
-    assert work.ms == pytest.approx(copied)
-    assert reading == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
+    refresh = Predictor(request(config=often)).refresh()
+    assert refresh.work.ms == pytest.approx(copied)
+    assert refresh.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
+    assert refresh.link == pytest.approx(2 * GIB / 25e6)
     # Streamed: the link waits for one layer's part. Attended by the CPU: the card's work comes on top.
     streamed, plain = every.round(0, 0, 0)[1], without.round(0, 0, 0)[1]
     assert streamed.ms - plain.ms == pytest.approx(copied / 32)
     assert (streamed.refresh_share, streamed.refresh_ms) == (1.0, pytest.approx(copied / 32))
     by_cpu, plain = every.round(0, CONTEXT, 0)[1], without.round(0, CONTEXT, 0)[1]
     assert by_cpu.ms - plain.ms == pytest.approx(copied)
+    # A quarter attended by the CPU: so much of the entries is sent, and the link is the slowest lane.
+    some, plain = (
+        every.round(CONTEXT // 4, CONTEXT // 4, 0)[1],
+        without.round(CONTEXT // 4, CONTEXT // 4, 0)[1],
+    )
+    assert some.verification.link == some.verification.ms
+    assert some.ms - plain.ms == pytest.approx(copied / 32 + refresh.link / 4)
+    # Gathered before a draft: everything is waited for, whatever streams.
+    apart = load_config("triforce", {"retrieval.refresh": "every", "offload.refresh_from_stream": False})
+    gathered = Shares(Predictor(request(config=apart)), 3, 16).round(0, 0, 0)[1]
+    waited = copied + refresh.scoring + refresh.link
+    assert gathered.ms - without.round(0, 0, 0)[1].ms == pytest.approx(waited)
+    by_cpu, plain = every.round(0, CONTEXT, 0)[1], without.round(0, CONTEXT, 0)[1]
     stride = load_config("triforce", {"retrieval.refresh": "stride:32"})
     sometimes = Shares(Predictor(request(config=stride)), 3, 16).round(0, CONTEXT, 0)[1]
     share = sometimes.refresh_share
@@ -268,7 +285,7 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     assert placement.cpu_attended_bytes == GIB
     predicted = planned.predicted
     assert predicted.plain_ms_per_token == pytest.approx(31, rel=0.15)
-    refresh, _ = Predictor(asked).refresh()
+    refresh = Predictor(asked).refresh().work
     mean_keys, copied = GIB / 2 / 8, 2 * 4096 * target.token_bytes
     assert refresh.ms == pytest.approx((mean_keys + copied) / 46e6 + 4 * 0.5)
     share = Predictor(asked).refresh_share(predicted.tokens_per_round)

@@ -9,8 +9,8 @@ measured anew in every turn, for the machine is not alike from minute to minute.
   costs is real, what is accepted is not.
 
 On a GPU only the latter, in the shapes of 7B and 8B models with memory capped at 24 GiB. All systems of a
-case take turns in one run; times are medians, and ratios medians of those within a turn. On a CPU torch has
-one thread: pass, drafting and the link share the cores.
+case take turns in one run; times are medians, and ratios of two systems medians of those within a turn. On a
+CPU torch has one thread: pass, drafting and the link share the cores.
 
 The last line on stdout is one JSON object. `round_over_max`: rounds whose draft had been made while the pass
 before ran, over the longer of carrying the KV once and drafting alone (`round_over_max_as_run`: and drafting
@@ -249,9 +249,11 @@ def _table(case: dict[str, Any]) -> str:
     ]
     header += ["hits", "link use", "overlap", "pass/bound", "round/max", "× plain", "predicted/measured"]
     first = case["rows"][0]
+    unlimited = " over a link without limit" if first["turns"] else ""
     return (
         f"{case['model']}, {case['case']}, {first['context']:,} tokens: carrying the KV once takes "
         f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s. Prefill "
-        f"{first['prefill_ms'] / 1e3:.1f} s, {first['prefill_bytes'] / 1e6:,.0f} MB to the host.\n\n"
+        f"{first['prefill_ms'] / 1e3:.1f} s{unlimited}, {first['prefill_bytes'] / 1e6:,.0f} MB to the "
+        "host.\n\n"
         f"{report.table(header, rows)}"
     )

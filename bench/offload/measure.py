@@ -56,7 +56,7 @@ def measure(
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     with ExitStack() as opened:
         texts: dict[str, EngineText] = {}
-        prefill = (0.0, 0) if references is None else references.prefill
+        prefills: dict[str, tuple[float, int]] = {}
         for name in names:
             text = EngineText(
                 subject.target,
@@ -69,9 +69,10 @@ def measure(
             )
             opened.callback(text.close)
             if references is None:
-                prefill = read(text, subject)
+                prefills[name] = read(text, subject)
             else:
                 references.give(text)
+                prefills[name] = references.prefill
             texts[name] = text
         for turn in range(sizes.repeats + 1):
             say(f"run {turn} of {sizes.repeats}" if turn else "untimed run")
@@ -103,7 +104,7 @@ def measure(
         streams = [1e3 * streamed * token_bytes / one for one in rates]
         limits = Limits(streams, compute, None if system.plain else draft)
         one = _described(system, sizes, place, streamed) | row(done, limits)
-        one["prefill_ms"], one["prefill_bytes"] = prefill
+        one["prefill_ms"], one["prefill_bytes"] = prefills[system.placement]
         one["rate_bytes_per_second"] = median(rates)
         one["turns"] = [asdict(turn) for turn in before]
         measured.append(Measured(system, done, one))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.model import CausalModel
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.prediction import PassTime, Predictor, RoundTime, Work, attention_rate
+from offload_rt.planning.prediction import PassTime, Predictor, Refresh, RoundTime, Work, attention_rate
 from offload_rt.planning.shapes import ModelShape, from_config
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
@@ -92,6 +93,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"results {path}: is no JSON; give what `bench offload` has written") from None
     if not isinstance(result, dict) or result.get("benchmark") != "offload":
         raise UsageError(f"results {path}: is no result of `bench offload`")
+    if any("turns" not in one for case in result["cases"] for one in case["rows"]):
+        raise UsageError(f"results {path}: is of an older version; run `python -m bench offload` again")
     return result
 
 
@@ -154,11 +157,14 @@ def _request(case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] |
         hardware = hardware_from(case["hardware"])
     else:
         hardware = paced_hardware(case["processor"], _shape(case["shape"]), turn["rate_bytes_per_second"])
+    offload: dict[str, object] = {"offload.ahead": one["ahead"] or 0}
+    if one["refresh_from_stream"] is not None:
+        offload["offload.refresh_from_stream"] = one["refresh_from_stream"]
     acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
     return PlanRequest(
         target=_shape(case["shape"]),
         draft=None if case["draft_shape"] is None else _shape(case["draft_shape"]),
-        config=load_config(one["composition"], case["settings"] | {"offload.ahead": one["ahead"] or 0}),
+        config=load_config(one["composition"], case["settings"] | offload),
         context=one["context"],
         new_tokens=0,
         hardware=hardware,
@@ -240,17 +246,19 @@ class MeasuredAlone(Predictor):
         verdict = self._figures["verdict_ms"]
         return verdict + super().head_ms(Work(dense.busy_ms - verdict))
 
-    def refresh(self) -> tuple[Work, float]:
-        return Work(self._figures["refresh_ms"]), 0.0
+    def refresh(self) -> Refresh:
+        return replace(super().refresh(), work=Work(self._figures["refresh_ms"]), scoring=0.0)
 
     def draft(self, gamma: int) -> Work:
         return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
 
     def beside_drafting(self, verification: PassTime) -> PassTime:
         # What slows it is the copying that a paced link does, on cores that drafting and the pass keep busy.
-        copying = max(0.0, self._figures["pass_beside_ms"] / self._figures["pass_ms"] - 1)
+        # Some of those passes refreshed the retrieved cache as well.
+        refreshing = self.refresh_share(self.request.config.speculation.gamma2 + 1) * self.refresh().work.ms
+        copying = max(0.0, (self._figures["pass_beside_ms"] - refreshing) / self._figures["pass_ms"] - 1)
         slower = 1 + verification.streamed_share * copying
-        return dataclasses.replace(
+        return replace(
             verification,
             dense=verification.dense.times(slower),
             attention=slower * verification.attention,

@@ -71,8 +71,8 @@ class References:
 
     Attributes:
         attention: rates of `attention_rates`.
-        prefill: ms of it over a link, and bytes that went to the host.
-        tokens: what greedy decoding yields.
+        prefill: ms of it over a link without limit, and bytes that went to the host.
+        tokens: what plain decoding yields, with the KV in place.
     """
 
     BALANCING_TURNS = 3
@@ -94,8 +94,9 @@ class References:
             self.prefill = read(self._over_link, subject)
             self._in_place = self._opened_text(CpuLink())
             opened.callback(self._in_place.close)
-            self._in_place.copy(self._over_link)
-            self.tokens = self._run_plain().tokens
+            # By a prefill of its own: what is held against its tokens has its KV over a link.
+            read(self._in_place, subject)
+            self.tokens = self._in_place.run(self._plain, sizes.new_tokens).tokens
             token = draft_token_ms([self._run_in_place()])
             self._opened = opened.pop_all()
         self._stream_ms = STREAM_FOR_DRAFTING * sizes.gamma * token
@@ -112,9 +113,7 @@ class References:
         return self._in_place.run(self._plain, self.sizes.plain_tokens)
 
     def _run_in_place(self) -> Run:
-        run = self._in_place.run(self._composed, self.sizes.new_tokens)
-        self.tokens = max(self.tokens, run.tokens, key=len)
-        return run
+        return self._in_place.run(self._composed, self.sizes.new_tokens)
 
     def _run_over_link(self, config: Config, rate: float) -> Run:
         self._link.bytes_per_second = rate
@@ -151,7 +150,7 @@ class References:
             link.bytes_per_second = self.rate
         return Turn(
             rate_bytes_per_second=self.rate,
-            draft_token_ms=sum(one.draft_ms for one in late) / sum(one.proposed for one in late),
+            draft_token_ms=sum(one.draft_ms for one in late) / max(1, sum(one.proposed for one in late)),
             drafting_beside_ms=self._stream_ms,
             plain_pass_ms=median(one.pass_ms for one in plain.rounds[1:]),
             pass_ms=median(one.pass_ms for one in steady(composed.rounds)),

@@ -33,11 +33,6 @@ class Limits:
         """Median over runs."""
         return median(self.streams)
 
-    @property
-    def verification(self) -> float:
-        """Lower bound of a pass."""
-        return max(self.stream, self.compute or 0.0)
-
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """A median and what it is of."""
@@ -114,7 +109,14 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
         "draft_alone_ms": None if limits.draft_token is None else draft,
         "link_use": middle([use for use in uses if use is not None]),
         "overlap": middle([share for share in overlaps if share is not None]),
-        "pass_over_bound": pass_ms / limits.verification if limits.verification else None,
+        "pass_over_bound": middle(
+            [
+                one.pass_ms / bound
+                for run, stream in zip(runs, limits.streams, strict=True)
+                for one in steady(run.rounds)
+                if (bound := max(stream, limits.compute or 0.0))
+            ]
+        ),
         "round_over_max": middle([one.ms / max(stream, draft) for one, stream in whole]),
         "round_over_max_as_run": middle(
             [one.ms / max(stream, one.draft_ms + one.ahead_ms) for one, stream in whole]

@@ -40,7 +40,8 @@ class FullCache:
     """Committed KV in the store; the KV of a pass is pending on the device until `commit`.
 
     A pass (`begin` and its `attend`s) may run in another thread than the rest, as long as only one of both
-    runs at a time, and derived caches are not built meanwhile.
+    runs at a time, and derived caches are not built meanwhile. A refill may read `summaries` in a thread of
+    its own from a pass's `begin` to its last layer: nothing is written back in that time.
 
     Args:
         shares: which share of each layer is not streamed; nothing else than in place on a CPU.
@@ -184,11 +185,11 @@ class FullCache:
 
     def abandon(self) -> None:
         """Forgets a pass that was begun and closes every stream; the ring is whole again."""
+        for refill in self._refills:
+            refill.close()
         for coverage in (self._ahead, self._coverage):
             if coverage is not None:
                 coverage.stream.close()
-        for refill in self._refills:
-            refill.close()
         self._new = self._coverage = self._ahead = None
         self._refills = []
 

@@ -47,6 +47,21 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Refresh:
+    """ms of a refresh of the retrieved cache.
+
+    Attributes:
+        work: of the processor that decodes.
+        scoring: in which the mean keys of all chunks are read on the host, by a thread of its own.
+        link: in which all its entries would cross the link.
+    """
+
+    work: Work
+    scoring: float = 0.0
+    link: float = 0.0
+
+
+@dataclass(frozen=True)
 class PassTime:
     """ms of one pass over the full cache, lane by lane.
 
@@ -58,7 +73,7 @@ class PassTime:
         attention: of that processor over its share of the context.
         busy_at_most: of that processor, were all of the context its share.
         in_place: the lanes are one processor's, and add up.
-        streamed_share: of the context, what crosses the links.
+        streamed_share, cpu_share: of the context, what crosses the links, and what the CPU attends.
         link_ahead: how much of `link` and of `host_memory` may happen before the pass, into the ring.
     """
 
@@ -70,6 +85,7 @@ class PassTime:
     busy_at_most: float
     in_place: bool
     streamed_share: float = 0.0
+    cpu_share: float = 0.0
     link_ahead: float = 0.0
     host_memory_ahead: float = 0.0
 
@@ -83,14 +99,18 @@ class PassTime:
             return self.processor
         return max(self.link, self.cpu_attention, self.host_memory, self.processor)
 
-    def refreshing(self, work: Work, memory_ms: float, layers: int) -> PassTime:
-        """The same pass with a refresh of the retrieved cache: `work` more, and host memory read for it."""
-        beside_link = work.ms / layers  # all but one layer's is done while the link goes on
+    def refreshing(self, refresh: Refresh, layers: int) -> PassTime:
+        """The same pass while the retrieved cache takes its entries from it."""
+        work = refresh.work
+        beside_link = (
+            work.ms / layers if self.link else 0.0
+        )  # all but one layer's is done while the link goes on
         return replace(
             self,
-            link=self.link + beside_link if self.link else 0.0,
+            # What is wanted of the CPU's share is sent.
+            link=self.link + beside_link + self.cpu_share * refresh.link,
             cpu_attention=self.cpu_attention + work.ms if self.cpu_attention else 0.0,
-            host_memory=self.host_memory + memory_ms,
+            host_memory=self.host_memory + refresh.scoring,
             dense=self.dense + work,
             busy_at_most=self.busy_at_most + work.busy_ms,
         )
@@ -251,7 +271,7 @@ class Predictor:
         # Before a pass begins, every buffer may be filled, with one of the segments of a layer.
         segments = max(1, -(-placement.streamed_tokens // placement.segment_tokens))
         before = placement.ring_buffers * layer_bytes / segments
-        link = ahead = 0.0
+        link = ahead = memory_ahead = 0.0
         if streamed_bytes:
             rate = min(gpu.to_device_rate for gpu in gpus) * 1e6
             rate *= host.link_beside_attention if both else 1.0
@@ -259,8 +279,11 @@ class Predictor:
             link = max(target.layers * layer_bytes / rate + dense_layer, waiting)
             # A full ring stands still until its first buffer is read, and behind the last segment comes the
             # output head. However much is there already, each layer has to be computed.
-            reading = 2 * self._gpu_attention(placement.segment_tokens, queries) / target.layers
-            ahead = max(0.0, min(before / rate - head - reading, link - dense.ms - dense_layer))
+            segment_tokens = min(placement.segment_tokens, placement.streamed_tokens)
+            edges = head + 2 * self._gpu_attention(segment_tokens, queries) / target.layers
+            link += max(0.0, edges - before / rate)  # longer than the ring lasts
+            ahead = max(0.0, min(before / rate - edges, link - dense.ms - dense_layer))
+            memory_ahead = max(0.0, min(parts * before, streamed_bytes) / host.memory_rate / 1e6 - edges)
         cpu = 0.0
         if cpu_bytes:
             rate = attention_rate(host.attention, queries * target.group)
@@ -276,8 +299,9 @@ class Predictor:
             busy_at_most=dense.busy_ms + self._gpu_attention(request.context, queries),
             in_place=False,
             streamed_share=placement.streamed_tokens / request.context,
+            cpu_share=placement.cpu_tokens / request.context,
             link_ahead=ahead,
-            host_memory_ahead=min(parts * before, streamed_bytes) / host.memory_rate / 1e6,
+            host_memory_ahead=memory_ahead,
         )
 
     def dense(self, queries: int) -> Work:
@@ -292,27 +316,28 @@ class Predictor:
         share = target.embedding_parameters / (target.embedding_parameters + target.body_parameters)
         return share * dense.busy_ms
 
-    def refresh(self) -> tuple[Work, float]:
-        """A refresh of the retrieved cache: the processor's work, and ms in which host memory is read.
-
-        The mean keys of all chunks are scored on the host, and the chosen entries are read and written.
-        """
+    def refresh(self) -> Refresh:
+        """A refresh of the retrieved cache: its mean keys are read, its entries are read and written."""
         request, host = self.request, self.request.hardware.host
         mean_keys = request.context // request.config.retrieval.chunk * self._token_bytes / 2
-        copied = 2 * min(request.config.retrieval.budget, request.context) * self._token_bytes
+        entries = request.config.retrieval.budget * self._token_bytes
         scoring = mean_keys / host.memory_rate / 1e6
         if request.in_place:
-            work = Work(scoring + copied / host.memory_rate / 1e6, self._target.layers * host.launch_ms)
-            return work, 0.0
-        slowest = min(gpu.memory_rate for gpu in request.hardware.gpus)
-        return Work(copied / request.parts / slowest / 1e6), scoring
+            copying = 2 * entries / host.memory_rate / 1e6
+            return Refresh(Work(scoring + copying, self._target.layers * host.launch_ms))
+        memory_rate = min(gpu.memory_rate for gpu in request.hardware.gpus)
+        link_rate = min(gpu.to_device_rate for gpu in request.hardware.gpus)
+        own = entries / request.parts
+        return Refresh(Work(2 * own / memory_rate / 1e6), scoring, own / link_rate / 1e6)
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
-        policy = self.request.config.retrieval.refresh
-        # How often acceptance falls too low is not known beforehand.
-        if not self.request.retrieves or policy.kind == "acceptance":
+        retrieval = self.request.config.retrieval
+        policy = retrieval.refresh
+        if not self.request.retrieves or self.request.context <= retrieval.budget:
             return 0.0
+        if policy.kind == "acceptance":
+            return 0.0  # how often it falls too low is not known beforehand
         return 1 / max(1, math.ceil(policy.value / tokens))
 
     def _verification_in_place(self, dense: Work, queries: int) -> PassTime:
@@ -355,8 +380,7 @@ class Predictor:
         ms, drafting = self._round_ms(gamma, verification, draft, chances)
         longer = 0.0
         if share:
-            refreshing = verification.refreshing(*self.refresh(), self._target.layers)
-            longer = self._round_ms(gamma, refreshing, draft, chances)[0] - ms
+            longer = self._refresh_ms(gamma, verification, draft, chances, ms)
         return RoundTime(
             gamma,
             verification,
@@ -369,6 +393,16 @@ class Predictor:
             share,
             longer,
         )
+
+    def _refresh_ms(
+        self, gamma: int, verification: PassTime, draft: Work, chances: Sequence[float], ms: float
+    ) -> float:
+        """What a round with a refresh takes longer than one of `ms` without."""
+        request, refresh = self.request, self.refresh()
+        if request.in_place or not request.config.offload.refresh_from_stream:
+            return refresh.work.ms + refresh.scoring + refresh.link  # gathered between two passes
+        refreshing = verification.refreshing(refresh, self._target.layers)
+        return self._round_ms(gamma, refreshing, draft, chances)[0] - ms
 
     def _round_ms(
         self, gamma: int, verification: PassTime, draft: Work, chances: Sequence[float]
