@@ -257,7 +257,7 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     gathered = Shares(Predictor(request(config=apart)), 3, 16).round(0, 0, 0)[1]
     waited = copied + refresh.scoring + refresh.link
     assert gathered.ms - without.round(0, 0, 0)[1].ms == pytest.approx(waited)
-    by_cpu, plain = every.round(0, CONTEXT, 0)[1], without.round(0, CONTEXT, 0)[1]
+    plain = without.round(0, CONTEXT, 0)[1]
     stride = load_config("triforce", {"retrieval.refresh": "stride:32"})
     sometimes = Shares(Predictor(request(config=stride)), 3, 16).round(0, CONTEXT, 0)[1]
     share = sometimes.refresh_share

@@ -10,9 +10,8 @@ drafted token, and nothing else. Each run is held against what was measured just
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -106,21 +105,17 @@ def worst(ratios: list[float]) -> float:
 def shape_values(model: CausalModel) -> dict[str, Any]:
     """A model's shape as JSON values."""
     shape = from_config(model.module.config, model.dtype, model.name)
-    return dataclasses.asdict(shape) | {"dtype": str(model.dtype).removeprefix("torch.")}
+    return asdict(shape) | {"dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def predict_rows(case: dict[str, Any]) -> None:
     """Adds `predicted` and `predicted_over_measured` (of ms a token) to every row of a case."""
     for one in case["rows"]:
-        measured = one["ms_per_token"]
-        turns = [predict(case, one, turn) for turn in one["turns"]]
-        if turns:
-            one["predicted"] = {name: median(turn[name] for turn in turns) for name in PREDICTED}
-            pairs = zip(turns, measured["runs"], strict=True)
-            one["predicted_over_measured"] = median(turn["ms_per_token"] / ms for turn, ms in pairs)
-        else:
-            one["predicted"] = predict(case, one)
-            one["predicted_over_measured"] = one["predicted"]["ms_per_token"] / measured["median"]
+        runs = one["ms_per_token"]["runs"]
+        found = [predict(case, one, turn) for turn in one["turns"]] or [predict(case, one)] * len(runs)
+        one["predicted"] = {name: median(each[name] for each in found) for name in PREDICTED}
+        pairs = zip(found, runs, strict=True)
+        one["predicted_over_measured"] = median(each["ms_per_token"] / ms for each, ms in pairs)
 
 
 def predict(

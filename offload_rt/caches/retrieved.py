@@ -283,9 +283,7 @@ class RetrievedRefill:
         self.keys, self.values = buffers
         self._cache = cache
         self._source = source
-        self._chosen = _ChosenAhead(
-            lambda layer: cache._best_chunks(layer, extent, queries), source.layout.layers
-        )
+        self._chosen = _ChosenAhead(self._choose, source.layout.layers)
         self._layer = -1
         self._chunks: list[int] = []  # of all heads, rising
         self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
@@ -304,6 +302,9 @@ class RetrievedRefill:
 
     def close(self) -> None:
         self._chosen.close()
+
+    def _choose(self, layer: int) -> Tensor:
+        return self._cache._best_chunks(layer, self.extent, self.queries)
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""

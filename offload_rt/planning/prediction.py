@@ -102,13 +102,11 @@ class PassTime:
     def refreshing(self, refresh: Refresh, layers: int) -> PassTime:
         """The same pass while the retrieved cache takes its entries from it."""
         work = refresh.work
-        beside_link = (
-            work.ms / layers if self.link else 0.0
-        )  # all but one layer's is done while the link goes on
+        # All but one layer's work is done while the link goes on; what is wanted of the CPU's share is sent.
+        waited = work.ms / layers if self.link else 0.0
         return replace(
             self,
-            # What is wanted of the CPU's share is sent.
-            link=self.link + beside_link + self.cpu_share * refresh.link,
+            link=self.link + waited + self.cpu_share * refresh.link,
             cpu_attention=self.cpu_attention + work.ms if self.cpu_attention else 0.0,
             host_memory=self.host_memory + refresh.scoring,
             dense=self.dense + work,
