@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 
 LOOKUP = "lookup"
@@ -24,9 +25,6 @@ TARGET_RETRIEVED = "target:retrieved"
 
 LEVELS = (LOOKUP, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
-
-MAX_LEVELS = 2
-"""gamma1 and gamma2 size the drafts of two levels."""
 
 
 class InvalidValue(UsageError):
@@ -125,37 +123,102 @@ class RetrievalConfig:
 
 
 @dataclass(frozen=True)
+class LevelConfig:
+    """Who drafts for the next level; written as a table, or short as its name, `model:cache`.
+
+    Attributes:
+        model: `draft` (the small model), `target`, or `lookup` (no model at all).
+        cache: `streaming` or `retrieved`; nothing for `lookup`.
+        layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
+            (see `layers.LayerPlan`).
+        calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.
+        draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...` or `grown:N`
+            (see `drafting.shapes.DraftShape`).
+    """
+
+    model: str
+    cache: str = ""
+    layers: str = "all"
+    calibrate: bool = True
+    draft: str = "chain"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}:{self.cache}" if self.cache else self.model
+
+    @property
+    def shape(self) -> DraftShape:
+        """Of what it proposes, of no depth yet."""
+        return DraftShape.parse(self.draft)
+
+    @classmethod
+    def parse(cls, key: str, value: object) -> LevelConfig:
+        """A level from its name or its table."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            model, _, cache = value.partition(":")
+            value = {"model": model, "cache": cache}
+        types = get_type_hints(cls)
+        if not isinstance(value, Mapping):
+            raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
+        for name, item in value.items():
+            _require(name in types, f"{key}.{name}", item, f"is no key of a level{_nearest(name, types)}")
+            _require(type(item) is types[name], f"{key}.{name}", item, f"must be a {types[name].__name__}")
+        _require("model" in value, key, dict(value), "names no model")
+        level = cls(**value)
+        _require(level.name in LEVELS, key, level.name, f"is not a level{_nearest(level.name, LEVELS)}")
+        try:
+            shape = level.shape
+        except UsageError as error:
+            raise InvalidValue(f"{key}.draft", level.draft, str(error).partition(": ")[2]) from None
+        if level.model == LOOKUP:
+            _require(shape.kind == "chain", f"{key}.draft", level.draft, "must be chain for lookup")
+            _require(level.layers == "all", f"{key}.layers", level.layers, "must be all for lookup")
+        return level
+
+
+@dataclass(frozen=True)
 class SpeculationConfig:
     """Who drafts, and how far ahead.
 
     Attributes:
-        levels: names from `LEVELS`, from the cheapest to the dearest; each drafts for the next one, the
-            last for the target over its full cache. Empty: plain decoding.
-        gamma1: tokens the first of two levels proposes to the second.
-        gamma2: tokens proposed to the target over its full cache; 0: chosen as it runs, by what passes and
+        levels: from the cheapest to the dearest, by name or as tables (`LevelConfig`); each drafts for the
+            next one, the last for the target over its full cache. Empty: plain decoding.
+        gamma1: depth of the drafts that the levels below the last one propose.
+        gamma2: depth of those for the target over its full cache; 0: chosen as it runs, by what passes and
             drafts take and by how many tokens are accepted.
         step_down: give up speculation where it does not pay.
     """
 
-    levels: tuple[str, ...]
+    levels: tuple[LevelConfig, ...]
     gamma1: int = 2
     gamma2: int = 0
     step_down: bool = True
 
     def __post_init__(self) -> None:
         key = "speculation.levels"
-        for level in self.levels:
-            _require(level in LEVELS, key, level, f"is not a level{_nearest(level, LEVELS)}")
-        _require(len(self.levels) <= MAX_LEVELS, key, self.levels, f"must hold at most {MAX_LEVELS} levels")
-        ranks = [LEVELS.index(level) for level in self.levels]
+        ranks = [LEVELS.index(name) for name in self.names]
         _require(
             ranks == sorted(set(ranks)),
             key,
-            self.levels,
+            self.names,
             f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}",
         )
+        for level in self.levels[1:]:
+            _require(
+                level.shape.kind in ("chain", "sequences"),
+                f"{key}.draft",
+                level.draft,
+                f"{level.name} proposes what rounds with the level below yield: chain or sequences:K",
+            )
         _at_least(1, "speculation.gamma1", self.gamma1)
         _at_least(0, "speculation.gamma2", self.gamma2)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the levels."""
+        return tuple(level.name for level in self.levels)
 
 
 @dataclass(frozen=True)
@@ -411,9 +474,9 @@ def _typed(key: str, value: object) -> object:
         if not isinstance(value, str):
             raise InvalidValue(key, value, "must be a string: every, stride:N or acceptance:X")
         return RefreshPolicy.parse(value)
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise InvalidValue(key, value, f"must be a list of strings from {', '.join(LEVELS)}")
-    return tuple(value)
+    if not isinstance(value, list | tuple):
+        raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
+    return tuple(LevelConfig.parse(key, level) for level in value)
 
 
 def _shown(value: object) -> str:

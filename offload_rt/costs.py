@@ -34,7 +34,7 @@ NOMINAL = {
 
 
 class PassCost:
-    """Fixed cost of one model's passes over one kind of cache.
+    """Nominal cost of one model's passes over one kind of cache.
 
     Args:
         budget: entries the cache holds at most; None: the whole text.

@@ -1,8 +1,9 @@
 """Passes over bounded caches as CUDA graphs: one launch for what are hundreds.
 
 A pass of so many new tokens over a bounded cache runs the same operations on the same memory every time, but
-for a few numbers: the tokens, their positions, and how many entries the cache has. Those stand in one tensor
-on the device, and the rest is captured once and replayed. The cache is told of every pass as always, so
+for a few numbers: the tokens, their positions, how many entries the cache has, and which of the speculative
+ones each token sees. Those stand in one tensor on the device, and the rest is captured once and replayed: a
+tree as well as a chain. The cache is told of every pass as always, so
 whatever it does in `begin` (choose its entries anew, grow, turn to another buffer) happens before a replay.
 
 A graph is bound to addresses. It is found by those of the buffers in use, and every buffer of a cache is laid
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.model import CausalModel
+from offload_rt.host import to_device
+from offload_rt.layers import LayerPlan
+from offload_rt.model import CausalModel, Output, Part, part_ids
 
 Step = Callable[[], Tensor]
 
@@ -64,33 +67,42 @@ class CudaCapture:
 
 
 class StepGraph:
-    """A recorded pass of `count` tokens in a chain, which has begun in `cache`."""
+    """A recorded pass of `count` tokens of one text, which has begun in `cache`."""
 
     def __init__(
-        self, model: CausalModel, cache: BoundedCache, count: int, numbers: Tensor, capture: Capture
+        self,
+        model: CausalModel,
+        cache: BoundedCache,
+        count: int,
+        plan: LayerPlan | None,
+        numbers: Tensor,
+        capture: Capture,
     ) -> None:
         self._inputs = numbers.clone()
-        ids, places, (end,) = self._inputs.split([count, count, 1])
+        ids, positions = self._inputs[:count], self._inputs[count : 2 * count]
 
         def step() -> Tensor:
-            cache.fix(end)
-            return model.compute(cache, ids, places, count)
+            cache.fix(self._inputs[2 * count :])
+            self._hidden = model.compute(cache, ids, positions, plan, range(count))
+            return model.logits(self._hidden)
 
         self._replay, self._logits = capture(step)
 
-    def run(self, numbers: Tensor, rows: int) -> Tensor:
-        """Logits `[rows, vocabulary]` after the last tokens.
+    def run(self, numbers: Tensor, part: Part) -> Output:
+        """The pass of `part`.
 
         Args:
-            numbers: `[2 count + 1]`: tokens, positions, entries of the cache.
+            numbers: tokens, positions, and what the cache says of the pass (`BoundedCache.numbers`).
         """
         self._inputs.copy_(numbers)
         self._replay()
-        return self._logits[-rows:].clone()  # the next replay writes there
+        # Copied: the next replay writes there.
+        hidden = self._hidden[0, -part.rows :].clone() if part.hidden else None
+        return Output(self._logits[-part.rows :].clone(), hidden)
 
 
-_Key = tuple[int, int, int, int]
-"""Addresses of keys and values, entries they have room for, new tokens."""
+_Key = tuple[int, int, int, int, LayerPlan | None]
+"""Addresses of keys and values, entries they have room for, new tokens, order of layers."""
 
 
 @dataclass
@@ -104,8 +116,8 @@ class _CacheGraphs:
 class GraphedModel(CausalModel):
     """A model whose recurring short passes over bounded caches are recorded and replayed.
 
-    Trees, long passes and passes over the full cache run as they come, and everything does where nothing
-    can be captured: on a CPU, or after a capture has failed.
+    Long passes, those of several texts and those over the full cache run as they come, and everything does
+    where nothing can be captured: on a CPU, or after a capture has failed.
 
     Args:
         on_notice: told, once, why nothing is captured.
@@ -134,34 +146,31 @@ class GraphedModel(CausalModel):
         self._of_cache: WeakKeyDictionary[BoundedCache, _CacheGraphs] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def forward(
-        self,
-        cache: Cache,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        new: NewTokens,
-        rows: int,
-        drawn: Tensor | None = None,
-    ) -> Tensor:
-        if self._capture is None or not isinstance(cache, BoundedCache):
-            return super().forward(cache, tokens, positions, new, rows, drawn)
-        cache.begin(new)
-        numbers = self._numbers(tokens, [*positions, cache.end], drawn)
-        graph = self._graph(cache, new, numbers, self._capture)
+    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        part, cache = parts[0], parts[0].cache
+        short = part.new.count <= self.LONGEST
+        if self._capture is None or len(parts) > 1 or not isinstance(cache, BoundedCache) or not short:
+            return super().forward(parts, plan)
+        cache.begin(part.new)
+        numbers = to_device([*part.positions, *cache.numbers(part.new)], self.device)
+        numbers = torch.cat([part_ids(part, self.device), numbers])
+        graph = self._graph(cache, part.new, plan, numbers, self._capture)
         if graph is None:
-            ids, places, _ = numbers.split([new.count, new.count, 1])
-            return self.compute(cache, ids, places, rows)
-        return graph.run(numbers, rows)
+            return super().forward(parts, plan)
+        return [graph.run(numbers, part)]
 
     def _graph(
-        self, cache: BoundedCache, new: NewTokens, numbers: Tensor, capture: Capture
+        self,
+        cache: BoundedCache,
+        new: NewTokens,
+        plan: LayerPlan | None,
+        numbers: Tensor,
+        capture: Capture,
     ) -> StepGraph | None:
         """Of the pass that has begun; None where it is to run as it comes."""
-        if new.is_tree or new.count > self.LONGEST:
-            return None
         known = self._of_cache.setdefault(cache, _CacheGraphs())
         room = cache.keys.shape[2]
-        key = (cache.keys.data_ptr(), cache.values.data_ptr(), room, new.count)
+        key = (cache.keys.data_ptr(), cache.values.data_ptr(), room, new.count, plan)
         if key in known.graphs:
             known.graphs.move_to_end(key)
             return known.graphs[key]
@@ -172,17 +181,16 @@ class GraphedModel(CausalModel):
         for old in [old for old in known.graphs if old[2] != room]:
             del known.graphs[old]
         try:
-            known.graphs[key] = StepGraph(self, cache, new.count, numbers, capture)
+            known.graphs[key] = StepGraph(self, cache, new.count, plan, numbers, capture)
         except RuntimeError as error:
-            self._give_up(cache, new, error)
+            self._give_up(error)
             return None
         if len(known.graphs) > self.MOST:
             known.graphs.popitem(last=False)
         return known.graphs[key]
 
-    def _give_up(self, cache: BoundedCache, new: NewTokens, error: RuntimeError) -> None:
+    def _give_up(self, error: RuntimeError) -> None:
         self._capture = None
         self._of_cache.clear()
         reason = str(error).partition("\n")[0]
         self._on_notice(f"{self.name}: no CUDA graphs, which makes drafting slower: {reason}")
-        cache.begin(new)  # the pass that was recorded has left its shapes there

@@ -1,14 +1,16 @@
 """A transformers model, run over one of our caches.
 
 The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder
-layers, norm, head) in an order of layers. Attention reaches the cache through transformers' registry of
-attention functions: the pass is handed down as a keyword, so there is no global state.
+layers, norm, head) in an order of layers. Tokens of several texts go through together, one after the other
+and without padding: they share the reading of the weights, and attention is each text's own. It reaches the
+caches through transformers' registry of attention functions: the pass is handed down as a keyword, so there
+is no global state.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -22,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
+from offload_rt.layers import LayerPlan
 
 ATTENTION_NAME = "offload_rt"
 
@@ -30,6 +33,63 @@ class AttentionPass(Protocol):
     """What attends for the layers of one forward pass: a cache, or one layer of a prefill."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One text's share of a pass.
+
+    Attributes:
+        rows: logits are wanted after so many of the last tokens.
+        hidden: their hidden states are wanted too.
+    """
+
+    cache: Cache
+    new: NewTokens
+    rows: int
+    hidden: bool = False
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the new tokens in their text."""
+        return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a pass computed for one part.
+
+    Attributes:
+        logits: `[rows, vocabulary]`.
+        hidden: `[rows, hidden_size]`, after the last layer, where they were asked for.
+        error: what went wrong in this part alone; the logits mean nothing then.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    error: Exception | None = None
+
+
+class _Together:
+    """Attention of several parts: each over its own cache. A part that fails does not stop the others."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._caches = [part.cache for part in parts]
+        self._counts = [part.new.count for part in parts]
+        self.errors: list[Exception | None] = [None] * len(parts)
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        split = (tensor.split(self._counts, dim=1) for tensor in (queries, keys, values))
+        outs = []
+        for number, (cache, asked, key, value) in enumerate(zip(self._caches, *split, strict=True)):
+            if self.errors[number] is None:
+                try:
+                    outs.append(cache.attend(layer, asked, key, value, scale))
+                    continue
+                except Exception as error:
+                    self.errors[number] = error
+            outs.append(torch.zeros_like(asked))
+        return torch.cat(outs, dim=1)
 
 
 class NotANumber(UsageError):
@@ -121,91 +181,158 @@ class CausalModel:
         self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
     ) -> Tensor:
         """Hidden states `[1, tokens, hidden_size]` through one decoder layer."""
-        return self._run([layer], hidden, positions, attention_pass)
+        return self._run([(layer,)], hidden, positions, attention_pass)
 
     def _run(
-        self, order: Sequence[int], hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
+        self,
+        groups: Iterable[tuple[int, ...]],
+        hidden: Tensor,
+        positions: Tensor,
+        attention_pass: AttentionPass,
+        plan: LayerPlan | None = None,
     ) -> Tensor:
         position_ids = positions[None]
-        rotation = self._body.rotary_emb(hidden, position_ids=position_ids)
+        given = {
+            "attention_mask": None,
+            "position_ids": position_ids,
+            "position_embeddings": self._body.rotary_emb(hidden, position_ids=position_ids),
+            "attention_pass": attention_pass,
+        }
         # Switched for the pass alone: between passes the model is its owner's, and other LLMs may share it.
         with _attention_through(self.module, ATTENTION_NAME):
-            for layer in order:
-                hidden = self._blocks[layer](
-                    hidden,
-                    attention_mask=None,
-                    position_ids=position_ids,
-                    position_embeddings=rotation,
-                    attention_pass=attention_pass,
-                )
+            for group in groups:
+                if len(group) == 1 and (plan is None or plan.exact(group[0])):
+                    hidden = self._blocks[group[0]](hidden, **given)
+                else:
+                    hidden = self._run_group(group, hidden, given, plan)
         return hidden
+
+    def _run_group(
+        self, group: tuple[int, ...], hidden: Tensor, given: dict[str, Any], plan: LayerPlan | None
+    ) -> Tensor:
+        """The attention blocks of a group over its input, then its MLP blocks in order; see `LayerPlan`."""
+        attended: dict[int, Tensor] = {}
+        for layer in group:
+            if plan is None or layer not in plan.no_attention:
+                block = self._blocks[layer]
+                attended[layer] = block.self_attn(block.input_layernorm(hidden), **given)[0]
+        for layer in group:
+            block = self._blocks[layer]
+            if layer in attended:
+                hidden = hidden + attended[layer]
+            if plan is None or layer not in plan.no_mlp:
+                hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return hidden
+
+    def layer_plan(self, text: str) -> LayerPlan | None:
+        """The order of layers that `text` describes, checked against this model; None: all in turn.
+
+        Raises:
+            UsageError: it is not one of this model, or the model's layers are not built of blocks in the
+                usual way, so that they cannot be grouped or left out.
+        """
+        plan = LayerPlan.parse(text, self.layers)
+        if plan is not None:
+            self._check_blocks(text)
+        return plan
+
+    @torch.inference_mode()
+    def _check_blocks(self, text: str) -> None:
+        """Compares a layer that is run block by block with the whole one."""
+        hidden = self.embed(torch.arange(5, device=self.device) * 7 % self.vocabulary)
+        positions = torch.arange(5, device=self.device)
+        probe = _Probe(self.kv_heads, self.head_dim)
+        whole = self.run_layer(0, hidden, positions, probe)
+        given = {
+            "attention_mask": None,
+            "position_embeddings": self._body.rotary_emb(hidden, position_ids=positions[None]),
+            "attention_pass": probe,
+        }
+        try:
+            with _attention_through(self.module, ATTENTION_NAME):
+                blocks = self._run_group((0,), hidden, given, None)
+        except (AttributeError, TypeError) as error:
+            raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
+        if not torch.allclose(whole, blocks, rtol=1e-2, atol=1e-3):
+            raise UsageError(
+                f"layers {text!r}: {self.name} ({_kind(self.module)}) does more in a layer than attention "
+                "and an MLP, each added to its input; use layers all"
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states `[1, tokens, hidden_size]` to logits `[tokens, vocabulary]`."""
-        scores: Tensor = self.module.lm_head(self._body.norm(hidden))[0]
-        return scores
+        logits: Tensor = self.module.lm_head(self._body.norm(hidden))[0]
+        return logits
 
     @torch.inference_mode()
-    def forward(
-        self,
-        cache: Cache,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        new: NewTokens,
-        rows: int,
-        drawn: Tensor | None = None,
-    ) -> Tensor:
-        """One pass of new tokens over `cache`; their KV is pending there afterwards.
+    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        """One pass of new tokens of several texts; their KV is pending in the caches afterwards.
 
         Nothing here waits for the device. Who reads what is drawn from the logits looks for NaN then, and
         asks `raise_nan` where it comes from.
 
         Args:
-            tokens: the first of the new tokens.
-            positions: of all of them.
-            drawn: those after `tokens`, where they are known on the device alone.
-
-        Returns:
-            Logits `[rows, vocabulary]` after each of the last `rows` tokens.
+            plan: the order of layers; None: all of them, as the model does it.
         """
-        cache.begin(new)
-        numbers = self._numbers(tokens, positions, drawn)
-        return self.compute(cache, numbers[: new.count], numbers[new.count :], rows)
+        for part in parts:
+            part.cache.begin(part.new)
+        ids = torch.cat([part_ids(part, self.device) for part in parts])
+        positions = to_device([at for part in parts for at in part.positions], self.device)
+        together: AttentionPass = parts[0].cache if len(parts) == 1 else _Together(parts)
+        rows: list[int] = []
+        start = 0
+        for part in parts:
+            start += part.new.count
+            rows += range(start - part.rows, start)
+        hidden = self.compute(together, ids, positions, plan, rows)
+        return self._outputs(parts, hidden, together.errors if isinstance(together, _Together) else [None])
 
-    def compute(self, cache: Cache, ids: Tensor, places: Tensor, rows: int) -> Tensor:
-        """The part of a pass that is the device's alone, after `begin`; see `forward`."""
-        hidden = self._run(range(self.layers), self.embed(ids), places, cache)
-        return self.logits(hidden[:, -rows:])
+    def compute(
+        self,
+        attention_pass: AttentionPass,
+        ids: Tensor,
+        positions: Tensor,
+        plan: LayerPlan | None,
+        rows: Sequence[int],
+    ) -> Tensor:
+        """The part of a pass that is the device's alone, after `begin`: hidden states of the `rows`."""
+        groups = ((layer,) for layer in range(self.layers)) if plan is None else plan.groups
+        hidden = self._run(groups, self.embed(ids), positions, attention_pass, plan)
+        if len(rows) == hidden.shape[1]:
+            return hidden
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return hidden[:, rows[0] : rows[-1] + 1]
+        return hidden[:, to_device(rows, self.device)]
 
-    def _numbers(self, tokens: Sequence[int], others: Sequence[int], drawn: Tensor | None) -> Tensor:
-        """Token ids on the device, then other numbers, in one copy."""
-        numbers = to_device([*tokens, *others], self.device)
-        if drawn is None:
-            return numbers
-        return torch.cat([numbers[: len(tokens)], drawn, numbers[len(tokens) :]])
+    def _outputs(
+        self, parts: Sequence[Part], hidden: Tensor, errors: Sequence[Exception | None]
+    ) -> list[Output]:
+        counts = [part.rows for part in parts]
+        split = zip(parts, self.logits(hidden).split(counts), hidden[0].split(counts), errors, strict=True)
+        return [
+            Output(logits, states if part.hidden else None, error) for part, logits, states, error in split
+        ]
 
     @torch.inference_mode()
-    def raise_nan(
-        self, cache: Cache, tokens: Sequence[int], positions: Sequence[int], new: NewTokens
-    ) -> NoReturn:
-        """Says why this pass has NaN logits, by running it again; the cache is as it was before the pass.
+    def raise_nan(self, part: Part) -> NoReturn:
+        """Says why this part's logits are NaN, by running it again over its cache as it was before.
 
         Raises:
             NotANumber: naming the weight or the layer.
         """
-        numbers = self._numbers(tokens, positions, None)
-        raise NotANumber(self._locate_nan(cache, numbers[: new.count], numbers[new.count :], new))
+        positions = to_device(part.positions, self.device)
+        raise NotANumber(self._locate_nan(part, part_ids(part, self.device), positions))
 
-    def _locate_nan(self, cache: Cache, tokens: Tensor, positions: Tensor, new: NewTokens) -> str:
+    def _locate_nan(self, part: Part, tokens: Tensor, positions: Tensor) -> str:
         for name, parameter in self.module.named_parameters():
             if bool(parameter.isnan().any()):
                 return (
                     f"{self.name}: logits are NaN because the weight {name} has NaN entries; check its file"
                 )
-        cache.begin(new)
+        part.cache.begin(part.new)
         hidden = self.embed(tokens)
         for layer in range(self.layers):
-            hidden = self.run_layer(layer, hidden, positions, cache)
+            hidden = self.run_layer(layer, hidden, positions, part.cache)
             if bool(hidden.isnan().any()):
                 return (
                     f"{self.name}: logits are NaN; the first NaN is in the output of layer {layer}. "
@@ -230,7 +357,8 @@ class CausalModel:
             with torch.inference_mode():
                 with _attention_through(self.module, "sdpa"):
                     expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
-                found = self.logits(self._run(range(self.layers), self.embed(tokens), positions, probe))
+                layers = ((layer,) for layer in range(self.layers))
+                found = self.logits(self._run(layers, self.embed(tokens), positions, probe))
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -245,6 +373,13 @@ class CausalModel:
                 "between its embedding, decoder layers, norm and head"
             )
         switch.checked = True
+
+
+def part_ids(part: Part, device: torch.device) -> Tensor:
+    """Ids of a part's new tokens on the device, `[count]`."""
+    new = part.new
+    known = to_device(new.known, device)
+    return known if new.drawn is None else torch.cat([known, new.drawn.on(device)])
 
 
 class _Probe:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload_rt.caches.full import FullCache, LayerPrefill
+from offload_rt.attention import attend, merge
+from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.model import CausalModel
 
 Progress = Callable[[int, int], None]
@@ -40,22 +41,78 @@ def prefill(
     Returns:
         With `outputs`, hidden states after the last layer, `[1, tokens, hidden_size]`; else None.
     """
-    if not tokens or cache.length:
+    if not tokens or cache.verified_length:
         raise ValueError("a prefill needs at least one token and an empty cache")
     count = len(tokens)
     hidden = model.embed(torch.tensor(tokens, device=model.device))
     positions = torch.arange(count, device=model.device)
     last_queries = []
+    prompt = PromptAttention(cache, count)
     for layer in range(model.layers):
-        kv_alone = layer == model.layers - 1 and not outputs
-        layer_pass = LayerPrefill(cache, count, kv_alone=kv_alone)
+        prompt.begin(kv_alone=layer == model.layers - 1 and not outputs)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], layer_pass)
+            hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], prompt)
             if progress is not None:
                 progress(layer * count + min(start + chunk, count), model.layers * count)
-        last_queries.append(layer_pass.last_queries)
-    cache.engine.flush()
-    cache.start_from(count)
-    cache.last_queries = torch.stack(last_queries)
+        last_queries.append(prompt.last_queries)
+    cache.finish_prefill(count, torch.stack(last_queries))
     return hidden if outputs else None
+
+
+class PromptAttention:
+    """Attention of a prompt, one layer after the other: queries come chunk by chunk, keys stay at hand.
+
+    On a CPU they stay in the store itself. On a GPU one layer's KV is on the device while the layer is
+    computed, and is written back to the store meanwhile; it crosses the link once and is never read back.
+
+    Args:
+        tokens: length of the whole prompt.
+    """
+
+    def __init__(self, cache: FullCache, tokens: int) -> None:
+        self._cache = cache
+        self._tokens = tokens
+        self._done = 0
+        self._kv_alone = False
+        self._whole: tuple[Tensor, Tensor] | None = None
+        if not cache.engine.link.in_place:
+            shape = (cache.layout.kv_heads, tokens, cache.layout.head_dim)
+            keys = torch.empty(shape, dtype=cache.layout.dtype, device=cache.device)
+            self._whole = (keys, torch.empty_like(keys))
+        self.last_queries = torch.empty(0)
+
+    def begin(self, *, kv_alone: bool) -> None:
+        """Turns to the next layer.
+
+        Args:
+            kv_alone: the layer's output is not needed, so nothing is attended.
+        """
+        self._done = 0
+        self._kv_alone = kv_alone
+        if self._whole is not None:
+            self._cache.engine.flush()  # the next layer takes the buffer that is being written back
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        cache, start = self._cache, self._done
+        self._done += keys.shape[1]
+        cache.scale = scale
+        newest = queries if start == 0 else torch.cat([self.last_queries, queries[:, -LAST_QUERIES:]], dim=1)
+        # Copied: a view would keep the whole chunk's projections alive.
+        self.last_queries = newest[:, -LAST_QUERIES:].clone()
+        if self._whole is not None:
+            self._whole[0][:, start : self._done] = keys
+            self._whole[1][:, start : self._done] = values
+            history = [(self._whole[0][:, :start], self._whole[1][:, :start])] if start else []
+            written = [half[:, start : self._done] for half in self._whole]
+            cache.engine.write_back(layer, written[0], written[1])
+            if self._done == self._tokens:
+                cache.keep_resident(layer, *self._whole)
+        else:
+            history = cache.sequence.views(layer, 0, start)
+            cache.sequence.append(layer, keys, values)
+        if self._kv_alone:
+            return torch.zeros_like(queries)
+        parts = [attend(cache.backend, queries, *segment, scale) for segment in history]
+        parts.append(cache.backend.causal(queries, keys, values, scale))
+        return merge(parts)[0]

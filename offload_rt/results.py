@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from offload_rt.errors import UsageError
-from offload_rt.sampling import SamplingLaw
+from offload_rt.sampling import Sampler
 
-FinishReason = Literal["length", "eos", "stop", "interrupted"]
+FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class SamplingParams:
         max_tokens: generate at most so many.
         stop: strings that end the text where they begin.
         seed: repeats the same tokens on the same machine, where the same shares of the KV lie in the same
-            places (planned ones follow the memory that is free); None: a different text each time, and
-            measured times may decide how much is drafted.
+            places (planned ones follow the memory that is free); None: one is drawn, and the result tells it.
         ignore_eos: do not stop at the model's end-of-text tokens.
     """
 
@@ -33,11 +32,11 @@ class SamplingParams:
     top_k: int = 0
     max_tokens: int = 256
     stop: Sequence[str] = ()
-    seed: int | None = 0
+    seed: int | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        SamplingLaw(self.temperature, self.top_p, self.top_k)  # says what is out of range
+        Sampler(self.temperature, self.top_p, self.top_k)  # says what is out of range
         if self.max_tokens < 1:
             raise UsageError(f"max tokens {self.max_tokens} is out of range: use 1 or more")
         if isinstance(self.stop, str):
@@ -116,6 +115,7 @@ class GenerationResult:
         text: their text, up to a stop string.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
         plain_tokens: decoded without drafts because speculation did not pay.
+        error: what went wrong, where the text of a batch ended with an error.
     """
 
     model: str
@@ -135,11 +135,12 @@ class GenerationResult:
     memory: Memory
     plain_tokens: int = 0
     notices: list[str] = field(default_factory=list)
+    error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `offload-rt generate --json` writes them."""
         values = asdict(self)
-        del values["plain_tokens"], values["notices"], values["transfer"]["bytes_abandoned"]
+        del values["plain_tokens"], values["notices"], values["error"], values["transfer"]["bytes_abandoned"]
         for level in values["levels"]:
             del level["rounds"]
         return values

@@ -1,7 +1,7 @@
-"""From logits to the law of the next token, and from a law to a token.
+"""From logits to the probabilities of the next token, and from those to a token.
 
-A *law* is a probability vector over the vocabulary, after temperature, top-k and top-p. Every model of a
-composition uses the same `SamplingLaw`, and every random choice of the program is made by one `Draws`.
+Every model of a composition uses the same `Sampler`, and every random choice of the program is made by
+one `Draws`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from offload_rt.errors import UsageError
+from offload_rt.trees import Tree
 
 
 @dataclass(frozen=True)
-class SamplingLaw:
-    """How logits become a law: temperature first, then top-k, then top-p, as transformers orders them.
+class Sampler:
+    """How logits become probabilities: temperature, then top-k, then top-p, in the order of transformers.
 
     Attributes:
-        temperature: 0 means greedy: the law is all on the largest logit.
+        temperature: 0 is greedy: all probability is on the largest logit.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest most likely tokens whose probabilities reach this sum.
     """
@@ -42,10 +43,10 @@ class SamplingLaw:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def laws(self, logits: Tensor) -> Tensor:
-        """Laws `[rows, vocabulary]` of `logits` `[rows, vocabulary]`, in float32 or wider.
+    def probs(self, logits: Tensor) -> Tensor:
+        """Probabilities `[rows, vocabulary]` of `logits` `[rows, vocabulary]`, in float32 or wider.
 
-        Not defined for a greedy law: there the argmax alone is needed, see `choices`.
+        Not defined for a greedy sampler, which needs the argmax alone: see `choices`.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # The largest becomes 0 first: a tiny temperature must not make it infinite.
@@ -55,8 +56,8 @@ class SamplingLaw:
             wide = wide.masked_fill(wide < kth, -torch.inf)
         if self.top_p < 1.0:
             ordered, order = wide.sort(dim=-1, descending=True, stable=True)
-            law = ordered.softmax(-1)
-            before = law.cumsum(-1) - law
+            probs = ordered.softmax(-1)
+            before = probs.cumsum(-1) - probs
             ordered = ordered.masked_fill(before >= self.top_p, -torch.inf)
             wide = torch.full_like(wide, -torch.inf).scatter(-1, order, ordered)
         return wide.softmax(-1)
@@ -67,61 +68,53 @@ def choices(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def pick(law: Tensor, uniform: Tensor) -> Tensor:
-    """The token where the running sum of `law` passes the share `uniform` of the whole: the inverse CDF.
+def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The token where the running sum of each row passes the share `uniforms` of the whole (inverse CDF).
 
     Args:
-        law: `[vocabulary]`; need not be normalised. A token of probability 0 is never picked.
-        uniform: 0-d float64, at least 0 and below 1.
+        probs: `[..., vocabulary]`; need not be normalized. A token of probability 0 is never picked.
+        uniforms: `[...]` float64, at least 0 and below 1.
 
     Returns:
-        0-d, on the law's device: nothing waits for it.
+        `[...]` on the device of `probs`: nothing waits for it.
     """
-    cumulative = law.cumsum(0, dtype=torch.float64)
-    token = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
-    return token.clamp(max=len(law) - 1)  # beyond the end only where the law is NaN
-
-
-def accepted_before(uniforms: Tensor, probabilities: Tensor) -> Tensor:
-    """How many trials succeed before the first that fails; trial i does where uniform < probability; 0-d."""
-    return (uniforms < probabilities).long().cumprod(0).sum()
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    at = (uniforms * cumulative[..., -1])[..., None]
+    tokens = torch.searchsorted(cumulative, at, right=True)[..., 0]
+    return tokens.clamp(max=probs.shape[-1] - 1)  # beyond the end only where a row is NaN or all 0
 
 
 class Draws(Protocol):
     """Every random choice the program makes. Results stay on the device of what they are drawn from."""
 
-    def categorical(self, law: Tensor) -> Tensor:
-        """A token from `law` `[vocabulary]`, which need not be normalised; 0-d."""
+    def categorical(self, probs: Tensor) -> Tensor:
+        """A token from each row of `probs` `[..., vocabulary]`, which need not be normalized; `[...]`."""
 
-    def accept(self, probability: float) -> bool:
-        """True with the given probability (1 and above: always)."""
+    def descend(self, tree: Tree, chances: Tensor) -> Tensor:
+        """Walks down a tree from its root; returns the row of the last accepted node, 0-d.
 
-    def accepted(self, probabilities: Tensor) -> Tensor:
-        """How many of these trials `[trials]` succeed, in order, before the first that fails; 0-d."""
+        At each node its children are tried in order, and child `i` is accepted with probability
+        `chances[i]` (1 and above: always). Row 0 is the root, row `1 + i` is node `i`.
+        """
 
 
 class GeneratorDraws:
     """Draws from explicit torch generators of one seed: the same seed repeats the same tokens."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        kinds = {"cpu": torch.device("cpu"), torch.device(device).type: torch.device(device)}
-        self._generators = {
-            kind: torch.Generator(device=place).manual_seed(seed) for kind, place in kinds.items()
-        }
-        self._coins = {
-            kind: torch.Generator(device=place).manual_seed(seed ^ 0x5DEECE66D)
-            for kind, place in kinds.items()
-        }
+        places = {"cpu": torch.device("cpu"), torch.device(device).type: torch.device(device)}
+        self._tokens = _generators(places, seed)
+        self._coins = _generators(places, seed ^ 0x5DEECE66D)
 
-    def categorical(self, law: Tensor) -> Tensor:
-        return pick(law, _uniforms((), law.device, self._generators))
+    def categorical(self, probs: Tensor) -> Tensor:
+        return pick(probs, _uniforms(probs.shape[:-1], probs.device, self._tokens))
 
-    def accept(self, probability: float) -> bool:
-        return bool(_uniforms((), torch.device("cpu"), self._coins) < probability)
+    def descend(self, tree: Tree, chances: Tensor) -> Tensor:
+        return tree.descend(_uniforms(chances.shape, chances.device, self._coins) < chances)
 
-    def accepted(self, probabilities: Tensor) -> Tensor:
-        uniforms = _uniforms(probabilities.shape, probabilities.device, self._coins)
-        return accepted_before(uniforms, probabilities)
+
+def _generators(places: Mapping[str, torch.device], seed: int) -> dict[str, torch.Generator]:
+    return {kind: torch.Generator(device=place).manual_seed(seed) for kind, place in places.items()}
 
 
 def _uniforms(

@@ -1,163 +1,202 @@
-"""One text being continued: its KV in the store, its caches, its composition."""
+"""One text being continued: its tokens, its KV, its caches, its composition; nothing of other texts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
-from cpu_kv import KVLayout, Link, PagedKVStore, TransferCounters, TransferEngine
+from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
 from offload_rt.attention import AttentionBackend, choose_backend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
 from offload_rt.config import TARGET_RETRIEVED, Config
-from offload_rt.draft_length import DraftLength
-from offload_rt.drafting.base import Text
+from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
-from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.drafting.verifier import Sampling
 from offload_rt.errors import UsageError
-from offload_rt.governor import Governor
 from offload_rt.model import CausalModel
+from offload_rt.pace import Pace, RoundTimes
+from offload_rt.passes import run_alone
 from offload_rt.prefill import Progress, prefill
-from offload_rt.schedule import PassLane, Schedule
 from offload_rt.timeline import NO_TIMELINE, Timeline
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all texts of an engine share."""
+
+    target: CausalModel
+    draft: CausalModel | None
+    store: PagedKVStore
+    link: Link
+    backend: AttentionBackend
+    timeline: Timeline = NO_TIMELINE
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a text is continued.
+
+    Attributes:
+        max_tokens: how many may be generated.
+        stop_tokens: the text ends with the first of these, wherever in a draft it occurs.
+        clock: whether measured times may decide how much is drafted: not where a seed repeats its tokens.
+    """
+
+    sampling: Sampling
+    max_tokens: int
+    stop_tokens: Collection[int] = ()
+    clock: bool = True
 
 
 class Session:
     """Owns what a text needs, from its prefill to `close`.
 
     Args:
-        text: the prompt; grows by what is generated.
-        max_tokens: how many may be generated; room for them is reserved.
+        prompt: its tokens.
         shares: which shares of the KV are not streamed.
+
+    Attributes:
+        tokens: the prompt, and what is generated.
+        verifier: the composition; the target over its full cache.
+        ready: a draft that was begun for the text as it is now.
+        rounds: times of the rounds so far.
     """
 
     def __init__(
         self,
+        shared: Shared,
         config: Config,
-        target: CausalModel,
-        draft: CausalModel | None,
-        store: PagedKVStore,
-        link: Link,
-        backend: AttentionBackend,
-        sampling: Sampling,
-        text: Sequence[int],
-        max_tokens: int,
-        stop_tokens: Collection[int],
+        prompt: Sequence[int],
+        continuation: Continuation,
         shares: Shares = EVERYTHING_STREAMED,
-        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.config = config
         self.planned = config  # stays, whatever it is recomposed to
-        self.text = list(text)
-        self.prompt_tokens = len(self.text)
-        self.stop_tokens = stop_tokens
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(self.tokens)
         self.prefill_ms = 0.0
-        self._target = target
-        self._draft = draft
-        self._backend = backend
-        self._timeline = timeline
-        self._sequence = store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
+        self.timeline = shared.timeline
+        self.ready: Proposal | None = None
+        self.rounds: list[RoundTimes] = []
+        self._shared = shared
+        self._ended = False
+        self._sequence = shared.store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
         with ExitStack() as failed:
             failed.callback(self._sequence.close)
-            self._sequence.reserve(len(self.text) + max_tokens)
+            self._sequence.reserve(len(self.tokens) + continuation.max_tokens)
             self.engine = TransferEngine(
                 self._sequence,
-                link,
+                shared.link,
                 segment_tokens=config.store.segment_tokens,
                 ring_buffers=config.store.ring_buffers,
             )
             failed.callback(self.engine.close)
-            cpu = None
+            self._cpu: CpuShare | None = None
             if shares.cpu_tokens:
-                cpu = CpuShare(choose_backend(torch.device("cpu")), target.device, timeline)
-                failed.callback(cpu.close)
+                backend = choose_backend(torch.device("cpu"))
+                self._cpu = CpuShare(backend, shared.target.device, shared.timeline)
+                failed.callback(self._cpu.close)
             self.full = FullCache(
                 self._sequence,
                 self.engine,
-                store.layout,
-                target.heads,
-                target.device,
-                backend,
+                shared.store.layout,
+                shared.target.heads,
+                shared.target.device,
+                shared.backend,
                 shares,
-                cpu,
+                self._cpu,
             )
-            self._cpu = cpu
-            # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-            self._lane = None if link.in_place else PassLane(self.full, timeline)
-            self._prompt_queries = self.full.last_queries
-            self.verifier = self._compose(sampling)
+            self._compose(continuation)
             failed.pop_all()
 
-    def _compose(self, sampling: Sampling) -> Verifier:
-        return compose(
+    def _compose(self, continuation: Continuation) -> None:
+        config, shared = self.config, self._shared
+        self._continuation = continuation
+        self.verifier = compose(
             Parts(
-                self.config,
-                self._target,
-                self._draft,
+                config,
+                shared.target,
+                shared.draft,
                 self.full,
-                sampling,
-                self.stop_tokens,
-                self._backend,
+                continuation.sampling,
+                continuation.stop_tokens,
+                shared.backend,
             )
         )
+        levels = config.speculation.levels
+        # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
+        ahead = 0 if shared.link.in_place or not levels else config.offload.ahead
+        self.pace = Pace(
+            self.verifier,
+            levels[-1].shape.deep(config.speculation.gamma2) if levels else None,
+            self.verifier.drafter.expected_acceptance,
+            ahead=ahead,
+            step_down=config.speculation.step_down,
+            clock=continuation.clock,
+        )
+        self.ready = None
+        self.rounds = []
+        self._ended = False
 
     def prefill(self, progress: Progress | None = None) -> None:
         """Takes the prompt but for its last token into the caches; that token opens the first round."""
         started = perf_counter()
-        prompt = self.text[:-1]
+        prompt = self.tokens[:-1]
         if prompt:
-            prefill(self._target, self.full, prompt, self.config.prefill.chunk, progress)
+            prefill(self._shared.target, self.full, prompt, self.config.prefill.chunk, progress)
         self.take_prompt()
         self.prefill_ms = 1e3 * (perf_counter() - started)
 
+    @torch.inference_mode()
     def take_prompt(self) -> None:
         """The full cache holds the prompt but for its last token: the drafts' caches fill themselves."""
-        self._prompt_queries = self.full.last_queries
-        self._fill_drafts()
-
-    @torch.inference_mode()
-    def _fill_drafts(self) -> None:
-        if self.full.length:
+        if self.full.verified_length:
             self.full.build_derived()
-        self.verifier.drafter.prefill(Text(self.text))
-
-    def draft_length(self, clock: bool) -> int | DraftLength:
-        """Tokens to draft for a verification, or what chooses them as it runs."""
-        speculation = self.config.speculation
-        if not speculation.levels or speculation.gamma2:
-            return speculation.gamma2 if speculation.levels else 0
-        return DraftLength(self.verifier, clock=clock, ahead=self._lane is not None and self._ahead > 0)
-
-    def governor(self, clock: bool, length: int | DraftLength) -> Governor:
-        """Watches whether this composition pays; see `Governor`."""
-        step_down = self.config.speculation.step_down
-        return Governor(length, step_down=step_down, forecast=self.verifier, clock=clock)
-
-    def schedule(self, clock: bool, length: int | DraftLength = 0) -> Schedule:
-        """What runs when, for one continuation; see `Schedule`."""
-        fitted = length if isinstance(length, DraftLength) else None
-        return Schedule(self.verifier, self._lane, self._ahead, fitted, clock=clock, timeline=self._timeline)
+        run_alone(self.verifier.drafter.prefill(self.view))
+        self.pace.begin(len(self.tokens))
 
     @property
-    def _ahead(self) -> int:
-        return self.config.offload.ahead if self.config.speculation.levels else 0
+    def view(self) -> TokenView:
+        """The text so far."""
+        return TokenView(self.tokens)
+
+    @property
+    def stop_tokens(self) -> Collection[int]:
+        """The text ends with the first of these."""
+        return self._continuation.stop_tokens
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be generated."""
+        return self._continuation.max_tokens - (len(self.tokens) - self.prompt_tokens)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete."""
+        return self._ended or self.room <= 0
+
+    def extend(self, round: Round, times: RoundTimes) -> None:
+        """Appends what a round yielded, up to a stop token."""
+        length = len(self.tokens)
+        self.tokens += round.tokens
+        self.verifier.drafter.observe(self.view, round)
+        self.pace.observe(length, round, times)
+        self.rounds.append(times)
+        end = next((at for at, token in enumerate(round.tokens) if token in self.stop_tokens), None)
+        if end is not None:
+            del self.tokens[length + end + 1 :]
+            self._ended = True
 
     def stop(self) -> None:
-        """Ends what runs or was begun for a pass that nobody will ask for."""
-        if self._lane is not None:
-            self._lane.give_up()
+        """Ends what was begun for a pass that nobody will ask for; no pass of this text may be running."""
         self.full.abandon()
 
-    def rewind(self) -> None:
-        """Back to the end of the prompt."""
-        del self.text[self.prompt_tokens :]
-        self.full.truncate(self.prompt_tokens - 1)
-        self.full.last_queries = self._prompt_queries
-
-    def recompose(self, config: Config, sampling: Sampling, stop_tokens: Collection[int]) -> None:
+    def rerun(self, config: Config, continuation: Continuation) -> None:
         """Back to the end of the prompt, with another composition over the same full cache.
 
         `prefill_ms` and the transfer counters are those of the new composition from here on; the keys of
@@ -175,31 +214,24 @@ class Session:
                 f"{'none' if held is None else f'chunks of {held}'} summarised: generate with it first"
             )
         started = perf_counter()
-        self.rewind()
+        del self.tokens[self.prompt_tokens :]
+        self.full.rewind()
         self.full.derived.clear()
         self.engine.counters = TransferCounters()
         self.config = config
-        self.stop_tokens = stop_tokens
-        self.verifier = self._compose(sampling)
-        self._fill_drafts()
+        self._compose(continuation)
+        self.take_prompt()
         self.prefill_ms = 1e3 * (perf_counter() - started)
 
     def close(self) -> None:
-        """Gives the KV back."""
+        """Gives the KV back. Idempotent."""
         with ExitStack() as closing:
             closing.callback(self._sequence.close)
             closing.callback(self.engine.close)
             closing.callback(self.full.abandon)
             if self._cpu is not None:
                 closing.callback(self._cpu.close)
-            if self._lane is not None:
-                closing.callback(self._lane.close)
 
 
 def _retrieves(config: Config) -> bool:
-    return TARGET_RETRIEVED in config.speculation.levels
-
-
-def kv_layout(model: CausalModel, page_size: int) -> KVLayout:
-    """How the model's KV lies in the store."""
-    return KVLayout(model.layers, model.kv_heads, model.head_dim, model.dtype, page_size)
+    return TARGET_RETRIEVED in config.speculation.names

@@ -10,6 +10,24 @@ from offload_rt.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = None) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
+    """
+    longest = tokenizer.model_max_length
+    tokenizer.model_max_length = 10**12  # its warning about long prompts does not apply
+    tokens: list[int] = tokenizer(text)["input_ids"]
+    tokenizer.model_max_length = longest
+    if last is None or len(tokens) <= last:
+        return tokens
+    if last > 1 and tokens[0] == tokenizer.bos_token_id:
+        return [tokens[0], *tokens[len(tokens) - last + 1 :]]
+    return tokens[len(tokens) - last :]
+
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What tokenizers write for bytes that are no character, or not yet one."""
 

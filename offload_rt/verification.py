@@ -1,33 +1,126 @@
 """The rules of acceptance: what makes speculation lossless.
 
-Pure functions of a draft and of the verifier's laws; no model, no cache. Row 0 of `laws` is the
-verifier's law after the text so far, row 1 + i its law after draft node i.
+Pure functions of a draft and of the verifier's probabilities; no model, no cache, and no wait of the host:
+whatever the draft, its verdict is two numbers on the device. Row 0 of `probs` is the verifier's distribution
+after the text so far, row `1 + i` the one after draft node `i`.
 
 Two rules cover every draft:
 
-- a draft whose tokens were *sampled* reports, for each node, the law that its token was drawn from given
-  its elder siblings. Children of a node are tried in order: accept x with min(1, p(x) / q(x)), else p
-  becomes norm(max(0, p - q)) (Leviathan et al. 2023, theorem 1; for several children SpecInfer and
-  Sequoia: multi-round rejection). When no child is left, the token is drawn from what p has become.
-- a *deterministic* draft (look-up, any greedy choice) reports no laws: the token is drawn from the
-  verifier's own law, and the walk goes on through the child that bears it, if there is one. At
-  temperature 0 this is the rule for every draft.
+- A *sampled* draft reports for each node the probabilities `q` that its token was drawn from, given its
+  elder siblings. Children of a node are tried in order: accept `x` with min(1, p(x) / q(x)), else `p` becomes
+  norm(max(0, p - q)) (Leviathan et al. 2023, theorem 1; for several children SpecInfer and Sequoia:
+  multi-round rejection). When no child is left, the token is drawn from what `p` has become.
+- A *deterministic* draft (look-up, any greedy choice) reports none: it is the sampled one whose `q` is all on
+  its token. Trying the children in order then means accepting each with the probability that the verifier
+  itself draws it.
 
-The walk down a tree is the host's. Below the root of a chain there is nothing to choose between, so all its
-nodes are judged at once where the laws are: `verify_chain` waits for no one.
+How far a draft goes, and whether a sibling is drawn at all, may depend on anything that was drawn before,
+but a node that has been drawn is never dropped: dropping it by its cost would bias the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from offload_rt.host import to_device
 from offload_rt.sampling import Draws
+from offload_rt.trees import Tree, on_device
 
-ROOT = -1
+
+class Tokens:
+    """Token ids that the host knows, that stand on the device, or both.
+
+    What is drawn on a device stays there until a read that is needed anyway brings it along (`arrive`).
+
+    Args:
+        known: the ids, where the host knows them.
+        tensor: `[count]` int64 on the device, where they stand there.
+        nan: 0-d bool on the device: some of the logits that they were drawn from are NaN.
+        on_nan: called where `nan` turns out to be true; raises.
+    """
+
+    def __init__(
+        self,
+        known: Sequence[int] | None = None,
+        tensor: Tensor | None = None,
+        nan: Tensor | None = None,
+        on_nan: Callable[[], None] | None = None,
+        parts: Sequence[Tokens] = (),
+    ) -> None:
+        if known is None and tensor is None:
+            raise ValueError("tokens are known or stand on a device")
+        self._known = None if known is None else list(known)
+        self._tensor = tensor
+        self._nan = nan
+        self._on_nan = on_nan
+        self._parts = parts
+
+    @classmethod
+    def joined(cls, parts: Sequence[Tokens]) -> Tokens:
+        """All of them, one after the other; what arrives for the whole arrives for each."""
+        if len(parts) == 1:
+            return parts[0]
+        if all(part.arrived for part in parts):
+            return cls([token for part in parts for token in part.known])
+        device = next(part._tensor.device for part in parts if part._tensor is not None)
+        return cls(tensor=torch.cat([part.on(device) for part in parts]), parts=parts)
+
+    def __len__(self) -> int:
+        if self._known is not None:
+            return len(self._known)
+        assert self._tensor is not None
+        return len(self._tensor)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the host knows them."""
+        return self._known is not None
+
+    @property
+    def known(self) -> list[int]:
+        """The ids; RuntimeError before they have arrived."""
+        if self._known is None:
+            raise RuntimeError("these tokens are on the device alone: read them first")
+        return self._known
+
+    def on(self, device: torch.device) -> Tensor:
+        """The ids on `device`, `[count]`."""
+        if self._tensor is None:
+            self._tensor = to_device(self.known, device)
+        return self._tensor
+
+    def pending(self) -> list[Tensor]:
+        """What a read has to bring: nothing, or ids and whether NaN was met."""
+        if self.arrived:
+            return []
+        assert self._tensor is not None
+        probes = [nan for part in (self, *self._parts) if (nan := part._nan) is not None]
+        return [self._tensor, *([torch.stack(probes).any()] if probes else [])]
+
+    def arrive(self, read: Sequence[Tensor]) -> None:
+        """Takes what was read of `pending`.
+
+        Raises:
+            NotANumber: the tokens mean nothing.
+        """
+        if not read:
+            return
+        self._take(read[0].tolist())
+        if len(read) > 1 and bool(read[1]):
+            for part in (self, *self._parts):
+                if part._on_nan is not None:
+                    part._on_nan()
+
+    def _take(self, ids: list[int]) -> None:
+        self._known = ids
+        start = 0
+        for part in self._parts:
+            part._take(ids[start : start + len(part)])
+            start += len(part)
 
 
 @dataclass(frozen=True)
@@ -35,131 +128,93 @@ class Draft:
     """A tree of proposed tokens below the text so far.
 
     Attributes:
-        tokens: token of each node; a node comes after its parent and after its elder siblings. They may
-            still be on the device (`drafting.drawn.DrawnTokens`): looking at them makes the host wait.
-        parents: index of each node's parent, `ROOT` for the children of the text's last token.
-        laws: `[nodes, vocabulary]`, the law each token was drawn from given its elder siblings; None for
-            a deterministic draft.
-        scores: `[nodes, vocabulary]`, logits of the model that drafted, before each token: for guesses of
-            what a verification may yield, which decide nothing.
+        tokens: token of each node.
+        tree: how the nodes hang together.
+        probs: `[nodes, vocabulary]`, what each token was drawn from given its elder siblings; None for a
+            deterministic draft, whose tokens are certain.
     """
 
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    laws: Tensor | None = None
-    scores: Tensor | None = None
+    tokens: Tokens = field(default_factory=lambda: Tokens([]))
+    tree: Tree = field(default_factory=Tree)
+    probs: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.parents):
-            raise ValueError(f"{len(self.tokens)} tokens but {len(self.parents)} parents")
-        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError(f"parents {list(self.parents)} must be {ROOT} or an earlier node")
-        if self.laws is not None and len(self.laws) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens but laws of shape {tuple(self.laws.shape)}")
+        if len(self.tokens) != len(self.tree):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.tree)} parents")
+        if self.probs is not None and len(self.probs) != len(self.tree):
+            raise ValueError(f"{len(self.tree)} tokens but probs of shape {list(self.probs.shape)}")
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], laws: Tensor | None = None, scores: Tensor | None = None) -> Draft:
-        """The tree in which each node's parent is the one before it."""
-        return cls(tokens, range(ROOT, len(tokens) - 1), laws, scores)
+    def chain(cls, tokens: Sequence[int] | Tokens, probs: Tensor | None = None) -> Draft:
+        """Tokens of which each follows the one before it."""
+        tokens = tokens if isinstance(tokens, Tokens) else Tokens(tokens)
+        return cls(tokens, Tree.chain(len(tokens)), probs)
 
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
-
-    def children(self, node: int) -> list[int]:
-        """Children of `node` (or of `ROOT`), eldest first."""
-        return [child for child, parent in enumerate(self.parents) if parent == node]
+    def __len__(self) -> int:
+        return len(self.tree)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Attributes:
-    path: accepted nodes from the root down.
-    token: the verifier's own token after them.
+    """What a verification decided, on the device; reading it is the one wait of a round.
+
+    Attributes:
+        row: 0-d, of the last accepted node; 0: none was accepted.
+        token: 0-d, the verifier's own token after it.
     """
 
-    path: list[int]
-    token: int
+    row: Tensor
+    token: Tensor
 
 
-def verify_matching(draft: Draft, choose: Callable[[int], int]) -> Verdict:
-    """The rule for deterministic drafts.
-
-    Args:
-        choose: the token that the verifier itself takes at a row of its laws. Asked only where the walk
-            arrives, and once for each row.
-    """
-    path: list[int] = []
-    node = ROOT
-    while True:
-        token = choose(node + 1)
-        match = next((c for c in draft.children(node) if draft.tokens[c] == token), None)
-        if match is None:
-            return Verdict(path, token)
-        path.append(match)
-        node = match
+def verify_greedy(draft: Draft, chosen: Tensor) -> Verdict:
+    """The verdict where the verifier takes `chosen` `[1 + nodes]`, its most likely token of each row."""
+    if not len(draft):
+        return Verdict(chosen.new_zeros(()), chosen[0])
+    device = chosen.device
+    row = draft.tree.descend(draft.tokens.on(device) == chosen[draft.tree.parent_rows(device)])
+    return Verdict(row, chosen[row])
 
 
-def verify_sampled(draft: Draft, laws: Tensor, draws: Draws) -> Verdict:
-    """The rule for sampled drafts; `laws` `[1 + nodes, vocabulary]`."""
-    if draft.laws is None:
-        raise ValueError("a sampled draft reports the laws its tokens were drawn from")
-    path: list[int] = []
-    node = ROOT
-    while True:
-        law = laws[node + 1]
-        accepted = None
-        for child in draft.children(node):
-            token, proposal = draft.tokens[child], draft.laws[child]
-            if draws.accept(float(law[token]) / float(proposal[token])):
-                accepted = child
-                break
-            law = residual(law, proposal)
-        if accepted is None:
-            return Verdict(path, int(draws.categorical(law)))
-        path.append(accepted)
-        node = accepted
+def verify(draft: Draft, probs: Tensor, draws: Draws) -> Verdict:
+    """Tokens distributed as `probs` `[1 + nodes, vocabulary]` say, whatever was drafted."""
+    if not len(draft):
+        return Verdict(torch.zeros((), dtype=torch.long, device=probs.device), draws.categorical(probs[0]))
+    device, tree = probs.device, draft.tree
+    tokens, above = draft.tokens.on(device), tree.parent_rows(device)
+    # What is left of each row once the children tried so far are rejected; the last one's is taken off below.
+    left = probs if len(tree.ranks) == 1 else probs.clone()
+    last = torch.full((len(probs),), -1, device=device)
+    chances = torch.empty(len(tree), dtype=torch.float64, device=device)
+    for rank, elder in zip(tree.ranks, [[], *tree.ranks], strict=False):
+        nodes = on_device(tuple(rank), device)
+        rows = above[nodes]
+        if elder:
+            left[rows] = residual(left[rows], _proposal(draft, last[rows], probs))
+        likely = left[rows, tokens[nodes]].double()
+        drawn_from = torch.ones_like(likely)
+        if draft.probs is not None:
+            drawn_from = draft.probs[nodes, tokens[nodes]].double()
+        # A candidate beyond the support of its proposal was not drawn at all.
+        chances[nodes] = torch.where(drawn_from > 0, likely / drawn_from, 0.0)
+        last[rows] = nodes
+    row = draws.descend(tree, chances)
+    final, child = left.index_select(0, row[None]), last.index_select(0, row[None])
+    # Behind a leaf nothing was proposed, and nothing is taken off.
+    proposal = _proposal(draft, child.clamp(min=0), probs) * (child >= 0)[:, None]
+    return Verdict(row, draws.categorical(residual(final, proposal)[0]))
 
 
-def residual(law: Tensor, proposal: Tensor) -> Tensor:
-    """norm(max(0, law - proposal)); `law` itself where nothing is left (equal up to rounding)."""
-    rest = torch.clamp(law - proposal, min=0.0)
-    total = rest.sum()
-    return torch.where(total > 0, rest / total, law)
+def _proposal(draft: Draft, nodes: Tensor, probs: Tensor) -> Tensor:
+    """What the tokens of `nodes` `[n]` were drawn from, `[n, vocabulary]`."""
+    if draft.probs is not None:
+        return draft.probs.index_select(0, nodes)
+    certain = probs.new_zeros(len(nodes), probs.shape[1])
+    return certain.scatter_(1, draft.tokens.on(probs.device)[nodes][:, None], 1.0)
 
 
-def verify(draft: Draft, laws: Tensor, draws: Draws) -> Verdict:
-    """Tokens that follow `laws`, whatever was drafted."""
-    if draft.laws is not None:
-        return verify_sampled(draft, laws, draws)
-    return verify_matching(draft, lambda row: int(draws.categorical(laws[row])))
-
-
-def verify_chain(
-    tokens: Tensor, proposals: Tensor | None, laws: Tensor, draws: Draws
-) -> tuple[Tensor, Tensor]:
-    """Both rules for a chain, without the host: nothing here depends on a value.
-
-    A deterministic draft is one that was drawn from laws with all weight on its tokens.
-
-    Args:
-        tokens: `[nodes]`.
-        proposals: `[nodes, vocabulary]`, the laws the tokens were drawn from; None: deterministic.
-        laws: `[1 + nodes, vocabulary]`.
-
-    Returns:
-        How many tokens are accepted, and the verifier's own token after them; 0-d, on the device.
-    """
-    nodes = len(tokens)
-    if nodes == 0:
-        return tokens.new_zeros(()), draws.categorical(laws[0])
-    at = tokens[:, None]
-    if proposals is None:
-        proposals = torch.zeros_like(laws[1:]).scatter_(1, at, 1.0)
-    likely = laws[:-1].gather(1, at)[:, 0].double() / proposals.gather(1, at)[:, 0].double()
-    accepted = draws.accepted(likely)
-    row = accepted[None]
-    law = laws.index_select(0, row)[0]
-    # Behind the last node nothing was proposed, and nothing is taken off.
-    proposal = proposals.index_select(0, row.clamp(max=nodes - 1))[0] * (accepted < nodes)
-    return accepted, draws.categorical(residual(law, proposal))
+def residual(probs: Tensor, proposal: Tensor) -> Tensor:
+    """norm(max(0, probs - proposal)) by rows; `probs` where nothing is left (equal up to rounding)."""
+    rest = torch.clamp(probs - proposal, min=0.0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, probs)

@@ -13,7 +13,7 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.schedule import PassLane
+from offload_rt.passes import PassThread
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
 PAGE = 16
@@ -39,16 +39,16 @@ def engine_overrides(**offload: object) -> dict[str, object]:
 
 def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set while a pass runs in its thread."""
-    running, run = threading.Event(), PassLane._run
+    running, run = threading.Event(), PassThread._run
 
-    def watched(lane: PassLane, *arguments: Any) -> Any:
+    def watched(thread: PassThread, *arguments: Any) -> Any:
         running.set()
         try:
-            return run(lane, *arguments)
+            return run(thread, *arguments)
         finally:
             running.clear()
 
-    monkeypatch.setattr(PassLane, "_run", watched)
+    monkeypatch.setattr(PassThread, "_run", watched)
     return running
 
 

@@ -9,74 +9,132 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload_rt.attention import causal_mask
+from offload_rt.caches.held import HeldTokens
+from offload_rt.host import to_device
+from offload_rt.verification import Tokens
+
+WORD_BITS = 62
+"""Entries whose visibility one int64 tells."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens of one pass, as attention sees them.
+    """The tokens of one pass, as attention and the cache see them.
+
+    Each sees the verified text, its ancestors and itself. Ancestors are counted through: first the cache's
+    speculative entries, then the tokens of the pass.
 
     Attributes:
-        count: how many.
-        mask: additive `[count, count]`, who sees whom; None for a single token.
-        is_tree: they are not a chain, in which each sees all before it.
+        parents: of each token, in that count; -1: the verified text.
+        sees: for each token, the bits of what it sees, itself included.
+        known: ids of the first tokens.
+        drawn: those after `known`, which may stand on the device alone.
     """
 
-    count: int
-    mask: Tensor | None
-    is_tree: bool = False
+    parents: tuple[int, ...]
+    sees: tuple[int, ...]
+    known: Sequence[int]
+    drawn: Tokens | None = None
 
     @classmethod
-    def chain_and_tree(
-        cls, chain: int, parents: Sequence[int], device: torch.device, dtype: torch.dtype
+    def below(
+        cls, held: HeldTokens, parents: Sequence[int], known: Sequence[int], drawn: Tokens | None = None
     ) -> NewTokens:
-        """`chain` tokens in order, then tree nodes whose `parents` are node numbers, -1 the chain's end."""
-        count = chain + len(parents)
-        if count == 1:
-            return cls(1, None)
-        like = torch.empty(0, dtype=dtype, device=device)
-        if all(parent == node - 1 for node, parent in enumerate(parents)):
-            return cls(count, causal_mask(count, like))
-        sees = torch.zeros(count, count, dtype=torch.bool)
-        sees[:chain, :chain] = torch.ones(chain, chain, dtype=torch.bool).tril()
-        for node, parent in enumerate(parents):
-            sees[chain + node] = sees[chain + parent]
-            sees[chain + node, chain + node] = True
-        wide = torch.promote_types(dtype, torch.float32)
-        mask = torch.zeros(count, count, dtype=wide).masked_fill(~sees, -torch.inf)
-        return cls(count, mask.to(device), is_tree=True)
+        """New tokens over the speculative ones that `held` holds."""
+        sees = list(held.sees)
+        for parent in parents:
+            sees.append((sees[parent] if parent >= 0 else 0) | 1 << len(sees))
+        return cls(tuple(parents), tuple(sees[len(held) :]), known, drawn)
+
+    @classmethod
+    def chain(cls, count: int) -> NewTokens:
+        """`count` tokens in order behind the verified text, whatever they are."""
+        return cls.below(HeldTokens(), range(-1, count - 1), [0] * count)
+
+    @property
+    def count(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depths(self) -> list[int]:
+        """How far each token is behind the verified text; the first one's depth is 1."""
+        return [bits.bit_count() for bits in self.sees]
+
+    def sees_all(self, behind: int) -> bool:
+        """A single token that sees all `behind` speculative entries: no mask is needed."""
+        return self.count == 1 and self.sees[0] == (1 << behind + 1) - 1
+
+    def mask(self, behind: int, like: Tensor) -> Tensor:
+        """Additive mask `[count, behind + count]` over `behind` speculative entries and the pass's own.
+
+        In float32 or wider, on the device of `like`.
+        """
+        width, device = behind + self.count, like.device
+        mask = torch.zeros(self.count, width, dtype=_wide(like), device=device)
+        if all(bits == (1 << behind + 1 + at) - 1 for at, bits in enumerate(self.sees)):
+            return mask.fill_(-torch.inf).triu_(behind + 1)
+        words = to_device(self.words(-(-width // WORD_BITS)), device).view(self.count, -1)
+        return mask.masked_fill_(~seen(words, torch.arange(width, device=device)), -torch.inf)
+
+    def words(self, count: int) -> list[int]:
+        """`sees` in `count` numbers of `WORD_BITS` bits for each token."""
+        low = (1 << WORD_BITS) - 1
+        return [bits >> WORD_BITS * word & low for bits in self.sees for word in range(count)]
+
+    def token(self, index: int) -> tuple[Tokens, int]:
+        """Where the id of a token stands."""
+        if index < len(self.known):
+            return Tokens([self.known[index]]), 0
+        assert self.drawn is not None
+        return self.drawn, index - len(self.known)
+
+
+def seen(words: Tensor, columns: Tensor) -> Tensor:
+    """Whether each token sees each of the speculative entries `columns` `[n]`; `[tokens, n]` bool.
+
+    Args:
+        words: `[tokens, words]` int64, see `NewTokens.words`. Columns beyond them are not seen.
+    """
+    word = (columns // WORD_BITS).clamp(0, words.shape[1] - 1)
+    bits = words.index_select(1, word) >> columns % WORD_BITS & 1
+    return (bits == 1) & (columns < words.shape[1] * WORD_BITS)
+
+
+def _wide(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
 
 
 class Cache(Protocol):
-    """KV of the text so far, for one model and one sequence.
+    """KV of the text so far, for one model and one text.
 
-    A pass is `begin`, one `attend` a layer, then `commit`. What a pass computed is pending until then and
-    is forgotten by the next `begin`. Queries and new KV are `[heads, count, head_dim]` and
+    A pass is `begin`, one `attend` for each layer, then `commit`. What a pass computed is pending until then
+    and is forgotten by the next `begin`. Queries and new KV are `[heads, count, head_dim]` and
     `[kv_heads, count, head_dim]`, rotated.
+
+    Attributes:
+        held: tokens of the speculative entries.
     """
 
-    @property
-    def length(self) -> int:
-        """Number of tokens at the start of the text that the cache stands for."""
+    held: HeldTokens
 
     @property
     def verified_length(self) -> int:
-        """How many of those are final: no `truncate` goes behind them."""
+        """Number of tokens at the start of the text that the cache stands for, and that are final."""
 
     def begin(self, new: NewTokens) -> None:
-        """Starts a pass over new tokens that follow the first `length` ones."""
+        """Starts a pass over new tokens."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attention of the new tokens over the cache and themselves; `[heads, count, head_dim]`."""
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, kept: Sequence[int]) -> None:
         """Keeps these of the pass's tokens, in this order, and forgets the others."""
 
-    def truncate(self, length: int) -> None:
-        """Forgets all tokens from `length` on; ValueError for a length below `verified_length`."""
+    def keep(self, entries: Sequence[int]) -> None:
+        """Keeps these of the speculative entries, in this order, and forgets the others."""
 
     def settle(self) -> None:
-        """Says that every token now in the cache is final."""
+        """Makes every speculative entry final: together they are a chain behind the verified text."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +142,13 @@ class Verified:
     """What a pass of the full cache computed for the tokens that were accepted.
 
     Attributes:
+        tokens: their ids.
         keys, values: `[layers, kv_heads, tokens, head_dim]`.
         queries: `[layers, heads, tokens, head_dim]`.
         proposed: how many drafted tokens the pass verified; `tokens` are these accepted and the root.
     """
 
+    tokens: list[int]
     keys: Tensor
     values: Tensor
     queries: Tensor
@@ -102,7 +162,7 @@ class Refill(Protocol):
         """The text's tokens from `start` on pass by, `[kv_heads, n, head_dim]`.
 
         Args:
-            over_link: they lie in host memory, and what is taken must be sent.
+            over_link: they are in host memory, and what is taken must be sent.
         """
 
     def close(self) -> None:
@@ -120,9 +180,9 @@ class DerivedCache(Cache, Protocol):
         """
 
     def adopt(self, verified: Verified) -> None:
-        """Takes the KV of newly verified tokens in place of what was speculated for as many.
+        """Takes the KV of newly verified tokens in place of what was speculated for them.
 
-        Speculation behind those may stay: whoever speculated knows whether it still fits the text.
+        Speculation below the last of them stays: it is still right.
         """
 
     def catch_up(self) -> None:

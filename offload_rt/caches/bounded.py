@@ -5,7 +5,7 @@ where an old one stood. Speculative entries are kept apart at the end and become
 `settle` or `adopt`; taking them back never loses anything.
 
 A pass attends to as many entries as there are, or, after `fix`, to the whole buffer under a mask: then its
-shapes depend on nothing but the number of new tokens, and what differs from pass to pass is one number on
+shapes depend on nothing but the number of new tokens, and what differs from pass to pass is a few numbers on
 the device, as a CUDA graph needs it. Whatever lies behind the entries is hidden, and finite.
 """
 
@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from offload_rt.attention import AttentionBackend, attend
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.base import NewTokens, seen
+from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
+
+SPECULATIVE_ENTRIES = 128
+"""Room behind the verified entries: for the longest draft, and another one that is drafted ahead of it."""
+
+WORDS = 3
+"""Numbers that tell what a new token sees of them and of its pass, `WORD_BITS` entries each."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +45,13 @@ class _Frame:
     mask: Tensor | None
 
 
-SPECULATIVE_ENTRIES = 128
-"""Room behind the verified entries: for the longest draft, and another one that is drafted ahead of it."""
-
-
 class BoundedCache(ABC):
     """Verified entries `[0, entries)`, speculative ones behind; one buffer for all layers.
 
     Attributes:
         keys, values: `[layers, kv_heads, capacity, head_dim]`.
         entries: how many verified entries there are; the same for every layer and head.
+        held: tokens of the speculative entries.
         verified_length: how many tokens of the text are verified.
     """
 
@@ -63,8 +67,8 @@ class BoundedCache(ABC):
     ) -> None:
         self.budget = budget
         self.entries = 0
+        self.held = HeldTokens()
         self.verified_length = 0
-        self._speculative = 0
         self._backend = backend
         self._new: NewTokens | None = None
         self._frame: _Frame | None = None
@@ -73,42 +77,42 @@ class BoundedCache(ABC):
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
-    def length(self) -> int:
-        return self.verified_length + self._speculative
-
-    @property
     def end(self) -> int:
         """How many entries there are, speculative ones included: where a pass's new tokens go."""
-        return self.entries + self._speculative
+        return self.entries + len(self.held)
 
     def begin(self, new: NewTokens) -> None:
         self._new = new
         self._frame = None
         self._make_room(self.end + new.count)
 
-    def fix(self, end: Tensor) -> None:
-        """Makes the shapes of the pass that has begun those of every pass of as many tokens, in a chain.
+    def numbers(self, new: NewTokens) -> list[int]:
+        """What differs between passes of as many new tokens, for `fix`."""
+        return [self.entries, self.end, *new.words(WORDS)]
+
+    def fix(self, numbers: Tensor) -> None:
+        """Makes the shapes of the pass that has begun those of every pass of as many tokens.
 
         Args:
-            end: 0-d int64 on the device, the value of `end`. Nothing else is different in another pass.
+            numbers: int64 on the device, those of `numbers`. Nothing else is different in another pass.
         """
         if self._new is None:
             raise RuntimeError("fix without a pass: call begin first")
-        capacity = self.keys.shape[2]
-        slots = end + torch.arange(self._new.count, device=self.keys.device)
-        hidden = torch.arange(capacity, device=self.keys.device) > slots[:, None]
+        count, capacity, device = self._new.count, self.keys.shape[2], self.keys.device
+        entries, end, words = numbers[0], numbers[1], numbers[2:].view(count, WORDS)
+        behind = torch.arange(capacity, device=device) - entries
+        visible = (behind < 0) | seen(words, behind)
         wide = torch.promote_types(self.keys.dtype, torch.float32)
-        mask = torch.zeros(hidden.shape, dtype=wide, device=self.keys.device)
-        self._frame = _Frame(slots, capacity, mask.masked_fill_(hidden, -torch.inf))
+        mask = torch.zeros(visible.shape, dtype=wide, device=device).masked_fill_(~visible, -torch.inf)
+        self._frame = _Frame(end + torch.arange(count, device=device), capacity, mask)
 
     def _sliced(self, new: NewTokens) -> _Frame:
         start, stop = self.end, self.end + new.count
-        if new.mask is None:
+        if new.sees_all(len(self.held)):
             return _Frame(slice(start, stop), stop, None)
-        # Old entries are seen by every new token: a mask over all of them, one for all layers.
-        mask = new.mask.new_zeros(new.count, stop)
-        mask[:, start:] = new.mask
-        return _Frame(slice(start, stop), stop, mask)
+        # Verified entries are seen by every new token: a mask over all of them, one for all layers.
+        tail = new.mask(len(self.held), self.keys)
+        return _Frame(slice(start, stop), stop, torch.nn.functional.pad(tail, (self.entries, 0)))
 
     def _make_room(self, needed: int) -> None:
         capacity = self.keys.shape[2]
@@ -138,28 +142,32 @@ class BoundedCache(ABC):
         )
         return out
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:
             raise RuntimeError("commit without a pass")
-        start = self.end
-        if list(path) != list(range(len(path))):
-            kept = to_device(path, self.keys.device) + start
-            stop = start + len(path)
-            self.keys[:, :, start:stop] = self.keys[:, :, kept]
-            self.values[:, :, start:stop] = self.values[:, :, kept]
-        self._speculative += len(path)
-        self._new = None
+        new, self._new = self._new, None
+        held = len(self.held)
+        self._move([self.entries + held + index for index in kept], self.entries + held)
+        place = {held + index: held + at for at, index in enumerate(kept)}
+        for index in kept:
+            parent = new.parents[index]
+            self.held.add(new.token(index), place.get(parent, parent))
 
-    def truncate(self, length: int) -> None:
-        if not self.verified_length <= length <= self.length:
-            raise ValueError(
-                f"cannot truncate to {length}: tokens {self.verified_length} to {self.length} are speculative"
-            )
-        self._speculative = length - self.verified_length
+    def keep(self, entries: Sequence[int]) -> None:
+        self._move([self.entries + entry for entry in entries], self.entries)
+        self.held.keep(entries)
+
+    def _move(self, slots: Sequence[int], start: int) -> None:
+        """Brings the entries in `slots` to `start` and behind it."""
+        if list(slots) == list(range(start, start + len(slots))):
+            return
+        moved, stop = to_device(slots, self.keys.device), start + len(slots)
+        self.keys[:, :, start:stop] = self.keys[:, :, moved]
+        self.values[:, :, start:stop] = self.values[:, :, moved]
 
     def settle(self) -> None:
-        start, count = self.entries, self._speculative
-        self._speculative = 0
+        start, count = self.entries, len(self.held)
+        self.held.clear()
         if count:
             # Cloned: the verified region that takes them may grow into where they stand.
             self._take(
@@ -167,17 +175,22 @@ class BoundedCache(ABC):
                 self.values[:, :, start : start + count].clone(),
             )
 
-    def _behind(self, count: int) -> tuple[Tensor, Tensor]:
-        """Copies of the speculative entries behind the first `count` of them."""
-        kept = slice(min(self.entries + count, self.end), self.end)
-        return self.keys[:, :, kept].clone(), self.values[:, :, kept].clone()
+    def _still_right(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Takes out the speculative entries that descend from `tokens`, now verified; the others go.
+
+        Returns copies of their keys and values, for `_put_behind`.
+        """
+        path = self.held.match(tokens)
+        kept = self.held.below(path[-1]) if path and len(path) == len(tokens) else []
+        self.keep(kept)
+        slots = slice(self.entries, self.end)
+        return self.keys[:, :, slots].clone(), self.values[:, :, slots].clone()
 
     def _put_behind(self, keys: Tensor, values: Tensor) -> None:
-        """Makes them the speculative entries."""
-        start, self._speculative = self.entries, keys.shape[2]
+        """Puts the speculative entries behind the verified ones, which have become more."""
         self._make_room(self.end)
-        self.keys[:, :, start : self.end] = keys
-        self.values[:, :, start : self.end] = values
+        self.keys[:, :, self.entries : self.end] = keys
+        self.values[:, :, self.entries : self.end] = values
 
     def _take(self, keys: Tensor, values: Tensor) -> None:
         """Adds verified tokens `[layers, kv_heads, tokens, head_dim]` that follow the verified ones."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from cpu_kv import KVLayout, LayerStream, SequenceKV, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, merge
 from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
+from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, KeysValues, ResidentShare, Shares, Tail
 from offload_rt.host import to_device
 
@@ -49,7 +50,9 @@ class FullCache:
 
     Attributes:
         derived: caches of the same model to tell of every commit.
+        held: nothing: all that is committed here is final.
         scale: the softmax scale that the model attends with, known after its first pass.
+        last_queries: of the newest tokens, `[layers, heads, tokens, head_dim]`.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class FullCache:
         self.backend = backend
         self.shares = shares
         self.derived: list[DerivedCache] = []
+        self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
-        self.last_queries = torch.empty(0)  # of the newest tokens, [layers, heads, tokens, head_dim]
+        self.last_queries = self._prompt_queries = torch.empty(0)
+        self._prompt_tokens = 0
         self._cpu = cpu
         self._resident = ResidentShare(layout, shares.resident_tokens, device)
         self._tail = Tail(layout, device)
@@ -90,12 +95,8 @@ class FullCache:
         self._cancelled = threading.Event()
 
     @property
-    def length(self) -> int:
-        return self._tail.end
-
-    @property
     def verified_length(self) -> int:
-        return self.length
+        return self._tail.end
 
     def begin(self, new: NewTokens) -> None:
         if self._coverage is not None:
@@ -104,9 +105,10 @@ class FullCache:
         self._tail.drop(self._coverage.stream.end)
         self._tail.make_room(new.count)
         self._new = new
-        self._mask = new.mask
-        if new.mask is not None and self._tail.tokens:
-            self._mask = torch.nn.functional.pad(new.mask, (self._tail.tokens, 0))
+        self._mask = None
+        if not new.sees_all(0):
+            mask = new.mask(0, self._tail.keys)
+            self._mask = torch.nn.functional.pad(mask, (self._tail.tokens, 0))
         shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
@@ -117,8 +119,8 @@ class FullCache:
     def _open(self) -> _Coverage:
         """Starts a stream over the full pages of the text; the tail keeps the rest."""
         if self.engine.link.in_place:
-            return _Coverage(0, self.engine.stream(self.length))
-        end = self.length // self.layout.page_size * self.layout.page_size
+            return _Coverage(0, self.engine.stream(self.verified_length))
+        end = self.verified_length // self.layout.page_size * self.layout.page_size
         self.engine.collect()
         if self.sequence.length < end:
             self.engine.flush()
@@ -165,14 +167,15 @@ class FullCache:
                 refill.take(layer, at, keys, values, over_link=over_link)
                 at += keys.shape[1]
 
-    def commit(self, path: Sequence[int]) -> None:
+    def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:
             raise RuntimeError("commit without a pass")
-        proposed = self._new.count - 1
+        new = self._new
         self._new = self._coverage = None
-        keys, values = self._tail.commit(path)
-        chosen = to_device(path, self.device)
-        verified = Verified(keys, values, self._queries.index_select(2, chosen), proposed)
+        keys, values = self._tail.commit(kept)
+        ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
+        queries = self._queries.index_select(2, to_device(kept, self.device))
+        verified = Verified(ids, keys, values, queries, new.count - 1)
         for layer in range(self.layout.layers):
             self.engine.write_back(layer, keys[layer], values[layer])
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
@@ -193,8 +196,10 @@ class FullCache:
         self._new = self._coverage = self._ahead = None
         self._refills = []
 
-    @torch.inference_mode()  # a tail that a pass has let grow may be written to in no other mode
-    def truncate(self, length: int) -> None:
+    @torch.inference_mode()  # a tail that a pass has let grow is not writable in another mode
+    def rewind(self) -> None:
+        """Back to the end of the prompt: forgets all that came after its prefill."""
+        length, self.last_queries = self._prompt_tokens, self._prompt_queries
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
@@ -206,6 +211,17 @@ class FullCache:
             out = (self._tail.keys[layer, :, :held], self._tail.values[layer, :, :held])
             self.engine.read(layer, self._tail.start, length, out)
 
+    def finish_prefill(self, tokens: int, last_queries: Tensor) -> None:
+        """The store holds a prompt of `tokens` tokens.
+
+        Args:
+            last_queries: those of its last tokens, `[layers, heads, n, head_dim]`.
+        """
+        self.engine.flush()
+        self.start_from(tokens)
+        self._prompt_tokens = tokens
+        self.last_queries = self._prompt_queries = last_queries
+
     def start_from(self, length: int) -> None:
         """The store holds a text of `length` tokens, which a pass may follow.
 
@@ -215,12 +231,15 @@ class FullCache:
         start = length if self.engine.link.in_place else length // page * page
         self._tail.restart(start, length - start)
 
-    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Takes to its places what stays on the device of a layer's whole prompt, after its prefill."""
         self._resident.keep(layer, keys, values)
         self.start_from(keys.shape[1])
         self._tail.keys[layer, :, : self._tail.tokens] = keys[:, self._tail.start :]
         self._tail.values[layer, :, : self._tail.tokens] = values[:, self._tail.start :]
+
+    def keep(self, entries: Sequence[int]) -> None:
+        """Nothing to do: there is no speculation here."""
 
     def settle(self) -> None:
         """Nothing to do: everything committed here is final."""
@@ -250,54 +269,3 @@ class FullCache:
         for layer in range(self.layout.layers):
             self.engine.read(layer, start, end, (keys[layer], values[layer]))
         return keys, values
-
-
-class LayerPrefill:
-    """One layer of a prefill: queries come chunk by chunk, keys stay where they can be attended.
-
-    On a CPU that is the store itself. On a GPU the layer's KV is kept on the device while the layer is
-    computed and written back to the store meanwhile; it crosses the link once and is never read back.
-
-    Args:
-        tokens: length of the whole prompt.
-        kv_alone: the layer's output is not needed, so nothing is attended.
-    """
-
-    def __init__(self, cache: FullCache, tokens: int, *, kv_alone: bool) -> None:
-        self._cache = cache
-        self._kv_alone = kv_alone
-        self._done = 0
-        self._tokens = tokens
-        self._whole: tuple[Tensor, Tensor] | None = None
-        if not cache.engine.link.in_place:
-            # What is being written back holds its layer: wait, so that one layer is on the device, not many.
-            cache.engine.flush()
-            shape = (cache.layout.kv_heads, tokens, cache.layout.head_dim)
-            keys = torch.empty(shape, dtype=cache.layout.dtype, device=cache.device)
-            self._whole = (keys, torch.empty_like(keys))
-        self.last_queries = torch.empty(0)
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        cache, start = self._cache, self._done
-        count = keys.shape[1]
-        self._done += count
-        cache.scale = scale
-        newest = queries if start == 0 else torch.cat([self.last_queries, queries[:, -LAST_QUERIES:]], dim=1)
-        # Copied: a view would keep the whole chunk's projections alive.
-        self.last_queries = newest[:, -LAST_QUERIES:].clone()
-        if self._whole is not None:
-            self._whole[0][:, start : self._done] = keys
-            self._whole[1][:, start : self._done] = values
-            history = [(self._whole[0][:, :start], self._whole[1][:, :start])] if start else []
-            written = [half[:, start : self._done] for half in self._whole]
-            cache.engine.write_back(layer, written[0], written[1])
-            if self._done == self._tokens:
-                cache.keep(layer, *self._whole)
-        else:
-            history = cache.sequence.views(layer, 0, start)
-            cache.sequence.append(layer, keys, values)
-        if self._kv_alone:
-            return torch.zeros_like(queries)
-        parts = [attend(cache.backend, queries, *segment, scale) for segment in history]
-        parts.append(cache.backend.causal(queries, keys, values, scale))
-        return merge(parts)[0]

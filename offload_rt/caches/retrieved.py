@@ -100,10 +100,10 @@ class RetrievedCache(BoundedCache):
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROLLING_ROUNDS)
 
     def build(self, queries: Tensor) -> None:
-        self._speculative = 0
+        self.held.clear()
         self._due = self._wanted = self._refill = None
         self._restart_policy()
-        length = self._source.length
+        length = self._source.verified_length
         if length <= self.budget:
             self._hold_everything(length)
         else:
@@ -158,8 +158,7 @@ class RetrievedCache(BoundedCache):
 
     def adopt(self, verified: Verified) -> None:
         count = verified.keys.shape[2]
-        kept = self._behind(count)
-        self._speculative = 0
+        kept = self._still_right(verified.tokens)
         refill, self._refill = self._refill, None
         if refill is not None and refill.complete and self._due is None:
             refill.finish()
@@ -167,13 +166,14 @@ class RetrievedCache(BoundedCache):
         self._tokens_since_refresh += count
         self._rounds.append((count - 1, verified.proposed))
         free = self.budget - self.entries + max(0, self._next_victim + 1 - self.chunk)
-        due = self._source.length > self.budget and self._is_due()
+        due = self._source.verified_length > self.budget and self._is_due()
         # While drafts are read, a refresh that waits for the next pass is no reason to stay behind.
         gathers = due and not (self._from_stream and self._read)
         if self._due is not None or count > free or gathers:
             # Chosen anew when it is next read, not now: while decoding is plain nobody reads it.
             self._due = verified.queries
             self._wanted = None
+            self.held.clear()
             self.verified_length += count
             return
         if due:

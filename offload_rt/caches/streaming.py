@@ -51,21 +51,22 @@ class StreamingCache(BoundedCache):
         Only between the sinks and a window's worth of text: what a prompt's middle leaves behind in a
         cache of this kind is nothing but its influence on later hidden states.
         """
-        if self.entries != self.sinks or self._speculative:
+        if self.entries != self.sinks or len(self.held):
             raise ValueError("only a cache that holds its sinks alone can skip text")
         self.verified_length += tokens
         self._move_sinks()
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.entries = self.verified_length = self._speculative = self._oldest = 0
+        self.entries = self.verified_length = self._oldest = 0
+        self.held.clear()
 
     def build(self, queries: Tensor) -> None:
         """Takes the sinks and the window from the full cache's store; `queries` are not needed."""
         if self._source is None:
             raise ValueError("a streaming cache without a source fills itself from its own passes")
         self.reset()
-        length = self._source.length
+        length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
         self._take(*self._source.read(0, min(self.sinks, length)))
         if recent > self.sinks:
@@ -80,8 +81,7 @@ class StreamingCache(BoundedCache):
         """Nothing to take: it holds the newest tokens."""
 
     def adopt(self, verified: Verified) -> None:
-        kept = self._behind(verified.keys.shape[2])
-        self._speculative = 0
+        kept = self._still_right(verified.tokens)
         self._take(verified.keys, verified.values)
         self._put_behind(*kept)
 

@@ -127,10 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
     console = _Console(arguments.quiet)
     prompt: list[int] = []
 
-    def longest(llm: LLM) -> tuple[int, int]:
-        prompt[:] = _encode(llm, text, arguments, console)
-        return len(prompt), params.max_tokens
-
     with (
         _told_in_a_line(),
         LLM(
@@ -142,9 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
             overrides=dict(arguments.overrides),
             on_progress=console.progress,
             on_notice=console.notice,
-            longest=longest,
         ) as llm,
     ):
+        prompt[:] = _encode(llm, text, arguments, console)
         status, failure = _write_text(llm, prompt, params, console)
         result = llm.last_result
         report = result.to_json()

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
     target = find_shape(arguments.model, dtype)
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
-    if DRAFT_STREAMING not in config.speculation.levels:
+    if DRAFT_STREAMING not in config.speculation.names:
         draft = NO_DRAFT
     same, small = arguments.acceptance, arguments.draft_acceptance
     planned = plan(

@@ -1,4 +1,4 @@
-"""What a drafter is: anything that proposes tokens together with the laws they were drawn from."""
+"""What a drafter is: anything that proposes tokens together with what they were drawn from."""
 
 from __future__ import annotations
 
@@ -6,50 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.passes import LevelStats, Work
 from offload_rt.verification import Draft
 
-
-@dataclass
-class LevelStats:
-    """What one level of a composition did.
-
-    Attributes:
-        name: level, as in the config (`draft:streaming`, `target:retrieved`, `target:full`).
-        rounds: verification passes.
-        proposed: tokens that the level below proposed to it.
-        accepted: how many of them it accepted.
-        ms: time in its own passes and verdicts, without that of the levels below.
-            On a GPU the host's time: what the device still has to do is counted where a level waits for it.
-        fixed_ms: the same by the shapes of its passes, at nominal rates (`costs.py`).
-        host_reads: how often the host waited for its results.
-    """
-
-    name: str
-    rounds: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    ms: float = 0.0
-    fixed_ms: float = 0.0
-    host_reads: int = 0
+Outcome = tuple[int, ...]
+"""What a verification may yield: tokens behind the text."""
 
 
-class Text:
+class TokenView:
     """All tokens so far, the prompt included: a long base that is shared, and a short tail.
 
-    A drafter grows a text by speculation without copying what may be 128K tokens long.
+    A drafter grows a view by speculation without copying what may be 128K tokens long.
     """
 
     def __init__(self, base: list[int], tail: Sequence[int] = ()) -> None:
         self._base = base
-        self._length = len(base)  # the base may grow later; this text does not
+        self._length = len(base)  # the base may grow later; this view does not
         self._tail = list(tail)
 
     def __len__(self) -> int:
         return self._length + len(self._tail)
 
-    def extended(self, tokens: Sequence[int]) -> Text:
-        """This text with `tokens` behind it."""
-        longer = Text(self._base)
+    def extended(self, tokens: Sequence[int]) -> TokenView:
+        """This view with `tokens` behind it."""
+        longer = TokenView(self._base)
         longer._length = self._length
         longer._tail = [*self._tail, *tokens]
         return longer
@@ -62,94 +45,127 @@ class Text:
         return self._base[start : min(end, self._length)] + self._tail[: max(0, end - self._length)]
 
 
+@dataclass(frozen=True)
+class Round:
+    """Tokens that have the output distribution of their verifier.
+
+    Attributes:
+        tokens: accepted draft tokens, then one of the verifier's own.
+        accepted, proposed: draft tokens.
+        first_accepted, first_rejected: of the eldest children that were tried on the way.
+        probs: `[tokens, vocabulary]`, what each token was drawn from; None where all is greedy.
+        logits: `[tokens, vocabulary]`, the verifier's before each token.
+        hidden: `[tokens, hidden_size]`, its hidden states before each token, where a drafter wants them.
+    """
+
+    tokens: list[int]
+    accepted: int
+    proposed: int
+    first_accepted: int
+    first_rejected: int
+    probs: Tensor | None
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
 class Proposal(Protocol):
     """A draft in the making."""
 
-    def step(self) -> bool:
-        """Draws some more of it; False when it is complete (and nothing was drawn)."""
+    def step(self) -> Work[bool]:
+        """Draws some more of it, known to the host; False when it is complete (and nothing was drawn)."""
+
+    def complete(self) -> Work[Draft]:
+        """Draws the rest; the host need not wait for its tokens."""
 
     def draft(self) -> Draft:
         """What has been drawn so far."""
+
+    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+        """What a verification of it may yield, the likeliest first; its tokens are known by now.
+
+        Args:
+            most: how many at most.
+            acceptance: chance that the verifier accepts a drafted token, by what has been seen of the text.
+        """
 
 
 class Drafter(Protocol):
     """Proposes continuations of a text.
 
-    `settle` tells what is verified by the full cache; a text given to `propose` may reach beyond that
-    with tokens that are speculation themselves (the middle of a hierarchy).
+    `observe` tells what the full cache has verified; a text given to `proposal` may reach beyond that with
+    tokens that are speculation themselves (the middle of a hierarchy).
+
+    Attributes:
+        wants_hidden: rounds told to `observe` should carry hidden states.
     """
+
+    wants_hidden: bool
 
     @property
     def levels(self) -> list[LevelStats]:
         """Statistics of the drafter's levels, the cheapest first."""
 
-    def prefill(self, text: Text) -> None:
+    def prefill(self, view: TokenView) -> Work[None]:
         """A new text begins with this prompt; the caches derived from the full one are built already."""
 
-    def propose(self, text: Text, count: int) -> Draft:
-        """About `count` tokens below the last token of `text`, fewer where there is nothing to propose."""
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        """Begins a draft below the last token of `view`. Others may be drawn between its steps."""
 
-    def proposal(self, text: Text, count: int) -> Proposal:
-        """What `propose` does, step by step. Other texts may be drafted for between the steps."""
-
-    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
-        """What a verification of `draft` below `text` may yield: tokens behind the text, the likeliest first.
-
-        Args:
-            most: how many outcomes at most.
-            acceptance: chance that the verifier accepts a drafted token, by what has been seen of the text.
-        """
-
-    def settle(self, text: Text) -> None:
-        """All of `text` is verified; the KV of all but its last token is in the full cache."""
+    def observe(self, view: TokenView, round: Round) -> None:
+        """All of `view` is verified, its end by `round`; the full cache lacks the last token alone."""
 
     @property
     def expected_acceptance(self) -> float:
         """Share of its tokens that a verifier usually accepts, before anything has been seen."""
 
-    def expected_ms(self, length: int, count: int) -> float:
-        """Fixed cost of proposing `count` tokens at a text of `length`, at the usual acceptance below."""
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        """Cost of a proposal at nominal rates, for a text of `length`, at the usual acceptance below."""
+
+
+NOTHING = Draft()
 
 
 @dataclass(frozen=True)
 class Complete:
     """A proposal that was made at once."""
 
-    made: Draft
+    made: Draft = NOTHING
 
-    def step(self) -> bool:
+    def step(self) -> Work[bool]:
+        yield from ()
         return False
+
+    def complete(self) -> Work[Draft]:
+        yield from ()
+        return self.made
 
     def draft(self) -> Draft:
         return self.made
+
+    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+        """None: it took no time that could be hidden."""
+        yield from ()
+        return []
 
 
 class NoDrafter:
     """Proposes nothing: its verifier decodes plainly."""
 
-    levels: list[LevelStats]
-
-    def __init__(self) -> None:
-        self.levels = []
-
-    def prefill(self, text: Text) -> None:
-        pass
-
-    def propose(self, text: Text, count: int) -> Draft:
-        return Draft()
-
-    def proposal(self, text: Text, count: int) -> Proposal:
-        return Complete(Draft())
-
-    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
-        return []
-
-    def settle(self, text: Text) -> None:
-        pass
+    wants_hidden = False
+    expected_acceptance = 0.0
 
     @property
-    def expected_acceptance(self) -> float:
-        return 0.0
+    def levels(self) -> list[LevelStats]:
+        return []
 
-    def expected_ms(self, length: int, count: int) -> float:
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from ()
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        return Complete()
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        pass
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
         return 0.0

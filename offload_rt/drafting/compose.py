@@ -9,12 +9,14 @@ from offload_rt.attention import AttentionBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING, Config
+from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING, Config, LevelConfig
 from offload_rt.costs import PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
-from offload_rt.drafting.hierarchical import SmallModelDrafter, VerifierDrafter
 from offload_rt.drafting.lookup import LookupDrafter
+from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
+from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
 
 TARGET_FULL = "target:full"
@@ -42,36 +44,29 @@ class Parts:
 def compose(parts: Parts) -> Verifier:
     """The target over its full cache, with the config's levels below it."""
     drafter: Drafter = NoDrafter()
-    for index, level in enumerate(parts.config.speculation.levels):
-        below = parts.config.speculation.gamma1 if index > 0 else 0
+    below = CHAIN
+    for level in parts.config.speculation.levels:
         drafter = _level(level, drafter, below, parts)
-    return Verifier(
-        TARGET_FULL,
-        parts.target,
-        parts.full,
-        drafter,
-        parts.sampling,
-        PassCost(parts.target, None),
-    )
+        below = level.shape.deep(parts.config.speculation.gamma1)
+    cost = PassCost(parts.target, None)
+    return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, cost)
 
 
-def _level(level: str, drafter: Drafter, below: int, parts: Parts) -> Drafter:
+def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) -> Drafter:
+    """A level, and what the one below proposes to it in which shape."""
     config = parts.config
-    if level == LOOKUP:
+    if level.name == LOOKUP:
         return LookupDrafter(config.lookup.max_ngram, config.lookup.min_ngram)
-    if level == DRAFT_STREAMING:
-        if parts.draft is None:
-            raise ValueError(f"level {level} needs a draft model")
-        own = _streaming(parts, parts.draft, None)
-        verifier = Verifier(
-            level, parts.draft, own, drafter, parts.sampling, PassCost(parts.draft, own.budget)
-        )
-        return SmallModelDrafter(verifier, own)
-    derived: StreamingCache | RetrievedCache
-    if level == TARGET_STREAMING:
-        derived = _streaming(parts, parts.target, parts.full)
+    model = parts.draft if level.name == DRAFT_STREAMING else parts.target
+    if model is None:
+        raise ValueError(f"level {level.name} needs a draft model")
+    cache: StreamingCache | RetrievedCache
+    if level.name == DRAFT_STREAMING:
+        cache = _streaming(parts, model, None)
+    elif level.name == TARGET_STREAMING:
+        cache = _streaming(parts, model, parts.full)
     else:
-        derived = RetrievedCache(
+        cache = RetrievedCache(
             parts.full,
             budget=config.retrieval.budget,
             chunk=config.retrieval.chunk,
@@ -80,11 +75,14 @@ def _level(level: str, drafter: Drafter, below: int, parts: Parts) -> Drafter:
             backend=parts.backend,
             from_stream=config.offload.refresh_from_stream and not parts.full.engine.link.in_place,
         )
-    parts.full.derived.append(derived)
-    verifier = Verifier(
-        level, parts.target, derived, drafter, parts.sampling, PassCost(parts.target, derived.budget)
-    )
-    return VerifierDrafter(verifier, below, parts.stop_tokens)
+    plan = model.layer_plan(level.layers)
+    first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
+    cost = PassCost(model, cache.budget)
+    verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
+    if level.name == DRAFT_STREAMING:
+        return SmallModelDrafter(verifier, shape, parts.stop_tokens, first)
+    parts.full.derived.append(cache)
+    return ModelDrafter(verifier, shape, parts.stop_tokens, first)
 
 
 def _streaming(parts: Parts, model: CausalModel, source: FullCache | None) -> StreamingCache:

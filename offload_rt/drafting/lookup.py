@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from offload_rt.drafting.base import Complete, LevelStats, Proposal, Text
+from offload_rt.drafting.base import Complete, Proposal, Round, TokenView
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.expectations import LOOKUP_ACCEPTANCE
+from offload_rt.passes import LevelStats, Work
 from offload_rt.verification import Draft
 
 
@@ -13,8 +16,11 @@ class LookupDrafter:
     """Proposes what followed the newest earlier occurrence of the longest matching n-gram.
 
     Keeps, for each n, where each n-gram of the verified text last ended, so that a look-up costs the same
-    at any length. A deterministic draft: it reports no laws.
+    at any length. A deterministic draft: it reports no probabilities.
     """
+
+    wants_hidden = False
+    expected_acceptance = LOOKUP_ACCEPTANCE
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
@@ -26,45 +32,40 @@ class LookupDrafter:
     def levels(self) -> list[LevelStats]:
         return [self._stats]
 
-    def prefill(self, text: Text) -> None:
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from ()
         self._ends.clear()
         self._indexed = 0
-        self.settle(text)
+        self._index(view)
 
-    def settle(self, text: Text) -> None:
+    def observe(self, view: TokenView, round: Round) -> None:
+        self._index(view)
+
+    def _index(self, view: TokenView) -> None:
         # Occurrences are indexed once their following token exists, so the last n-gram never finds itself.
         started = perf_counter()
         first = max(0, self._indexed - max(self._sizes))
-        tokens = text.part(first)
+        tokens = view.part(first)
         for end in range(max(self._indexed, 1) - first, len(tokens)):
             for size in self._sizes:
                 if size <= end:
                     self._ends[tuple(tokens[end - size : end])] = first + end
-        self._indexed = len(text)
+        self._indexed = len(view)
         self._stats.ms += 1e3 * (perf_counter() - started)
 
-    def propose(self, text: Text, count: int) -> Draft:
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        if not shape.depth:
+            return Complete()
         started = perf_counter()
         tokens: Sequence[int] = ()
         for size in self._sizes:
-            end = self._ends.get(tuple(text.part(len(text) - size))) if size <= len(text) else None
+            end = self._ends.get(tuple(view.part(len(view) - size))) if size <= len(view) else None
             if end is not None:
-                tokens = text.part(end, end + count)
+                tokens = view.part(end, end + shape.depth)
                 break
-        self._stats.rounds += 1
+        self._stats.passes += 1
         self._stats.ms += 1e3 * (perf_counter() - started)
-        return Draft.chain(tokens)
+        return Complete(Draft.chain(tokens))
 
-    def proposal(self, text: Text, count: int) -> Proposal:
-        return Complete(self.propose(text, count))
-
-    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
-        """None: a look-up takes no time that could be hidden."""
-        return []
-
-    @property
-    def expected_acceptance(self) -> float:
-        return 0.3
-
-    def expected_ms(self, length: int, count: int) -> float:
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
         return 0.0

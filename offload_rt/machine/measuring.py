@@ -20,7 +20,7 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Host
-from offload_rt.model import CausalModel
+from offload_rt.model import CausalModel, Part
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
@@ -148,15 +148,15 @@ def launch_ms(device: torch.device, layers: int, repeats: int) -> float:
         inverse_frequencies=model.rotary_frequencies,
         backend=choose_backend(device),
     )
-    text = NewTokens.chain_and_tree(_ENTRIES, (), device, model.dtype)
-    model.forward(cache, [1] * _ENTRIES, range(_ENTRIES), text, 1)
+    model.forward([Part(cache, NewTokens.chain(_ENTRIES), 1)])
     cache.commit(range(_ENTRIES))
     cache.settle()
 
     def step() -> None:
-        to_host(model.forward(cache, [1], [cache.length], NewTokens(1, None), 1))  # what a device does counts
+        (output,) = model.forward([Part(cache, NewTokens.chain(1), 1)])
+        to_host(output.logits)  # what a device does counts
         cache.commit([0])
-        cache.truncate(cache.verified_length)
+        cache.keep([])
 
     for _ in range(3):
         step()

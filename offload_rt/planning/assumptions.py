@@ -76,7 +76,7 @@ def _departures(request: PlanRequest, fitting: PlanRequest) -> list[str]:
             f"retrieval.budget is {given} instead of {asked}, which does not fit; acceptance is assumed to "
             "stay the same"
         )
-    if request.levels != request.config.speculation.levels:
+    if request.levels != request.config.speculation.names:
         said.append(f"no draft model: level {DRAFT_STREAMING} is left out ({len(request.levels)} level left)")
     total, limit = request.context + request.new_tokens, request.target.max_positions
     if total > limit:

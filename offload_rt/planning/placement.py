@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config
-from offload_rt.draft_length import CHOICES
+from offload_rt.expectations import DRAFT_LENGTHS as CHOICES
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.planning.shapes import ModelShape
@@ -76,7 +76,7 @@ class PlanRequest:
                 f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
                 f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
             )
-        if self.config.speculation.levels and not self.levels:
+        if self.config.speculation.names and not self.levels:
             raise UsageError(
                 f"config {self.config.name} drafts with a small model, and there is none: name one with "
                 "--draft, or use config retrieval or lookup"
@@ -85,7 +85,7 @@ class PlanRequest:
     @property
     def levels(self) -> tuple[str, ...]:
         """The config's levels that can be had, from the cheapest to the dearest."""
-        levels = self.config.speculation.levels
+        levels = self.config.speculation.names
         return levels if self.draft is not None else tuple(one for one in levels if one != DRAFT_STREAMING)
 
     @property

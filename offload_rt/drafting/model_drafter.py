@@ -1,0 +1,161 @@
+"""A model that drafts for a dearer one: by itself, or with a cheaper drafter below it.
+
+A verifier is a drafter for a dearer one. A small model that draws a chain of γ tokens is the classic draft
+model; a target over a retrieved cache that verifies what the small model drafts, round by round until enough
+tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from offload_rt.caches.streaming import StreamingCache
+from offload_rt.drafting.base import Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.growth import BestFirst, LevelGrowth, chain_outcomes
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.verifier import Verifier
+from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.layers import LayerPlan
+from offload_rt.passes import LevelStats, Work
+from offload_rt.trees import forest
+from offload_rt.verification import Draft, Tokens
+
+
+class ModelDrafter:
+    """A model over a bounded cache that proposes to a dearer verifier.
+
+    What it reports is its verifier's own distribution: its tokens have it, however they were drafted. How
+    many are proposed depends only on tokens already proposed, which leaves each one's distribution as
+    reported (a stopping time).
+
+    Args:
+        below: shape of the drafts that the level below proposes to each of its rounds; of no depth where
+            there is no such level.
+        stop_tokens: no use to draft beyond one of these, where the tokens are known.
+        first_plan: order of layers in a proposal's first pass, over the newest verified tokens: the exact one
+            calibrates a verifier whose own plan is not (EasySpec's bonus calibration); None: its own.
+    """
+
+    wants_hidden = False
+    expected_acceptance = SAME_MODEL_ACCEPTANCE
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        below: DraftShape = CHAIN,
+        stop_tokens: Collection[int] = (),
+        first_plan: LayerPlan | None = None,
+    ) -> None:
+        self.verifier = verifier
+        self.below = below
+        self.stop_tokens = stop_tokens
+        self.first_plan = first_plan
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return self.verifier.levels
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from self.verifier.drafter.prefill(view)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        if self.below.depth:
+            return Rounds(self, view, shape)
+        if shape.kind == "grown":
+            return BestFirst(self, view, shape)
+        return LevelGrowth(self, view, shape)
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        # A cache derived from the full one has adopted the verified KV already, and may hold what was
+        # drafted ahead behind it.
+        self.verifier.drafter.observe(view, round)
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        if self.below.depth:
+            rounds = shape.size / self.verifier.expected_tokens(self.below.depth)
+            return rounds * self.verifier.nominal_ms(length, self.below)
+        return shape.depth * self.verifier.nominal_pass_ms(length, shape.per_pass - 1)
+
+
+class SmallModelDrafter(ModelDrafter):
+    """A model of its own over a streaming cache: it reads the prompt itself.
+
+    Only what its cache will hold, and `LEAD` windows before that, so that the window's hidden states have
+    seen what they would have seen: a draft may be any approximation.
+    """
+
+    LEAD = 2
+    expected_acceptance = SMALL_MODEL_ACCEPTANCE
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        super().observe(view, round)
+        self.verifier.settle(view, exact=self.verifier.plan is None)
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from super().prefill(view)
+        cache, read = self.verifier.cache, self.verifier.read
+        assert isinstance(cache, StreamingCache)
+        cache.reset()
+        end = len(view) - 1
+        start = min(cache.sinks, end)
+        if start:
+            yield from read(view.part(0, start))
+        recent = max(start, end - (1 + self.LEAD) * cache.window)
+        if recent > start:
+            cache.skip(recent - start)
+        for at in range(recent, end, cache.window):
+            yield from read(view.part(at, min(at + cache.window, end)))
+
+
+class Rounds:
+    """A draft from rounds of a verifier that has a drafter of its own: a chain, or several side by side."""
+
+    def __init__(self, drafter: ModelDrafter, view: TokenView, shape: DraftShape) -> None:
+        if shape.kind not in ("chain", "sequences"):
+            raise ValueError(f"rounds of a verifier yield chains, not {shape}")
+        self._drafter = drafter
+        self._view = view
+        self._depth = shape.depth
+        self._missing = shape.width(0)  # chains that are not complete
+        self._chains: list[list[int]] = [[]]
+        self._probs: list[Tensor] = []
+        self._logits: list[Tensor] = []
+
+    def step(self) -> Work[bool]:
+        chain = self._chains[-1]
+        stopped = any(token in self._drafter.stop_tokens for token in chain)
+        if len(chain) >= self._depth or stopped:
+            self._missing -= 1
+            if self._missing <= 0:
+                return False
+            chain = []
+            self._chains.append(chain)
+        below = self._drafter.below
+        depth = min(below.depth, self._depth - len(chain) - 1)
+        round = yield from self._drafter.verifier.round(self._view.extended(chain), below.deep(depth))
+        chain += round.tokens
+        self._logits.append(round.logits)
+        if round.probs is not None:
+            self._probs.append(round.probs)
+        return True
+
+    def complete(self) -> Work[Draft]:
+        while (yield from self.step()):
+            pass
+        return self.draft()
+
+    def draft(self) -> Draft:
+        tokens = Tokens([token for chain in self._chains for token in chain])
+        probs = torch.cat(self._probs) if self._probs else None
+        return Draft(tokens, forest([len(chain) for chain in self._chains]), probs)
+
+    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+        tokens, verifier = self._chains[0], self._drafter.verifier
+        if not tokens or len(self._chains) > 1:
+            return []
+        last = LevelGrowth(self._drafter, self._view.extended(tokens), CHAIN)
+        logits = torch.cat([*self._logits, (yield from last.foresee())])
+        return (yield from chain_outcomes(verifier, tokens, logits, most, acceptance))

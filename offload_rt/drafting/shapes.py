@@ -1,0 +1,88 @@
+"""Shapes of drafts: how deep, how wide, and who decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from offload_rt.errors import UsageError
+from offload_rt.expectations import SAME_MODEL_ACCEPTANCE
+
+RULE = "must be chain, sequences:K, tree:W,W,... (children of a node by depth) or grown:N (nodes)"
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What to propose below a text.
+
+    - `chain`: one token after the other.
+    - `sequences`: independent chains side by side (TriForce, section 5.4).
+    - `tree`: fixed numbers of children at each depth, drawn without replacement.
+    - `grown`: best first, where the draft's own probabilities promise most, a batch of nodes a pass
+      (as EAGLE-2, arXiv 2406.16858, and SpecExec, arXiv 2406.02532).
+
+    Attributes:
+        depth: tokens on the longest path; 0: nothing is proposed.
+        widths: `tree`: children of a node at each depth, 1 beyond; `sequences`: how many.
+        nodes: `grown`: how many at most.
+        acceptance: `grown`: chance that the likeliest child of a node is accepted, by what has been seen.
+    """
+
+    kind: Literal["chain", "sequences", "tree", "grown"] = "chain"
+    depth: int = 0
+    widths: tuple[int, ...] = ()
+    nodes: int = 0
+    acceptance: float = SAME_MODEL_ACCEPTANCE
+
+    @classmethod
+    def parse(cls, text: str) -> DraftShape:
+        """`chain`, `sequences:4`, `tree:4,2,2` or `grown:64`, of no depth yet.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        kind, _, given = text.partition(":")
+        numbers = tuple(int(part) if part.isdecimal() else 0 for part in given.split(",")) if given else ()
+        if text == "chain":
+            return cls()
+        if numbers and min(numbers) >= 1:
+            if kind == "tree":
+                return cls("tree", widths=numbers)
+            if kind == "sequences" and len(numbers) == 1:
+                return cls("sequences", widths=numbers)
+            if kind == "grown" and len(numbers) == 1:
+                return cls("grown", nodes=numbers[0])
+        raise UsageError(f"draft {text!r}: {RULE}")
+
+    def __str__(self) -> str:
+        numbers = ",".join(map(str, (self.nodes,) if self.kind == "grown" else self.widths))
+        return f"{self.kind}:{numbers}" if numbers else self.kind
+
+    def deep(self, depth: int, acceptance: float | None = None) -> DraftShape:
+        """The same shape of another depth, perhaps guided by another `acceptance`."""
+        return replace(self, depth=depth, acceptance=acceptance or self.acceptance)
+
+    def width(self, depth: int) -> int:
+        """Children of each node at `depth`, the root's at 0."""
+        return self.widths[depth] if depth < len(self.widths) else 1
+
+    @property
+    def size(self) -> int:
+        """Nodes, at most."""
+        if self.kind == "grown":
+            return self.nodes if self.depth else 0
+        nodes, level = 0, 1
+        for depth in range(self.depth):
+            level *= self.width(depth)
+            nodes += level
+        return nodes
+
+    @property
+    def per_pass(self) -> int:
+        """Tokens in the widest pass that drafts it."""
+        if self.kind == "grown":
+            return -(-self.nodes // max(1, self.depth))
+        return max((self.deep(d + 1).size - self.deep(d).size for d in range(self.depth)), default=0)
+
+
+CHAIN = DraftShape()

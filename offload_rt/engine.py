@@ -1,0 +1,217 @@
+"""Owns what texts share (models, store, link, pass thread), opens sessions and steps any number of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from cpu_kv import CpuLink, CudaLink, KVLayout, Link, PagedKVStore
+from offload_rt.attention import choose_backend
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
+from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config
+from offload_rt.devices import available_memory
+from offload_rt.drafting.base import Round
+from offload_rt.errors import UsageError
+from offload_rt.model import CausalModel
+from offload_rt.passes import PassThread, Together
+from offload_rt.planning.fitting import fitting_plan
+from offload_rt.planning.shapes import from_config
+from offload_rt.rounds import round_of
+from offload_rt.session import Continuation, Session, Shared
+from offload_rt.timeline import NO_TIMELINE
+
+ProgressReport = Callable[[str, int, int], None]
+"""(phase, done, all) while a machine is measured for the first time, and while a prompt is read."""
+
+
+class Engine:
+    """A target model, perhaps a draft model, and any number of texts that they continue.
+
+    Calls from several threads take turns.
+
+    Args:
+        link: what moves KV to the device; None: what the target's device calls for.
+        on_progress: told how far a prefill is, and what is measured of a machine for its first plan.
+        on_notice: told, in a line, what a user should know.
+
+    Attributes:
+        config: without the levels that cannot be had.
+        timeline: records what runs when; it may be set before a text is opened.
+    """
+
+    def __init__(
+        self,
+        target: CausalModel,
+        draft: CausalModel | None,
+        config: Config,
+        link: Link | None = None,
+        on_progress: ProgressReport | None = None,
+        on_notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if draft is not None and draft.vocabulary != target.vocabulary:
+            raise UsageError(
+                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
+                f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
+            )
+        if draft is not None and draft.device != target.device:
+            raise UsageError(
+                f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
+                "put both on one device"
+            )
+        self.target = target
+        self.draft = draft
+        self.timeline = NO_TIMELINE
+        self._on_progress = on_progress
+        self._on_notice = on_notice
+        self.config = self.available(config)
+        self._backend = choose_backend(target.device)
+        self.store = PagedKVStore(
+            kv_layout(target, config.store.page),
+            pin=target.device.type == "cuda",
+            slab_tokens=config.store.slab_tokens,
+            on_warning=on_notice,
+        )
+        self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
+        self._thread: PassThread | None = None
+        if not self._link.in_place:
+            self._thread = PassThread(target.device, lambda: self.timeline)
+        self._together = Together(self._thread)
+        self._sessions: list[Session] = []
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def available(self, config: Config) -> Config:
+        """`config` without the levels that cannot be had.
+
+        Raises:
+            UsageError: none would be left.
+        """
+        levels = config.speculation.levels
+        if self.draft is not None or DRAFT_STREAMING not in config.speculation.names:
+            return config
+        left = tuple(level for level in levels if level.name != DRAFT_STREAMING)
+        if not left:
+            raise UsageError(
+                f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
+                "or use config retrieval or lookup"
+            )
+        self._on_notice(f"no draft model: {' → '.join(level.name for level in left)} drafts alone")
+        return replace(config, speculation=replace(config.speculation, levels=left))
+
+    def open(self, prompt: Sequence[int], continuation: Continuation) -> Session:
+        """Reads a prompt, so that `step` can continue it. Others may be under way."""
+        with self._lock:
+            self._check_open()
+            self.check_room(len(prompt), continuation.max_tokens)
+            config, shares = self._plan(len(prompt), continuation.max_tokens)
+            shared = Shared(self.target, self.draft, self.store, self._link, self._backend, self.timeline)
+            session = Session(shared, config, prompt, continuation, shares)
+            report = self._on_progress
+            try:
+                session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
+            except BaseException:
+                session.close()
+                raise
+            self._sessions.append(session)
+            return session
+
+    def step(self, sessions: Sequence[Session]) -> list[Round | Exception]:
+        """One round of every session; their passes are one pass. What one raises is its result."""
+        with self._lock:
+            self._check_open()
+            return self._together.run([round_of(session) for session in sessions])
+
+    def stop(self, session: Session) -> None:
+        """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
+        with self._lock:
+            session.stop()
+
+    def close_session(self, session: Session) -> None:
+        """Gives the memory of a text back. Idempotent."""
+        with self._lock:
+            if session in self._sessions:
+                self._sessions.remove(session)
+                session.close()
+
+    def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
+        """Sizes and shares for such a text; the planner keeps what the config gives."""
+        config, offload = self.config, self.config.offload
+        resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
+        if self._link.in_place:
+            return config, EVERYTHING_STREAMED
+        if self.target.device.type == "cuda":
+            models = [model for model in (self.target, self.draft) if model is not None]
+            shapes = [from_config(model.module.config, model.dtype, model.name) for model in models]
+            plan = fitting_plan(
+                shapes[0],
+                shapes[1] if len(shapes) > 1 else None,
+                config,
+                prompt_tokens,
+                new_tokens,
+                self.target.device,
+                sum(model.weight_bytes for model in models),
+                self._on_progress,
+            )
+            config = replace(config, store=plan.config.store, retrieval=plan.config.retrieval)
+            page = config.store.page
+            resident = -(-plan.placement.resident_tokens // page) * page
+            if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
+                cpu = plan.placement.cpu_tokens // page * page
+        return config, Shares(resident, cpu)
+
+    def check_room(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> None:
+        """Refuses a text that has more tokens than the model has positions, or than memory holds.
+
+        Args:
+            texts: how many of them together.
+        """
+        total, limit = prompt_tokens + new_tokens, self.target.max_positions
+        if total > limit:
+            raise UsageError(
+                f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "
+                f"positions of {self.target.name}: use --max-prompt-tokens "
+                f"{max(1, limit - new_tokens)} or fewer new tokens"
+            )
+        layout = self.store.layout
+        token_bytes = layout.token_bytes
+        if TARGET_RETRIEVED in self.config.speculation.names:
+            token_bytes += layout.token_bytes // (2 * self.config.retrieval.chunk)  # a mean key a chunk
+        if self.target.device.type == "cpu":
+            token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
+        # What the store has free is used again before more is asked for.
+        available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
+        needed = total * token_bytes * texts
+        if needed > available:
+            raise UsageError(
+                f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
+                f"{available / 2**30:.1f} GiB are available: the longest context that fits is "
+                f"{available // token_bytes // texts} tokens"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this LLM is closed: make a new one")
+
+    def close(self) -> None:
+        """Gives memory back and leaves models as they were given. Idempotent."""
+        with self._lock, ExitStack() as closing:
+            if self._closed:
+                return
+            self._closed = True
+            closing.callback(self.target.restore)  # last: it may be its own draft
+            if self.draft is not None:
+                closing.callback(self.draft.restore)
+            closing.callback(self._link.close)
+            closing.callback(self.store.close)
+            if self._thread is not None:
+                closing.callback(self._thread.close)
+            for session in self._sessions:
+                closing.callback(session.close)
+            self._sessions = []
+
+
+def kv_layout(model: CausalModel, page_size: int) -> KVLayout:
+    """How the model's KV lies in the store."""
+    return KVLayout(model.layers, model.kv_heads, model.head_dim, model.dtype, page_size)

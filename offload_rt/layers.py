@@ -1,0 +1,85 @@
+"""Orders of layers: every layer in turn, in groups that share an input, or with blocks left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offload_rt.errors import UsageError
+
+EXACT = "all"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How hidden states go through a model's layers.
+
+    In a group every attention block takes the input of the group's first layer, so that the attention blocks
+    can run side by side; the MLP blocks follow in order, each after its layer's attention has been added
+    (EasySpec, arXiv 2502.02493). A group of one is an ordinary layer. Which layers form a group is said here
+    alone.
+
+    Attributes:
+        groups: layers in order.
+        no_attention, no_mlp: layers whose attention or MLP block is left out (Draft & Verify,
+            arXiv 2309.08168).
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    no_attention: frozenset[int] = frozenset()
+    no_mlp: frozenset[int] = frozenset()
+
+    def exact(self, layer: int) -> bool:
+        """Whether a layer that is a group of its own runs as the model does it."""
+        return layer not in self.no_attention and layer not in self.no_mlp
+
+    @classmethod
+    def whole(cls, layers: int) -> LayerPlan:
+        """All layers in turn, none left out."""
+        return cls(tuple((layer,) for layer in range(layers)))
+
+    @classmethod
+    def parse(cls, text: str, layers: int) -> LayerPlan | None:
+        """The plan that `text` describes for a model of so many layers; None for `all`.
+
+        `groups:N`: the first and the last layer alone, groups of `N` between them, aligned so that full ones
+        come first from layer `N` on, as in EasySpec (32 layers and N = 4: 1-3, 4-7, ..., 28-30).
+        `skip:5,7a,9m`: without layer 5, the attention of layer 7 and the MLP of layer 9.
+
+        Raises:
+            UsageError: for anything else, or a layer that does not exist.
+        """
+        kind, _, given = text.partition(":")
+        if text == EXACT:
+            return None
+        if kind == "groups" and given.isdecimal() and int(given) >= 1:
+            return cls(_groups(layers, int(given)))
+        if kind == "skip" and given:
+            return cls._skipping(text, given.split(","), layers)
+        raise UsageError(f"layers {text!r}: write all, groups:N (N at least 1) or skip:5,7a,9m")
+
+    @classmethod
+    def _skipping(cls, text: str, blocks: list[str], layers: int) -> LayerPlan:
+        attention: set[int] = set()
+        mlp: set[int] = set()
+        for block in blocks:
+            number = block.strip().rstrip("am")
+            which = block.strip().removeprefix(number)
+            if not number.isdecimal() or which not in ("", "a", "m"):
+                raise UsageError(f"layers {text!r}: {block.strip()!r} is not a layer like 5, 5a or 5m")
+            if int(number) >= layers:
+                last = layers - 1
+                raise UsageError(f"layers {text!r}: layer {number} does not exist; there are 0 to {last}")
+            if which != "m":
+                attention.add(int(number))
+            if which != "a":
+                mlp.add(int(number))
+        if len(attention) == layers:
+            raise UsageError(f"layers {text!r}: no attention is left; skip fewer layers")
+        return replace(cls.whole(layers), no_attention=frozenset(attention), no_mlp=frozenset(mlp))
+
+
+def _groups(layers: int, size: int) -> tuple[tuple[int, ...], ...]:
+    inner = range(1, layers - 1)
+    grouped = [tuple(layer for layer in inner if layer // size == at) for at in range(layers // size + 1)]
+    last = [(layers - 1,)] if layers > 1 else []
+    return ((0,), *(group for group in grouped if group), *last)

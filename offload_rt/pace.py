@@ -1,0 +1,347 @@
+"""How much to draft, when to step down, what to draft ahead: the only reader of clocks and of acceptance.
+
+A verification costs hardly more for many tokens than for one, but the chance that the last of them is
+accepted falls with each. `DraftDepth` picks what yields the most tokens a second. Speculation that yields
+fewer than plain decoding steps down to it for a while, then tries again, with longer breaks each time
+(`StepDown`); where it is not expected to pay (a short text), decoding begins with such a break.
+
+Costs are measured, or nominal (`costs.py`) where no clock may decide: a seed repeats its tokens only if what
+is drawn does not depend on time. Time never decides more than that: whether drawing *begins*. What has been
+drawn is used, since its cost depends on its tokens. Whatever several ranks must agree on is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+from offload_rt.drafting.base import Round
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.expectations import DRAFT_LENGTHS, expected_tokens
+from offload_rt.passes import Running
+
+WINDOW = 6  # rounds that are judged together
+CLEAR_WINDOW = 3  # rounds after which a clear loss is enough
+CLEAR_MARGIN = 1.25  # what a clear loss is
+FIRST_BREAK = 64  # tokens of plain decoding after the first verdict against speculation
+FORESEEN_BREAK = 256  # where it was not expected to pay at all
+LONGEST_BREAK = 1024
+MARGIN = 1.03  # how much dearer speculation must be before it stops: noise is no reason
+
+MEMORY = 32  # rounds that costs are fitted to
+RIDGE = 0.01  # towards one ratio of measured to nominal cost for a pass's plain part and its queries
+
+FORGETTING = 0.95  # of what was accepted, a verification
+PRIOR_TOKENS = 10.0  # weight of the usual acceptance against that of the text
+
+
+class Forecast(Protocol):
+    """What a composition costs at nominal rates and usually yields (see `drafting.verifier.Verifier`)."""
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float: ...
+
+    def nominal_pass_ms(self, length: int, nodes: int) -> float: ...
+
+    def expected_tokens(self, count: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """One round.
+
+    Attributes:
+        started: seconds of `time.perf_counter`.
+        ms: the whole round, from its draft to its verdict.
+        draft_ms: drafting before the pass began; what drafting ahead has spared is not in it.
+        pass_ms: from the pass's begin to its logits.
+        ahead_ms: drafting ahead while the pass ran.
+        verdict_ms: from the end of both to the committed tokens.
+        nominal_ms: what the round's passes cost at nominal rates.
+        guessed: whether the verdict was an outcome that had been drafted for; None where none had.
+        asked: how deep a draft was wanted; 0: the round was to be plain.
+        proposed, accepted: tokens.
+        drawn: levels of drafts that were drawn, for this round and ahead.
+    """
+
+    started: float
+    ms: float
+    draft_ms: float
+    pass_ms: float
+    ahead_ms: float
+    verdict_ms: float
+    nominal_ms: float
+    guessed: bool | None
+    asked: int
+    proposed: int
+    accepted: int
+    drawn: int
+
+
+class Pace:
+    """Sets the pace of one text.
+
+    Args:
+        forecast: of the composition.
+        shape: what is drafted; its depth is 0 where that is chosen as it runs.
+        usual_acceptance: before anything has been seen.
+        ahead: outcomes of a pass that are drafted for at most, while it runs in the background.
+        step_down: False keeps drafting whatever it costs.
+        clock: whether measured times may decide.
+    """
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        shape: DraftShape | None,
+        usual_acceptance: float = 0.0,
+        *,
+        ahead: int = 0,
+        step_down: bool = True,
+        clock: bool = True,
+    ) -> None:
+        self.ahead = ahead
+        self._acceptance = RunningAcceptance(usual_acceptance)
+        self._clock = clock
+        self._shape = shape
+        self._depth: DraftDepth | None = None
+        if shape is not None and shape.depth == 0:
+            self._depth = DraftDepth(forecast, shape, self._acceptance, clock=clock, ahead=ahead > 0)
+        self._breaks = StepDown(forecast, watches=step_down and shape is not None, clock=clock)
+        self._length = 0
+        self._rounds = 0
+
+    def begin(self, length: int) -> None:
+        """A text of `length` tokens is about to be continued."""
+        self._length = length
+        self._breaks.begin(length, self._wanted())
+
+    def _wanted(self) -> DraftShape:
+        if self._shape is None:
+            return CHAIN
+        return self._shape if self._depth is None else self._depth.choose(self._length)
+
+    def shape(self, room: int) -> DraftShape:
+        """What to draft in the next round, at most `room` tokens deep; of no depth for a plain one."""
+        if self._breaks.plain():
+            return CHAIN
+        wanted = self._wanted()
+        return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance)
+
+    def over(self, running: Running) -> bool:
+        """Whether a pass is over, so that no more drafts for its outcomes are begun."""
+        return self._clock and running.done
+
+    @property
+    def acceptance(self) -> float:
+        """Chance that a drafted token is accepted, by what has been seen of the text."""
+        return self._acceptance.rate
+
+    @property
+    def steps_down(self) -> int:
+        """How often speculation was given up for a while."""
+        return self._breaks.steps_down
+
+    @property
+    def plain_tokens(self) -> int:
+        """Tokens that were decoded plainly because speculation did not pay."""
+        return self._breaks.plain_tokens
+
+    def observe(self, length: int, round: Round, times: RoundTimes) -> None:
+        """A round below a text of `length` tokens is over."""
+        self._rounds += 1
+        self._length = length
+        self._acceptance.observe(round.first_accepted, round.first_rejected)
+        self._breaks.observe(length, len(round.tokens), times)
+        # The first round pays for memory that is touched for the first time.
+        if self._depth is not None and self._rounds > 1:
+            self._depth.observe_pass(length, times.proposed, times.pass_ms + times.verdict_ms)
+            self._depth.observe_draft(length, times.drawn, times.draft_ms + times.ahead_ms)
+
+
+class RunningAcceptance:
+    """The chance that a drafted token is accepted where those before it were, by what has been seen.
+
+    A verification rejects one token of a chain at most; those behind it were never judged.
+
+    Args:
+        usual: before anything has been seen.
+    """
+
+    def __init__(self, usual: float) -> None:
+        self._accepted = PRIOR_TOKENS * usual
+        self._rejected = PRIOR_TOKENS * (1.0 - usual)
+
+    @property
+    def rate(self) -> float:
+        """In [0, 1]."""
+        return self._accepted / (self._accepted + self._rejected)
+
+    def observe(self, accepted: int, rejected: int) -> None:
+        """A verification accepted and rejected so many of the tokens that it tried first."""
+        if accepted or rejected:
+            self._accepted = FORGETTING * self._accepted + accepted
+            self._rejected = FORGETTING * self._rejected + rejected
+
+
+class DraftDepth:
+    """Chooses the depth of a draft, round by round.
+
+    Args:
+        forecast: costs of passes and drafts by their shapes.
+        shape: whose depth is chosen.
+        clock: whether measured times count, or nominal ones alone.
+        ahead: drafts are made while the pass before runs, where its outcome is guessed.
+    """
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        shape: DraftShape,
+        acceptance: RunningAcceptance,
+        *,
+        clock: bool,
+        ahead: bool = False,
+    ) -> None:
+        self._forecast = forecast
+        self._acceptance = acceptance
+        self._clock = clock
+        self._ahead = ahead and clock
+        self._shapes = [shape.deep(depth) for depth in DRAFT_LENGTHS]
+        self._passes: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # nominal, measured
+        self._drafts: deque[tuple[float, float]] = deque(maxlen=MEMORY)
+
+    def choose(self, length: int) -> DraftShape:
+        """What to draft below a text of `length` tokens."""
+        return max(self._shapes, key=lambda shape: self._rate(length, shape))
+
+    def observe_pass(self, length: int, nodes: int, ms: float) -> None:
+        """A verification of `nodes` drafted tokens took `ms`."""
+        self._passes.append((self._forecast.nominal_pass_ms(length, nodes), ms))
+
+    def observe_draft(self, length: int, levels: int, ms: float) -> None:
+        """Drafting so many levels took `ms`."""
+        nominal = self._draft_ms(length, self._shapes[0].deep(levels))
+        if nominal > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
+            self._drafts.append((nominal, ms))
+
+    def _draft_ms(self, length: int, shape: DraftShape) -> float:
+        return self._forecast.nominal_ms(length, shape) - self._forecast.nominal_pass_ms(length, shape.size)
+
+    def _rate(self, length: int, shape: DraftShape) -> float:
+        pass_ms = self._forecast.nominal_pass_ms(length, shape.size)
+        draft_ms = self._draft_ms(length, shape)
+        if self._clock:
+            plain_ms = self._forecast.nominal_pass_ms(length, 0)
+            pass_ms = _fitted(self._passes, pass_ms, plain_ms)
+            # A draft is steps of one cost each: its time is proportional to its depth.
+            draft_ms *= _ratio(self._drafts)
+        acceptance = self._acceptance.rate
+        round_ms = pass_ms + draft_ms
+        if self._ahead:
+            guessed = acceptance ** (shape.depth + 1)
+            round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
+        return expected_tokens(acceptance, shape.depth) / round_ms
+
+
+def _ratio(observed: deque[tuple[float, float]]) -> float:
+    """Measured over nominal."""
+    nominal = sum(nominal for nominal, _ in observed)
+    return sum(ms for _, ms in observed) / nominal if nominal else 1.0
+
+
+def _fitted(observed: deque[tuple[float, float]], nominal: float, plain: float) -> float:
+    """What a pass of a `nominal` cost takes: its plain part and what its queries add, fitted apart.
+
+    Least squares of measured times over (plain, nominal - plain), drawn towards one ratio for both where
+    the rounds say little about one of them.
+    """
+    if not observed:
+        return nominal
+    ratio = _ratio(observed)
+    a = b = c = u = v = 0.0
+    for shape, ms in observed:
+        added, rest = shape - plain, ms - ratio * shape
+        a += plain * plain
+        b += plain * added
+        c += added * added
+        u += plain * rest
+        v += added * rest
+    a, c = (1.0 + RIDGE) * a, (1.0 + RIDGE) * c
+    determinant = a * c - b * b
+    if determinant == 0.0:
+        return ratio * nominal
+    fixed, per_query = (c * u - b * v) / determinant, (a * v - b * u) / determinant
+    fitted = (ratio + fixed) * plain + (ratio + per_query) * (nominal - plain)
+    return max(fitted, 0.1 * ratio * nominal)
+
+
+class StepDown:
+    """Whether the next round is plain, because speculation does not pay.
+
+    Args:
+        watches: False: never.
+        clock: whether rounds are judged by measured time, or by their nominal costs.
+
+    Attributes:
+        plain_tokens: decoded in breaks.
+    """
+
+    def __init__(self, forecast: Forecast, *, watches: bool, clock: bool) -> None:
+        self.steps_down = 0
+        self.plain_tokens = 0
+        self._forecast = forecast
+        self._watches = watches
+        self._clock = clock
+        self._plain_ms: deque[float] = deque(maxlen=WINDOW)
+        self._judged: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._rounds = 0
+        self._break = FIRST_BREAK
+        self._break_left = 0
+
+    def begin(self, length: int, shape: DraftShape) -> None:
+        """A text of `length` tokens is about to be continued, with such drafts."""
+        if not self._watches:
+            return
+        nominal = self._forecast.nominal_ms(length, shape) / self._forecast.expected_tokens(shape.depth)
+        if nominal > self._forecast.nominal_pass_ms(length, 0):
+            self._break = FORESEEN_BREAK
+            self._step_down()
+
+    def _step_down(self) -> None:
+        self.steps_down += 1
+        self._break_left = self._break
+        self._break = min(2 * self._break, LONGEST_BREAK)
+        self._judged.clear()
+
+    def plain(self) -> bool:
+        """Whether the next round is plain."""
+        # Where the clock decides, the second round is plain, to know its cost; the first one warms up.
+        # It may have been drafted ahead of, and what has been drafted is used: then it is the third.
+        probing = self._watches and self._clock and self._rounds > 0 and not self._plain_ms
+        return probing or self._break_left > 0
+
+    def observe(self, length: int, tokens: int, times: RoundTimes) -> None:
+        """A round below a text of `length` tokens yielded `tokens`."""
+        self._rounds += 1
+        if not self._watches:
+            return
+        if times.asked == times.proposed == 0:
+            self._plain_ms.append(times.ms)
+            if self._break_left > 0:
+                self._break_left = max(0, self._break_left - tokens)
+                self.plain_tokens += tokens
+            return
+        if self._rounds > 1:  # the first round pays for memory that is touched for the first time
+            self._judged.append((tokens, times.ms if self._clock else times.nominal_ms))
+        if len(self._judged) < CLEAR_WINDOW:
+            return
+        plain = median(self._plain_ms) if self._clock else self._forecast.nominal_pass_ms(length, 0)
+        yielded = sum(tokens for tokens, _ in self._judged)
+        loss = sum(ms for _, ms in self._judged) / (plain * yielded)
+        whole = len(self._judged) == WINDOW
+        if loss > (MARGIN if whole else CLEAR_MARGIN):
+            self._step_down()
+        elif whole:
+            self._break = FIRST_BREAK

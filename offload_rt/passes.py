@@ -1,0 +1,323 @@
+"""What texts ask of models, and the one place where it is answered, for many texts at once.
+
+The work of a text (propose, verify, draft ahead) is a generator that yields requests: a pass of a model, a
+read of results, a pass that runs in the background. `Together` advances any number of them in step: passes
+that are asked of one model at one moment are one pass, and all reads are one wait. So the code of a text
+reads as if it were alone, and a batch needs no code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cpu_kv import CopyFailed, TransferStalled
+from offload_rt.caches.full import FullCache
+from offload_rt.host import to_host
+from offload_rt.layers import LayerPlan
+from offload_rt.model import Output, Part
+from offload_rt.timeline import NO_TIMELINE, Timeline
+
+T = TypeVar("T")
+
+
+class Model(Protocol):
+    """What is asked of a model (see `model.CausalModel`)."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]: ...
+
+    def raise_nan(self, part: Part) -> NoReturn: ...
+
+
+@dataclass
+class LevelStats:
+    """What one level of a composition did.
+
+    Attributes:
+        name: level, as in the config (`draft:streaming`, `target:retrieved`, `target:full`).
+        passes: of its model.
+        proposed: tokens that the level below proposed to it.
+        accepted: how many of them it accepted.
+        ms: time in its passes and reads, without those of the levels below; of a pass over several texts an
+            equal share. On a GPU the host's time: what the device still has to do counts where it is read.
+        nominal_ms: the same by the shapes of its passes, at nominal rates (`costs.py`).
+        host_reads: how often the host waited for its results.
+    """
+
+    name: str
+    passes: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    ms: float = 0.0
+    nominal_ms: float = 0.0
+    host_reads: int = 0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Asks for a pass; the answer is an `Output`."""
+
+    model: Model
+    part: Part
+    plan: LayerPlan | None
+    stats: LevelStats
+
+
+@dataclass(frozen=True)
+class Read:
+    """Asks for tensors on the host; the answer is a list of them."""
+
+    tensors: Sequence[Tensor]
+    stats: LevelStats
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Asks for a pass over the full cache to run in the background; the answer is a `Running`."""
+
+    forward: Forward
+    full: FullCache
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Asks for the result of a background pass; the answer is an `Output`."""
+
+    running: Running
+
+
+@dataclass(eq=False)
+class Running:
+    """A pass in the background, perhaps of several texts; `number` is this text's part.
+
+    Attributes:
+        ended: seconds of `time.perf_counter`, once it is over.
+    """
+
+    outputs: Future[list[Output]]
+    number: int
+    started: float = field(default_factory=perf_counter)
+    ended: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.outputs.done()
+
+    @property
+    def ms(self) -> float:
+        """How long it took."""
+        return 1e3 * (self.ended - self.started)
+
+
+Request = Forward | Read | Begin | Finish
+Work = Generator[Request, Any, T]
+
+
+class PassThread:
+    """The thread in which passes over full caches run, with a stream of high priority on a GPU.
+
+    Compute that was enqueued before `start` comes before the pass, and a pass whose future is done is done
+    on the device too.
+    """
+
+    def __init__(self, device: torch.device, timeline: Callable[[], Timeline] = lambda: NO_TIMELINE) -> None:
+        self._device = device
+        self._timeline = timeline
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def start(self, caches: Sequence[FullCache], forward: Callable[[], list[Output]]) -> Future[list[Output]]:
+        """Runs a pass over these caches."""
+        fence = None
+        if self._stream is not None:
+            fence = torch.cuda.Event()
+            fence.record(torch.cuda.current_stream(self._device))
+        return self._thread.submit(self._run, caches, forward, fence)
+
+    def _run(
+        self, caches: Sequence[FullCache], forward: Callable[[], list[Output]], fence: torch.cuda.Event | None
+    ) -> list[Output]:
+        with self._timeline().span("pass", "verify"):
+            if self._stream is None or fence is None:
+                return forward()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(fence)
+                try:
+                    outputs = forward()
+                except BaseException:
+                    # What it has enqueued still uses memory that is let go now.
+                    with suppress(CopyFailed, TransferStalled):
+                        _finish_compute(caches)
+                    raise
+                _finish_compute(caches)
+            return outputs
+
+    def join(self) -> None:
+        """Waits until nothing runs, also what an interrupt kept its starter from knowing of."""
+        self._thread.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Waits for the thread and lets it go. Idempotent."""
+        self._thread.shutdown(wait=True)
+
+
+def _finish_compute(caches: Sequence[FullCache]) -> None:
+    for cache in caches:
+        cache.engine.finish_compute()
+
+
+class Together:
+    """Advances the work of any number of texts in step.
+
+    Args:
+        thread: where background passes run; None: they run at once, in the foreground.
+    """
+
+    def __init__(self, thread: PassThread | None = None) -> None:
+        self._thread = thread
+
+    @torch.inference_mode()
+    def run(self, works: Sequence[Work[T]]) -> list[T | Exception]:
+        """Runs all to their ends; what one raises is its result, and the others go on."""
+        progress = _Progress(works)
+        begun: list[FullCache] = []
+        try:
+            while progress.asked:
+                forwards, reads = progress.of(Forward), progress.of(Read)
+                if forwards or reads:
+                    self._forward(progress, forwards)
+                    self._read(progress, reads)
+                elif begins := progress.of(Begin):
+                    # All texts that verify in this step are here now: they are one pass.
+                    begun += [request.full for request in begins.values()]
+                    self._begin(progress, begins)
+                else:
+                    self._finish(progress, progress.of(Finish))
+        except BaseException:
+            for cache in begun:
+                cache.cancel()
+            if begun and self._thread is not None:
+                self._thread.join()
+            raise
+        finally:
+            for work in works:
+                work.close()
+        return progress.results
+
+    def _forward(self, progress: _Progress, asked: dict[int, Forward]) -> None:
+        for model, plan in dict.fromkeys((request.model, request.plan) for request in asked.values()):
+            group = {n: one for n, one in asked.items() if one.model is model and one.plan == plan}
+            started = perf_counter()
+            try:
+                outputs = model.forward([request.part for request in group.values()], plan)
+            except Exception as error:
+                progress.fail(group, error)
+                continue
+            ms = 1e3 * (perf_counter() - started) / len(group)
+            for (number, request), output in zip(group.items(), outputs, strict=True):
+                request.stats.ms += ms
+                progress.answer(number, output.error or output)
+
+    def _read(self, progress: _Progress, asked: dict[int, Read]) -> None:
+        if not asked:
+            return
+        started = perf_counter()
+        try:
+            read = iter(to_host(*(tensor for request in asked.values() for tensor in request.tensors)))
+        except Exception as error:
+            progress.fail(asked, error)
+            return
+        ms = 1e3 * (perf_counter() - started) / len(asked)
+        for number, request in asked.items():
+            request.stats.ms += ms
+            request.stats.host_reads += 1
+            progress.answer(number, [next(read) for _ in request.tensors])
+
+    def _begin(self, progress: _Progress, asked: dict[int, Begin]) -> None:
+        first = next(iter(asked.values())).forward
+        parts = [request.forward.part for request in asked.values()]
+
+        def forward() -> list[Output]:
+            return first.model.forward(parts, first.plan)
+
+        outputs: Future[list[Output]] = Future()
+        running = [Running(outputs, number) for number in range(len(parts))]
+        if self._thread is None:
+            try:
+                outputs.set_result(forward())
+            except Exception as error:
+                outputs.set_exception(error)
+            _end(running)
+        else:
+            outputs = self._thread.start([request.full for request in asked.values()], forward)
+            for one in running:
+                one.outputs = outputs
+            outputs.add_done_callback(lambda _: _end(running))
+        for number, one in zip(asked, running, strict=True):
+            progress.answer(number, one)
+
+    def _finish(self, progress: _Progress, asked: dict[int, Finish]) -> None:
+        for number, request in asked.items():
+            try:
+                output = request.running.outputs.result()[request.running.number]
+            except Exception as error:
+                progress.fail([number], error)
+            else:
+                progress.answer(number, output.error or output)
+
+
+def _end(running: Sequence[Running]) -> None:
+    ended = perf_counter()
+    for one in running:
+        one.ended = ended
+
+
+class _Progress:
+    """Where each text's work stands: what it asks for, or how it ended."""
+
+    def __init__(self, works: Sequence[Work[Any]]) -> None:
+        self._works = works
+        self.asked: dict[int, Request] = {}
+        self.results: list[Any] = [None] * len(works)
+        for number in range(len(works)):
+            self.answer(number, None)
+
+    def of(self, kind: type[T]) -> dict[int, T]:
+        """Requests of one kind, by the number of the work."""
+        return {number: request for number, request in self.asked.items() if isinstance(request, kind)}
+
+    def answer(self, number: int, answer: Any) -> None:
+        """Lets one work go on to its next request, or to its end; an exception is raised in it."""
+        self.asked.pop(number, None)
+        work = self._works[number]
+        try:
+            request = work.throw(answer) if isinstance(answer, Exception) else work.send(answer)
+        except StopIteration as end:
+            self.results[number] = end.value
+        except Exception as error:
+            self.results[number] = error
+        else:
+            self.asked[number] = request
+
+    def fail(self, numbers: Sequence[int] | dict[int, Any], error: Exception) -> None:
+        """The same error for several."""
+        for number in list(numbers):
+            self.answer(number, error)
+
+
+def run_alone(work: Work[T]) -> T:
+    """Runs one text's work, without background passes."""
+    (result,) = Together().run([work])
+    if isinstance(result, Exception):
+        raise result
+    return result

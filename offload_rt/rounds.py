@@ -1,0 +1,120 @@
+"""The only loop: one round of a text, for every composition there is.
+
+Why drafting ahead changes no output distribution. A draft is made for a guessed outcome: the tokens that the
+verification may yield. Its tokens are drawn, with random numbers of their own, from what it reports. It is
+used if the verdict is that outcome, which depends on the draft being verified and on the verdict's own random
+numbers, but on nothing that was drawn ahead. And a draft of the right outcome is never thrown away, however
+long it took: what has been drawn of it is kept, and the rest is drawn after the verdict.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Protocol
+
+from offload_rt.caches.full import FullCache
+from offload_rt.drafting.base import Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.verifier import Verifier
+from offload_rt.pace import Pace, RoundTimes
+from offload_rt.passes import Begin, Finish, Running, Work
+from offload_rt.timeline import Timeline
+from offload_rt.verification import Draft
+
+
+class Text(Protocol):
+    """What a round needs of a text (see `session.Session`).
+
+    Attributes:
+        ready: a draft that was begun for the text as it is now.
+        room: how many more tokens it may grow by.
+    """
+
+    verifier: Verifier
+    full: FullCache
+    pace: Pace
+    timeline: Timeline
+    ready: Proposal | None
+
+    @property
+    def view(self) -> TokenView: ...
+
+    @property
+    def room(self) -> int: ...
+
+    def extend(self, round: Round, times: RoundTimes) -> None:
+        """Appends what a round yielded."""
+
+
+def round_of(text: Text) -> Work[Round]:
+    """Propose, begin, draft ahead, verdict, commit: one round of a text.
+
+    The link needs no scheduling here: when a pass begins, the full cache opens the stream of the next one, so
+    that the copies go on the moment the staging ring has room.
+    """
+    verifier, pace, view = text.verifier, text.pace, text.view
+    started, nominal_ms = perf_counter(), _nominal_ms(verifier)
+
+    shape = pace.shape(text.room - 1)
+    proposal = text.ready or verifier.drafter.proposal(view, shape)
+    text.ready, resumed = None, _depth(proposal.draft())
+    with text.timeline.span("draft", "draft"):
+        draft = yield from proposal.complete()
+    drafted = perf_counter()
+
+    if pace.ahead and len(draft):
+        text.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
+    verification = verifier.verification(view, draft)
+    running: Running = yield Begin(verification.forward, text.full)
+
+    ahead = yield from draft_ahead(text, proposal, running)
+    made = perf_counter()
+    output = yield Finish(running)
+
+    both = perf_counter()
+    round = yield from verifier.verdict(view, verification, output)
+    text.ready = ahead.get(tuple(round.tokens))
+    verifier.stats.ms += running.ms
+    done = perf_counter()
+    times = RoundTimes(
+        started=started,
+        ms=1e3 * (done - started),
+        draft_ms=1e3 * (drafted - started),
+        pass_ms=running.ms,
+        ahead_ms=1e3 * (made - drafted) if ahead else 0.0,
+        verdict_ms=1e3 * (done - both),
+        nominal_ms=_nominal_ms(verifier) - nominal_ms,
+        guessed=text.ready is not None if ahead else None,
+        asked=shape.depth,
+        proposed=round.proposed,
+        accepted=round.accepted,
+        drawn=_depth(draft) - resumed + sum(_depth(one.draft()) for one in ahead.values()),
+    )
+    text.extend(round, times)
+    return round
+
+
+def draft_ahead(text: Text, proposal: Proposal, running: Running) -> Work[dict[Outcome, Proposal]]:
+    """Drafts the next round while a pass runs, for its likely outcomes, until it is over."""
+    verifier, pace, view = text.verifier, text.pace, text.view
+    made: dict[Outcome, Proposal] = {}
+    if not (pace.ahead and len(proposal.draft()) and pace.shape(text.room - 2).depth) or pace.over(running):
+        return made
+    with text.timeline.span("draft", "ahead"):
+        for outcome in (yield from proposal.outcomes(pace.ahead, pace.acceptance)):
+            shape = pace.shape(text.room - len(outcome) - 1)
+            if not shape.depth:
+                continue
+            if pace.over(running):
+                break
+            made[outcome] = verifier.drafter.proposal(view.extended(outcome), shape)
+            while not pace.over(running) and (yield from made[outcome].step()):
+                pass
+    return made
+
+
+def _depth(draft: Draft) -> int:
+    return max(draft.tree.depths, default=0)
+
+
+def _nominal_ms(verifier: Verifier) -> float:
+    return sum(level.nominal_ms for level in verifier.levels)

@@ -1,0 +1,126 @@
+"""The shape of a token tree: which node hangs below which, apart from the tokens.
+
+Node `i` of a tree has row `1 + i` in every table over its nodes; row 0 is the root, the text so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from offload_rt.host import to_device
+
+ROOT = -1
+"""Parent of the nodes that follow the text itself."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Parents of its nodes; a node comes after its parent and after its elder siblings.
+
+    Attributes:
+        parents: index of each node's parent, `ROOT` below the text.
+    """
+
+    parents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(f"parents {list(self.parents)} must be {ROOT} or an earlier node")
+
+    @classmethod
+    def chain(cls, nodes: int) -> Tree:
+        """Each node's parent is the one before it."""
+        return _chain(nodes)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Of each node; a child of the root has depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else 1 + depths[parent])
+        return depths
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """The eldest child of every node, then the second one of every node that has two, and so on."""
+        ranks: list[list[int]] = []
+        seen: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            rank = seen.get(parent, 0)
+            seen[parent] = rank + 1
+            if rank == len(ranks):
+                ranks.append([])
+            ranks[rank].append(node)
+        return ranks
+
+    def path(self, row: int) -> list[int]:
+        """Nodes from below the root down to `row`."""
+        path = []
+        node = row - 1
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def first_tries(self, path: Sequence[int]) -> tuple[int, int]:
+        """How many eldest children were accepted and rejected on an accepted `path`."""
+        eldest = {self.parents[node]: node for node in self.ranks[0]} if self.parents else {}
+        tried = [eldest[above] for above in (ROOT, *path) if above in eldest]
+        accepted = len(set(tried) & set(path))
+        return accepted, len(tried) - accepted
+
+    def parent_rows(self, device: torch.device) -> Tensor:
+        """Row of each node's parent, `[nodes]`."""
+        return on_device(tuple(parent + 1 for parent in self.parents), device)
+
+    def descend(self, accepted: Tensor) -> Tensor:
+        """The row where a walk from the root ends that goes on through the first accepted child; 0-d.
+
+        Args:
+            accepted: `[nodes]` bool, on the device. Nothing here waits for it.
+        """
+        if self.is_chain:
+            return accepted.long().cumprod(0).sum()
+        device = accepted.device
+        rows = torch.arange(1 + len(self), device=device)
+        following = rows.clone()
+        for rank in reversed(self.ranks):  # the eldest last: it has the first say
+            nodes = on_device(tuple(rank), device)
+            above = self.parent_rows(device)[nodes]
+            following[above] = torch.where(accepted[nodes], nodes + 1, following[above])
+        for _ in range(max(self.depths).bit_length()):  # each time twice as many steps
+            following = following[following]
+        return following[0]
+
+
+@lru_cache(maxsize=256)
+def _chain(nodes: int) -> Tree:
+    return Tree(tuple(range(ROOT, nodes - 1)))
+
+
+@lru_cache(maxsize=1024)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Indices that recur from round to round, sent once."""
+    with torch.inference_mode(False):
+        return to_device(numbers, device)
+
+
+def forest(sequences: Sequence[int]) -> Tree:
+    """Chains of the given lengths side by side below the root."""
+    parents: list[int] = []
+    for length in sequences:
+        start = len(parents)
+        parents += [ROOT if node == 0 else start + node - 1 for node in range(length)]
+    return Tree(tuple(parents))
