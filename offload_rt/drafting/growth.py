@@ -183,7 +183,7 @@ class LevelGrowth(Growth):
         return self.draft()
 
     def _deepen(self) -> Work[bool]:
-        if self._depth == self._shape.depth or self._stopped:
+        if self._depth >= self._shape.depth or self._stopped:
             return False
         logits = yield from (self._pass(len(self._level)) if self._depth else self.foresee())
         self._logits.append(logits)
@@ -289,7 +289,7 @@ class BestFirst(Growth):
         self._doubts: list[float] = []
 
     def step(self) -> Work[bool]:
-        if self._steps == self._shape.depth:
+        if self._steps >= self._shape.depth:
             return False
         if self._steps == 0:
             logits = yield from self.foresee()

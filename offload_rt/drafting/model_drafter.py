@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.drafting.base import Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.base import Complete, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.growth import BestFirst, LevelGrowth, chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
@@ -62,6 +62,8 @@ class ModelDrafter:
         yield from self.verifier.drafter.prefill(view)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        if not shape.depth:
+            return Complete()
         if self.below.depth:
             return Rounds(self, view, shape)
         if shape.kind == "grown":
