@@ -1,11 +1,12 @@
-"""The exact law of what the program emits, by enumeration of every random choice it makes.
+"""The exact distribution of what the program emits, by enumeration of every random choice it makes.
 
-`output_law` runs the program once for each path of choices, weighs what it puts out with the product of
-their probabilities, and so finds the law itself instead of samples from it. What is run is the real code:
-`decode`, the verifiers, the drafters, the rules of acceptance. Only what stands for a transformer is small:
-`TableModel`, whose logits are a fixed random function of the tokens it is shown, and caches that hold
-tokens in place of KV. The model sees the text through its cache alone, with the positions that the
-verifier stated, so a wrong commit, truncation, position or mask shows as a wrong law.
+`output_probs` runs the program once for each path of choices, weighs what it puts out with the product of
+their probabilities, and so finds the distribution itself instead of samples from it. What is run is the real
+code: rounds, the verifiers, the drafters, the rules of acceptance, the driver that advances many texts at
+once. Only what stands for a transformer is small: `TableModel`, whose logits are a fixed random function of
+the tokens it is shown, and caches that hold tokens in place of KV. The model sees the text through its cache
+alone, with the positions and ancestors that the verifier stated, so a wrong commit, rollback, position or
+mask shows as a wrong distribution.
 """
 
 from __future__ import annotations
@@ -14,19 +15,26 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from offload_rt.caches.base import Cache, NewTokens, Verified
-from offload_rt.decoding import Token, decode
-from offload_rt.drafting.base import Drafter, LevelStats, NoDrafter, Text
-from offload_rt.drafting.hierarchical import SmallModelDrafter, VerifierDrafter, VerifierProposal
+from offload_rt.caches.base import NewTokens, Verified
+from offload_rt.caches.held import HeldTokens
+from offload_rt.drafting.base import Drafter, NoDrafter, Proposal, Round, TokenView
+from offload_rt.drafting.growth import Growth
+from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
+from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
-from offload_rt.governor import Governor
-from offload_rt.sampling import Draws, SamplingLaw, choices
-from offload_rt.schedule import Schedule
+from offload_rt.layers import LayerPlan
+from offload_rt.model import Output, Part
+from offload_rt.pace import Pace, RoundTimes
+from offload_rt.passes import LevelStats, Together, run_alone
+from offload_rt.rounds import round_of
+from offload_rt.sampling import Draws, Sampler, choices
+from offload_rt.timeline import NO_TIMELINE
+from offload_rt.trees import ROOT, Tree
 
 VOCABULARY = 5
 NEGLIGIBLE = 1e-12  # rounding leaves branches like this one; too light to count
@@ -34,7 +42,7 @@ NEGLIGIBLE = 1e-12  # rounding leaves branches like this one; too light to count
 Entry = tuple[int, int]
 """(position, token): what a cache holds in place of KV."""
 
-Law = dict[tuple[int, ...], float]
+Probs = dict[tuple[int, ...], float]
 """Probability of each output."""
 
 Outcome = TypeVar("Outcome", bound=Hashable)
@@ -73,21 +81,28 @@ class ScriptedDraws:
             self.probability *= weight
         return outcome
 
-    def categorical(self, law: Tensor) -> Tensor:
-        weights: list[float] = law.tolist()
+    def categorical(self, probs: Tensor) -> Tensor:
+        rows = probs.reshape(-1, probs.shape[-1]).tolist()
+        return torch.tensor([self._token(row) for row in rows]).reshape(probs.shape[:-1])
+
+    def _token(self, weights: list[float]) -> int:
         total = sum(weights)
-        return torch.tensor(self._take([(token, weight / total) for token, weight in enumerate(weights)]))
+        if total <= 0.0:
+            return len(weights) - 1  # nothing is left to draw: a candidate that is never accepted
+        return self._take([(token, weight / total) for token, weight in enumerate(weights)])
 
-    def accept(self, probability: float) -> bool:
-        probability = min(1.0, probability)
-        return bool(self._take([(1, probability), (0, 1.0 - probability)]))
+    def descend(self, tree: Tree, chances: Tensor) -> Tensor:
+        ends: list[tuple[int, float]] = []
 
-    def accepted(self, probabilities: Tensor) -> Tensor:
-        outcomes, reached = [], 1.0
-        for count, probability in enumerate(probabilities.clamp(max=1.0).tolist()):
-            outcomes.append((count, reached * (1.0 - probability)))
-            reached *= probability
-        return torch.tensor(self._take([*outcomes, (len(probabilities), reached)]))
+        def walk(node: int, reached: float) -> None:
+            for child in (c for c, parent in enumerate(tree.parents) if parent == node):
+                chance = min(1.0, float(chances[child]))
+                walk(child, reached * chance)
+                reached *= 1.0 - chance
+            ends.append((node + 1, reached))
+
+        walk(ROOT, 1.0)
+        return torch.tensor(self._take(sorted(ends)))
 
     def next_script(self) -> list[int] | None:
         """The next path in depth-first order; None after the last one."""
@@ -100,15 +115,15 @@ class ScriptedDraws:
         return script
 
 
-def outcome_law(run: Callable[[Draws], Outcome]) -> dict[Outcome, float]:
+def outcome_probs(run: Callable[[Draws], Outcome]) -> dict[Outcome, float]:
     """Probability of each value of `run`, over all its random choices."""
-    law: dict[Outcome, float] = defaultdict(float)
+    probs: dict[Outcome, float] = defaultdict(float)
     script: list[int] | None = []
     while script is not None:
         draws = ScriptedDraws(script)
-        law[run(draws)] += draws.probability
+        probs[run(draws)] += draws.probability
         script = draws.next_script()
-    return law
+    return probs
 
 
 # ---------------------------------------------------------------------------- models without weights
@@ -118,8 +133,7 @@ class TokenCache:
     """Verified entries, speculative ones behind them, and the pending ones of a pass.
 
     Args:
-        view: models compute another law through each view, as they do over KV that is left out.
-        reads_itself: what it holds becomes verified by `settle`, not by `adopt`.
+        view: models compute other logits through each view, as they do over KV that is left out.
     """
 
     sinks, window = 1, 2
@@ -128,59 +142,63 @@ class TokenCache:
         self.view = view
         self.verified: list[Entry] = []
         self.speculative: list[Entry] = []
-        self.pending: list[Entry] | None = None
+        self.held = HeldTokens()
+        self.new: NewTokens | None = None
+        self.pending: list[Entry] = []
         self.skipped = 0
-
-    @property
-    def entries(self) -> list[Entry]:
-        return self.verified + self.speculative
-
-    @property
-    def length(self) -> int:
-        return self.skipped + len(self.verified) + len(self.speculative)
 
     @property
     def verified_length(self) -> int:
         return self.skipped + len(self.verified)
 
     def begin(self, new: NewTokens) -> None:
-        self.pending = []
+        self.new, self.pending = new, []
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         raise NotImplementedError("a table needs no attention")
 
-    def receive(self, entries: list[Entry]) -> None:
-        """What `attend` does in a real cache: takes in the new tokens of a pass."""
-        assert self.pending == [], "a pass starts with begin"
-        self.pending = entries
+    def seen_by(self, token: int) -> list[Entry]:
+        """What a new token sees, itself included."""
+        assert self.new is not None
+        behind = [*self.speculative, *self.pending]
+        sees = self.new.sees[token]
+        return self.verified + [entry for at, entry in enumerate(behind) if sees >> at & 1]
 
-    def _accepted(self, path: Sequence[int]) -> list[Entry]:
-        assert self.pending is not None, "commit without a pass"
-        chosen = [self.pending[node] for node in path]
-        self.pending = None
-        return chosen
+    def commit(self, kept: Sequence[int]) -> None:
+        (new, pending), held = self._end_pass(), len(self.held)
+        place = {held + index: held + at for at, index in enumerate(kept)}
+        for index in kept:
+            self.speculative.append(pending[index])
+            parent = new.parents[index]
+            self.held.add(new.token(index), place.get(parent, parent))
 
-    def commit(self, path: Sequence[int]) -> None:
-        self.speculative += self._accepted(path)
+    def _end_pass(self) -> tuple[NewTokens, list[Entry]]:
+        assert self.new is not None, "commit without a pass"
+        ended = self.new, self.pending
+        self.new, self.pending = None, []
+        return ended
 
-    def truncate(self, length: int) -> None:
-        if not self.verified_length <= length <= self.length:
-            raise ValueError(f"cannot truncate to {length}")
-        del self.speculative[length - self.verified_length :]
+    def keep(self, entries: Sequence[int]) -> None:
+        self.speculative = [self.speculative[entry] for entry in entries]
+        self.held.keep(entries)
 
     def settle(self) -> None:
         self.verified += self.speculative
         self.speculative = []
+        self.held.clear()
 
     # What only some caches do.
 
     def adopt(self, verified: Verified) -> None:
         came = [(int(position), int(token)) for position, token in verified.keys[0, 0].tolist()]
+        assert [token for _, token in came] == verified.tokens
+        path = self.held.match(verified.tokens)
+        self.keep(self.held.below(path[-1]) if path and len(path) == len(came) else [])
         self.verified += came
-        self.speculative = self.speculative[len(came) :]
 
     def reset(self) -> None:
-        self.verified, self.speculative, self.pending, self.skipped = [], [], None, 0
+        self.verified, self.speculative, self.new, self.skipped = [], [], None, 0
+        self.held.clear()
 
     def skip(self, tokens: int) -> None:
         self.skipped += tokens
@@ -193,14 +211,20 @@ class FullTokenCache(TokenCache):
         super().__init__("full")
         self.derived: list[TokenCache] = []
 
-    def commit(self, path: Sequence[int]) -> None:
-        assert self.pending is not None
-        proposed = len(self.pending) - 1
-        chosen = self._accepted(path)
+    def commit(self, kept: Sequence[int]) -> None:
+        new, pending = self._end_pass()
+        chosen = [pending[index] for index in kept]
         self.verified += chosen
+        entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
+        ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         for cache in self.derived:
-            entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
-            cache.adopt(Verified(entries, entries, entries, proposed))
+            cache.adopt(Verified(ids, entries, entries, entries, new.count - 1))
+
+    def keep(self, entries: Sequence[int]) -> None:
+        assert not entries
+
+    def catch_up(self) -> None:
+        pass
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self.verified = list(enumerate(tokens))
@@ -235,67 +259,58 @@ class TableModel:
             self._rows[key] = torch.tensor([x if x >= least else -1e6 for x in row], dtype=self.dtype)
         return self._rows[key]
 
-    def forward(
-        self,
-        cache: Cache,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        new: NewTokens,
-        rows: int,
-        drawn: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        return [Output(self._part(part, plan)) for part in parts]
+
+    def _part(self, part: Part, plan: LayerPlan | None) -> Tensor:
+        cache, new = part.cache, part.new
         assert isinstance(cache, TokenCache)
-        if drawn is not None:
-            tokens = [*tokens, *drawn.tolist()]
-        assert len(tokens) == len(positions) == new.count
+        tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
+        assert len(tokens) == new.count
         cache.begin(new)
-        fresh = list(zip(positions, tokens, strict=True))
-        cache.receive(fresh)
-        sees = [[0.0]] if new.mask is None else new.mask.tolist()
-        held = cache.entries
+        cache.pending = list(zip(part.positions, tokens, strict=True))
+        view = cache.view if plan is None else f"{cache.view} {plan}"
         return torch.stack(
-            [
-                self.logits(
-                    cache.view, held + [e for e, hidden in zip(fresh, row, strict=True) if not hidden]
-                )
-                for row in sees[len(tokens) - rows :]
-            ]
+            [self.logits(view, cache.seen_by(token)) for token in range(new.count - part.rows, new.count)]
         )
 
+    def raise_nan(self, part: Part) -> NoReturn:
+        raise AssertionError("a table has no NaN")
 
-def next_law(law: SamplingLaw, logits: Tensor) -> list[float]:
-    """The law of one token, greedy included."""
-    if law.greedy:
+
+def next_probs(sampler: Sampler, logits: Tensor) -> list[float]:
+    """The distribution of one token, greedy included."""
+    if sampler.greedy:
         return [float(token == int(choices(logits))) for token in range(VOCABULARY)]
-    probabilities: list[float] = law.laws(logits[None])[0].tolist()
+    probabilities: list[float] = sampler.probs(logits[None])[0].tolist()
     return probabilities
 
 
-def own_law(
+def own_probs(
     model: TableModel,
-    law: SamplingLaw,
+    sampler: Sampler,
     prompt: Sequence[int],
     count: int,
     stop_tokens: Collection[int] = (),
     view: str = "full",
-) -> Law:
-    """The law of `count` tokens of the model alone: the product of its conditional laws."""
-    grown: Law = {(): 1.0}
+) -> Probs:
+    """The distribution of `count` tokens of the model alone: the product of its conditional ones."""
+    grown: Probs = {(): 1.0}
     for _ in range(count):
-        longer: Law = {}
+        longer: Probs = {}
         for output, probability in grown.items():
             if output and output[-1] in stop_tokens:
                 longer[output] = probability
                 continue
             logits = model.logits(view, list(enumerate([*prompt, *output])))
-            for token, weight in enumerate(next_law(law, logits)):
+            for token, weight in enumerate(next_probs(sampler, logits)):
                 if weight > 0:
                     longer[*output, token] = probability * weight
         grown = longer
     return grown
 
 
-def distance(found: Law, expected: Law) -> float:
+def distance(found: Probs, expected: Probs) -> float:
     """The largest difference in the probability of any output."""
     return max(abs(found.get(o, 0.0) - expected.get(o, 0.0)) for o in found.keys() | expected.keys())
 
@@ -303,6 +318,8 @@ def distance(found: Law, expected: Law) -> float:
 # ------------------------------------------------------------------------------------- compositions
 
 Composition = Callable[[Sampling], Verifier]
+Clock = Callable[[list[int]], bool]
+"""Whether a pass is over, by the choices that were drawn since it began."""
 
 
 class Parts:
@@ -324,71 +341,132 @@ class Parts:
         return compose
 
     def derived(
-        self, view: str, full: FullTokenCache, sampling: Sampling, below: Drafter, gamma: int
-    ) -> VerifierDrafter:
-        """The target over a cache derived from the full one."""
+        self,
+        view: str,
+        full: FullTokenCache,
+        sampling: Sampling,
+        below: Drafter | None = None,
+        shape: DraftShape = CHAIN,
+        plan: LayerPlan | None = None,
+        first_plan: LayerPlan | None = None,
+    ) -> ModelDrafter:
+        """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
         cache = TokenCache(view)
         full.derived.append(cache)
-        verifier = Verifier(view, self.target, cache, below, sampling, _no_cost)
-        return VerifierDrafter(verifier, gamma, self.stop_tokens)
+        verifier = Verifier(view, self.target, cache, below or NoDrafter(), sampling, _no_cost, plan)
+        return ModelDrafter(verifier, shape, self.stop_tokens, first_plan)
 
-    def draft_model(self, sampling: Sampling) -> SmallModelDrafter:
+    def draft_model(
+        self, sampling: Sampling, plan: LayerPlan | None = None, first_plan: LayerPlan | None = None
+    ) -> SmallModelDrafter:
         """The small model over a cache of its own."""
-        cache: Any = TokenCache("small")
-        verifier = Verifier("small", self.small, cache, NoDrafter(), sampling, _no_cost)
-        return SmallModelDrafter(verifier, cache)
+        verifier = Verifier(
+            "small", self.small, TokenCache("small"), NoDrafter(), sampling, _no_cost, plan
+        )
+        return _SmallTableDrafter(verifier, CHAIN, self.stop_tokens, first_plan)
+
+
+class _SmallTableDrafter(SmallModelDrafter):
+    """Reads its prompt into a cache of tokens."""
+
+    def prefill(self, view: TokenView) -> Any:
+        cache = self.verifier.cache
+        assert isinstance(cache, TokenCache)
+        cache.reset()
+        yield from self.verifier.read(view.part(0, 1))
+        cache.skip(max(0, len(view) - 1 - 1 - 2))
+        yield from self.verifier.read(view.part(max(1, len(view) - 3), len(view) - 1))
 
 
 def _no_cost(length: int, queries: int) -> float:
     return 0.0
 
 
-class Run:
-    """One path of the program: a prefilled composition that continues a prompt round by round.
+class BackgroundAtOnce:
+    """Runs a background pass at once, and says that it is over when a clock says so."""
 
-    Attributes:
-        over: decoding has come to its end.
-    """
+    def __init__(self, draws: ScriptedDraws, clock: Clock) -> None:
+        self._draws = draws
+        self._clock = clock
+
+    def start(self, caches: Any, forward: Callable[[], list[Output]]) -> Any:
+        outputs, first, clock, draws = forward(), len(self._draws.taken), self._clock, self._draws
+
+        class Begun:
+            def done(self) -> bool:
+                return clock(draws.taken[first:])
+
+            def result(self) -> list[Output]:
+                return outputs
+
+            def add_done_callback(self, call: Any) -> None:
+                pass
+
+        return Begun()
+
+
+class Text:
+    """One text of the enumeration: what a session is to the runtime."""
+
+    timeline = NO_TIMELINE
 
     def __init__(
         self,
-        composition: Composition,
-        sampling: Sampling,
+        verifier: Verifier,
         prompt: Sequence[int],
         max_tokens: int,
-        gamma: int,
+        shape: DraftShape,
         stop_tokens: Collection[int] = (),
-        schedule: Callable[[Verifier], Schedule] = Schedule,
+        ahead: int = 0,
+        clock: bool = True,
     ) -> None:
-        self.verifier = composition(sampling)
-        assert isinstance(self.verifier.cache, FullTokenCache)
-        self.verifier.cache.prefill(prompt[:-1])
-        self.text = list(prompt)
-        self.verifier.drafter.prefill(Text(self.text))
-        self.tokens: list[Token] = []
-        self.over = False
+        self.verifier = verifier
+        assert isinstance(verifier.cache, FullTokenCache)
+        self.full: Any = verifier.cache
+        self.full.prefill(prompt[:-1])
+        self.tokens = list(prompt)
+        self.ready: Proposal | None = None
+        self.accepted: list[bool] = []
+        self.pace = Pace(
+            verifier, shape if shape.depth else None, 0.5, ahead=ahead, step_down=False, clock=clock
+        )
+        self.pace.begin(len(prompt))
         self._start = len(prompt)
         self._max_tokens = max_tokens
-        governor = Governor(gamma, step_down=False, forecast=self.verifier, clock=False)
-        self.schedule = schedule(self.verifier)
-        self._source = decode(self.schedule, self.text, max_tokens, stop_tokens, governor)
+        self._stop_tokens = stop_tokens
+        self._ended = False
+        run_alone(verifier.drafter.prefill(self.view))
+
+    @property
+    def view(self) -> TokenView:
+        return TokenView(self.tokens)
 
     @property
     def output(self) -> tuple[int, ...]:
-        return tuple(self.text[self._start :])
+        return tuple(self.tokens[self._start :])
 
-    def round(self) -> None:
-        """Takes all tokens of one round; the generator then stands between two rounds."""
-        while True:
-            token = next(self._source)
-            self.tokens.append(token)
-            if token.ends or len(self.tokens) == len(self.output):
-                self.over = token.ends or len(self.tokens) == self._max_tokens
-                return
+    @property
+    def room(self) -> int:
+        return self._max_tokens - len(self.output)
+
+    @property
+    def over(self) -> bool:
+        return self._ended or self.room <= 0
+
+    def extend(self, round: Round, times: RoundTimes) -> None:
+        length = len(self.tokens)
+        self.tokens += round.tokens
+        self.verifier.drafter.observe(self.view, round)
+        self.accepted += [place < round.accepted for place in range(len(round.tokens))]
+        for place, token in enumerate(round.tokens):
+            if token in self._stop_tokens:
+                del self.tokens[length + place + 1 :]
+                self._ended = True
+                break
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
-        return (tuple(self.text), _frozen(self.verifier), _frozen(self.schedule._ready))
+        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.ready))
 
 
 def _frozen(value: Any) -> Hashable:
@@ -401,36 +479,70 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, dict):
         return tuple((key, _frozen(held)) for key, held in value.items())
-    if isinstance(value, VerifierProposal):  # its drafter is part of the verifier
-        return _frozen([vars(value)[name] for name in ("_start", "_end", "_grown", "_laws", "_stopped")])
+    if isinstance(value, Rounds | Growth):  # its drafter is part of the verifier
+        left = ("_drafter", "_verifier", "_changes")
+        return tuple((name, _frozen(held)) for name, held in vars(value).items() if name not in left)
+    if isinstance(value, HeldTokens):
+        tokens = [held.known[at] if held.arrived else None for held, at in value._tokens]
+        return (tuple(tokens), tuple(value.parents))
     if isinstance(value, TableModel | Sampling | LevelStats | FunctionType):
         return None  # the same in every path, or never read
+    if callable(value):
+        return None
     if isinstance(value, Tensor):
         return (tuple(value.shape), *value.flatten().tolist())
     return (type(value).__name__, *((name, _frozen(held)) for name, held in vars(value).items()))
 
 
-def output_law(
+def output_probs(
     composition: Composition,
-    law: SamplingLaw,
+    sampler: Sampler,
     prompt: Sequence[int],
     count: int,
-    gamma: int,
+    shape: DraftShape,
     *,
     max_tokens: int | None = None,
     stop_tokens: Collection[int] = (),
-    schedule: Callable[[Verifier], Schedule] = Schedule,
-) -> Law:
-    """The exact law of the first `count` tokens that the composition puts out.
-
-    Between two rounds the program is its objects and its text. Paths that have led to the same state have
-    the same future: their probabilities are added, and one of them goes on for all.
+    ahead: int = 0,
+    clock: Clock | None = None,
+) -> Probs:
+    """The exact distribution of the first `count` tokens that the composition puts out.
 
     Args:
-        gamma: tokens drafted for the full cache in a round.
+        shape: what is drafted for the full cache in a round.
         max_tokens: where decoding ends; default: so late that it cuts no draft.
+        ahead, clock: outcomes that are drafted for while a pass runs; None: no clock is asked.
     """
-    finished: Law = defaultdict(float)
+
+    def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
+        text = Text(
+            composition(Sampling(sampler, draws)),
+            prompt,
+            max_tokens or count + shape.depth,
+            shape,
+            stop_tokens,
+            ahead,
+            clock is not None,
+        )
+        thread: Any = BackgroundAtOnce(draws, clock or (lambda drawn: False)) if ahead else None
+        return [text], Together(thread)
+
+    joint = joint_probs(start, lambda texts: texts[0].over or len(texts[0].output) >= count)
+    probs: Probs = defaultdict(float)
+    for (output,), weight in joint.items():
+        probs[output[:count]] += weight
+    return probs
+
+
+def joint_probs(
+    start: Callable[[ScriptedDraws], tuple[list[Text], Together]], finished: Callable[[list[Text]], bool]
+) -> dict[tuple[tuple[int, ...], ...], float]:
+    """The joint distribution of what several texts put out that are stepped together.
+
+    Between two rounds the program is its objects and its texts. Paths that have led to the same state have
+    the same future: their probabilities are added, and one of them goes on for all.
+    """
+    ended: dict[tuple[tuple[int, ...], ...], float] = defaultdict(float)
     waiting: dict[Hashable, tuple[list[int], float]] = {(): ([], 1.0)}  # state -> (a script to it, mass)
     rounds = 0
     while waiting:
@@ -439,26 +551,27 @@ def output_law(
             script: list[int] | None = fixed
             while script is not None:
                 draws = ScriptedDraws(script, fixed=len(fixed))
-                path = Run(
-                    composition,
-                    Sampling(law, draws),
-                    prompt,
-                    max_tokens or count + gamma,
-                    gamma,
-                    stop_tokens,
-                    schedule,
-                )
+                texts, together = start(draws)
                 for _ in range(rounds):
-                    path.round()
+                    _step(texts, together)
                 assert draws.taken == fixed
-                path.round()
+                _step(texts, together)
                 weight = mass * draws.probability
-                if path.over or len(path.output) >= count:
-                    finished[path.output[:count]] += weight
+                if finished(texts):
+                    ended[tuple(text.output for text in texts)] += weight
                 else:
-                    way, held = reached.get(path.state(), (draws.taken, 0.0))
-                    reached[path.state()] = (way, held + weight)
+                    state = tuple(text.state() for text in texts)
+                    way, held = reached.get(state, (draws.taken, 0.0))
+                    reached[state] = (way, held + weight)
                 script = draws.next_script()
         waiting = reached
         rounds += 1
-    return finished
+    return ended
+
+
+def _step(texts: Sequence[Text], together: Together) -> None:
+    going = [text for text in texts if not text.over]
+    for result in together.run([round_of(text) for text in going]):
+        if isinstance(result, Exception):
+            raise result
+
