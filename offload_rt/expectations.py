@@ -1,0 +1,16 @@
+"""What speculation is expected to yield before anything has been measured."""
+
+from __future__ import annotations
+
+import functools
+
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+SAME_MODEL_ACCEPTANCE = 0.92  # of a token the target drafts itself, over a smaller cache
+SMALL_MODEL_ACCEPTANCE = 0.5  # of a token a small model drafts
+LOOKUP_ACCEPTANCE = 0.3  # of a token looked up in the context
+
+
+@functools.lru_cache(maxsize=1024)
+def expected_tokens(acceptance: float, count: int) -> float:
+    """Tokens that verifying `count` drafted ones yields: 1 + α + … + α^γ (arXiv 2211.17192, equation 1)."""
+    return sum(acceptance**accepted for accepted in range(count + 1))
