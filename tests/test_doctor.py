@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpu_kv.pinned import PageLocking
 from offload_rt import cli, devices
 from offload_rt.devices import CACHE_FOLDER
 from offload_rt.errors import UsageError
@@ -24,19 +24,7 @@ from offload_rt.machine import advice, doctor, inventory, measuring, measuring_g
 from offload_rt.machine.doctor import Report, inspect
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inventory import Card, HostFacts, Versions, read_cards, read_versions
-from offload_rt.machine.measuring import Sizes
 from offload_rt.machine.measuring_gpu import LinkFigures
-
-TINY = Sizes(
-    memory_bytes=2**20,
-    attention_bytes=2**20,
-    copy_bytes=2**20,
-    product_rows=8,
-    product_width=64,
-    device_product=64,
-    layers=1,
-    repeats=1,
-)
 
 HEALTHY = Report(
     measured_at="2026-01-02T03:04:05+00:00",
@@ -107,44 +95,6 @@ def changed(report: Any, path: str, value: object) -> Any:
     return replace(report, **{name: changed(getattr(report, name), rest, value) if rest else value})
 
 
-# The report as JSON
-
-
-def test_a_report_survives_json() -> None:
-    text = json.dumps(HEALTHY.to_json(), allow_nan=False)
-    assert Report.from_json(json.loads(text)) == HEALTHY
-
-
-@pytest.mark.parametrize(
-    ("damage", "told"),
-    [
-        (lambda values: values.update(format=0), "format"),
-        (lambda values: values.pop("links"), "report: is not made of"),
-        (lambda values: values.update(colour="red"), "report: is not made of"),
-        (lambda values: values["host"].update(cores="many"), "report.host.cores: 'many' is not a int"),
-        (lambda values: values["host"].update(cores=True), "report.host.cores"),
-        (lambda values: values.update(load_average=math.nan), "report.load_average: nan"),
-        (lambda values: values["hardware"].update(gpus=None), "report.hardware.gpus: None is not a list"),
-        (
-            lambda values: values["hardware"]["host"]["attention"][1].pop("rate"),
-            "report.hardware.host.attention[1]",
-        ),
-        (lambda values: values["cards"][0].update(bus=7), "report.cards[0].bus"),
-    ],
-)
-def test_what_is_no_report_is_refused_by_place(damage: Callable[[Any], object], told: str) -> None:
-    values = json.loads(json.dumps(HEALTHY.to_json()))
-    damage(values)
-    with pytest.raises(ValueError) as refusal:
-        Report.from_json(values)
-    assert told in str(refusal.value)
-
-
-def test_a_list_is_no_report() -> None:
-    with pytest.raises(ValueError):
-        Report.from_json([1])
-
-
 # Measuring
 
 
@@ -155,11 +105,24 @@ def assert_positive(figures: Any) -> None:
             assert math.isfinite(value) and value > 0, field.name
 
 
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that show only that they work."""
+    for name in ("MEMORY_BYTES", "ATTENTION_BYTES", "COPY_BYTES"):
+        monkeypatch.setattr(measuring, name, 2**20)
+    monkeypatch.setattr(doctor, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(measuring, "PRODUCT", (8, 64))
+    monkeypatch.setattr(measuring, "LAYERS", 1)
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    monkeypatch.setattr(measuring_gpu, "PRODUCT_WIDTH", 64)
+
+
+@pytest.mark.usefixtures("tiny")
 def test_the_processor_is_measured() -> None:
     told = []
     torch.manual_seed(3)
     expected = torch.get_rng_state()
-    host = measuring.measure_host(TINY, None, lambda *progress: told.append(progress))
+    host = measuring.measure_host(GIB, None, lambda *progress: told.append(progress))
     assert_positive(host)
     for rate in host.attention:
         assert_positive(rate)
@@ -180,7 +143,8 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
     clock = iter(range(10_000))
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
     kv = measuring.HostKV(5_000_000)
-    rates = kv.rates(2)
+    monkeypatch.setattr(measuring, "REPEATS", 2)
+    rates = kv.rates()
     assert {size for _, size in seen} == {kv.read_bytes}
     assert 4_990_000 <= kv.read_bytes <= 5_000_000
     # A second an attention, by this clock.
@@ -189,36 +153,16 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_shares_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention takes 2 s alone and 4 s beside copies, which take 1 s alone and 4 s beside attention."""
-    now = 0.0
-    copying = False
-    ends: list[float] = []
+    """Alone, attention takes 2 s and a copy 1 s; side by side, each takes 4 s."""
+    alone = iter([2.0, 1.0])
 
-    class KV:
-        def attend(self, queries: int) -> None:
-            nonlocal now
-            now += 4 if copying else 2
-            if copying:
-                ends.append(now)
+    def seconds(work: Callable[[], object]) -> float:
+        in_main = threading.current_thread() is threading.main_thread()
+        return next(alone, 4.0) if in_main else 4.0
 
-    def copy() -> None:
-        nonlocal now
-        now += 1
-
-    class Repeated:
-        def __enter__(self) -> Callable[[], list[float]]:
-            nonlocal copying
-            copying = True
-            return lambda: list(ends)
-
-        def __exit__(self, *error: object) -> None:
-            nonlocal copying
-            copying = False
-            ends.clear()
-
-    monkeypatch.setattr(measuring, "_repeated", lambda copy: Repeated())
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now)
-    assert measuring.beside(KV(), copy, 3) == measuring.Beside(attention=0.5, copying=0.25)  # type: ignore[arg-type]
+    monkeypatch.setattr(measuring, "seconds", seconds)
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    assert measuring.beside(measuring.HostKV(2**16), lambda: None) == (0.5, 0.25)
 
 
 def test_a_copy_that_fails_beside_attention_is_told() -> None:
@@ -231,7 +175,7 @@ def test_a_copy_that_fails_beside_attention_is_told() -> None:
             raise RuntimeError("the link is gone")
 
     with pytest.raises(RuntimeError, match="the link is gone"):
-        measuring.beside(measuring.HostKV(2**16), copy, 1)
+        measuring.beside(measuring.HostKV(2**16), copy)
 
 
 def test_the_stand_in_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +189,7 @@ def test_the_stand_in_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("available", "largest"), [(64 * GIB, 2**30), (2**30, 2**27), (0, 2**20)])
 def test_buffers_leave_most_memory_alone(available: int, largest: int) -> None:
-    sizes = Sizes().within(available)
-    assert max(sizes.memory_bytes, sizes.attention_bytes, sizes.copy_bytes) == largest
-    assert sizes.repeats == Sizes().repeats
+    assert measuring.within(measuring.MEMORY_BYTES, available) == largest
 
 
 class FakeCopies:
@@ -258,7 +200,7 @@ class FakeCopies:
     def __init__(self) -> None:
         self.flying: list[str] = []
 
-    def _begin(self, direction: str, alone: float, both: float) -> SimpleNamespace:
+    def _begin(self, direction: str, alone: float, both: float) -> Callable[[], float]:
         self.flying.append(direction)
 
         def rate() -> float:
@@ -269,19 +211,19 @@ class FakeCopies:
             return both if together else alone
 
         self.began = list(self.flying)
-        return SimpleNamespace(rate=rate)
+        return rate
 
-    def to_device(self) -> SimpleNamespace:
+    def to_device(self) -> Callable[[], float]:
         return self._begin("in", 20.0, 15.0)
 
-    def to_host(self) -> SimpleNamespace:
+    def to_host(self) -> Callable[[], float]:
         return self._begin("out", 10.0, 5.0)
 
 
 def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = FakeCopies()
     monkeypatch.setattr(measuring_gpu, "link_now", lambda uuid: (4 if copies.flying else 1, 8))
-    to_device, to_host, figures = measuring_gpu.measure_link(copies, HEALTHY.cards[0], 3)  # type: ignore[arg-type]
+    to_device, to_host, figures = measuring_gpu.measure_link(copies, HEALTHY.cards[0])  # type: ignore[arg-type]
     assert (to_device, to_host) == (20.0, 10.0)
     assert figures == LinkFigures(15.0, 5.0, generation=4, width=8, pinned=True)
     assert copies.flying == []
@@ -289,7 +231,7 @@ def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_card_is_measured() -> None:
+def test_a_card_is_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = read_cards()[0]
     device = torch.device("cuda:0")
     copies = measuring_gpu.PinnedCopies(device, 2**24)
@@ -299,10 +241,11 @@ def test_a_card_is_measured() -> None:
         assert bool((copies._inwards == 7).all())
         copies._outwards.fill_(9)
         torch.cuda.synchronize()
-        copies.to_host().rate()
+        copies.to_host()()
         assert bool((copies._results == 9).all())
-        sizes = replace(TINY, memory_bytes=2**26, device_product=1024)
-        gpu, link = measuring_gpu.measure_gpu(card, copies, device, sizes, lambda *_: None)
+        monkeypatch.setattr(measuring, "MEMORY_BYTES", 2**26)
+        monkeypatch.setattr(measuring_gpu, "PRODUCT_WIDTH", 1024)
+        gpu, link = measuring_gpu.measure_gpu(card, copies, device, lambda *_: None)
     finally:
         copies.close()
     assert_positive(gpu)
@@ -325,12 +268,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Measurements, as they are made."""
-    made: list[Sizes] = []
+    made: list[str] = []
 
-    def measure(cards: Any, host: Any, sizes: Sizes, on_progress: Any) -> Any:
-        made.append(sizes)
+    def measure(cards: Any, host: Any, on_progress: Any) -> Any:
+        made.append("measured")
         forgotten = replace(HEALTHY.hardware.host, memory_bytes=0, lockable_bytes=0)
         gpu = replace(HEALTHY.hardware.gpus[0], memory_bytes=0)
         return Hardware(forgotten, (gpu,), True), HEALTHY.links
@@ -339,7 +282,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
     return made
 
 
-def test_measures_once(measured: list[Sizes], folder: Path) -> None:
+def test_measures_once(measured: list[str], folder: Path) -> None:
     first = inspect()
     assert first.hardware == HEALTHY.hardware
     assert inspect() == first
@@ -347,9 +290,7 @@ def test_measures_once(measured: list[Sizes], folder: Path) -> None:
     assert [path.suffix for path in folder.iterdir()] == [".json"]
 
 
-def test_refresh_measures_again_and_keeps_that(
-    measured: list[Sizes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refresh_measures_again_and_keeps_that(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     inspect()
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (7.25, 0.0, 0.0))
     inspect(refresh=True)
@@ -366,24 +307,19 @@ def test_refresh_measures_again_and_keeps_that(
         b"\xff",
         b"[]",
         b"{}",
-        b'{"identity": {}, "report": {}}',
-        "no report",
-        "another machine",
+        b'{"hardware": {}}',
+        "no figure",
     ],
 )
 def test_a_damaged_or_foreign_file_is_replaced(
-    measured: list[Sizes], folder: Path, content: bytes | str
+    measured: list[str], folder: Path, content: bytes | str
 ) -> None:
     inspect()
     (path,) = folder.iterdir()
     values = json.loads(path.read_text())
-    if content == "no report":
-        del values["report"]["hardware"]["host"]["launch_ms"]
+    if isinstance(content, str):
+        del values["hardware"]["host"]["launch_ms"]
         content = json.dumps(values).encode()
-    elif content == "another machine":
-        values["identity"]["processor"] = ["Z80"]
-        content = json.dumps(values).encode()
-    assert isinstance(content, bytes)
     path.write_bytes(content)
     inspect()
     inspect()
@@ -404,7 +340,7 @@ def test_a_damaged_or_foreign_file_is_replaced(
     ],
 )
 def test_another_machine_is_measured(
-    measured: list[Sizes], monkeypatch: pytest.MonkeyPatch, path: str, value: object
+    measured: list[str], monkeypatch: pytest.MonkeyPatch, path: str, value: object
 ) -> None:
     inspect()
     other = changed(HEALTHY, path, value)
@@ -414,7 +350,7 @@ def test_another_machine_is_measured(
     assert len(measured) == 2
 
 
-def test_what_is_free_is_never_old(measured: list[Sizes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_free_is_never_old(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     inspect()
     now = changed(HEALTHY, "host.available_bytes", 5 * GIB)
     now = changed(now, "cards.0.free_bytes", 3 * GIB)
@@ -430,7 +366,7 @@ def test_what_is_free_is_never_old(measured: list[Sizes], monkeypatch: pytest.Mo
 
 
 def test_a_folder_that_cannot_be_written_is_a_notice(
-    measured: list[Sizes], folder: Path, monkeypatch: pytest.MonkeyPatch
+    measured: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "file").touch()
     monkeypatch.setenv(CACHE_FOLDER, str(folder / "file" / "below"))
@@ -442,7 +378,7 @@ def test_a_folder_that_cannot_be_written_is_a_notice(
 
 
 def test_nothing_half_written_stays(
-    measured: list[Sizes], folder: Path, monkeypatch: pytest.MonkeyPatch
+    measured: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError("the disk is full")
@@ -452,9 +388,9 @@ def test_nothing_half_written_stays(
     assert list(folder.iterdir()) == []
 
 
-def test_everything_without_a_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_without_a_card(folder: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_cards", lambda: ())
-    report = inspect(sizes=TINY)
+    report = inspect()
     assert_positive(report.hardware.host)
     assert report.hardware.gpus == () and report.links == ()
     assert report.hardware.host.memory_bytes == HEALTHY.host.available_bytes
@@ -480,13 +416,13 @@ def test_a_card_that_fails_is_named(
 
     monkeypatch.setattr(doctor, "PinnedCopies", fail)
     with pytest.raises(UsageError, match=r"GPU 0 \(NVIDIA GeForce RTX 4090\)") as refusal:
-        inspect(sizes=TINY)
+        inspect()
     assert told in str(refusal.value) and "more" not in str(refusal.value)
     assert list(folder.iterdir()) == []
 
 
 def test_copies_are_given_back_and_serve_the_processors_measurement(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[object] = []
 
@@ -499,14 +435,14 @@ def test_copies_are_given_back_and_serve_the_processors_measurement(
         def close(self) -> None:
             events.append("closed")
 
-    def measure_host(sizes: Sizes, copy: Any, on_progress: Any) -> Host:
+    def measure_host(available: int, copy: Any, on_progress: Any) -> Host:
         events.append(copy.__func__ is Copies.copy)
         return HEALTHY.hardware.host
 
     monkeypatch.setattr(doctor, "PinnedCopies", Copies)
     monkeypatch.setattr(doctor, "measure_gpu", lambda *_: (HEALTHY.hardware.gpus[0], HEALTHY.links[0]))
     monkeypatch.setattr(doctor, "measure_host", measure_host)
-    report = inspect(sizes=TINY)
+    report = inspect()
     assert events == [("cuda:0", 2**20), True, "closed"]
     assert report.hardware == HEALTHY.hardware and report.notices == ()
 
@@ -687,28 +623,20 @@ def test_what_can_be_locked(
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    locked: list[int] = []
 
-    def lock(address: int, size: int) -> int:
-        locked.append(address)
+    def can_lock(memory: torch.Tensor) -> bool:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        return int(binds and 0 <= soft < size)
+        return not (binds and 0 <= soft < memory.nbytes)
 
-    monkeypatch.setattr(
-        inventory, "_system_locking", lambda: PageLocking(lock, lambda a: locked.remove(a) or 0)
-    )
+    monkeypatch.setattr(inventory, "_can_lock", can_lock)
     facts = replace(HEALTHY.host, lock_limit_bytes=limit)
     assert inventory.lockable_memory(facts) == lockable
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == before
-    assert len(locked) == (limit is not None and binds)  # what was locked for the trial was unlocked
 
 
 def test_the_systems_own_lock() -> None:
-    locking = inventory._system_locking()
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    assert locking.register(memory.data_ptr(), 4096) == 0
-    assert locking.unregister(memory.data_ptr()) == 0
-    assert locking.register(0, 2**62) != 0
+    assert inventory._can_lock(torch.zeros(4096, dtype=torch.uint8))
+    assert not inventory._can_lock(torch.empty(2**40, dtype=torch.uint8, device="meta"))
 
 
 # Warnings
@@ -815,7 +743,8 @@ def test_the_command_prints_and_writes(
     written = json.loads(path.read_text())
     (warning,) = written.pop("warnings")
     assert "×8" in warning
-    assert Report.from_json(written) == changed(HEALTHY, "links.0.width", 8)
+    narrow = changed(HEALTHY, "links.0.width", 8)
+    assert written == json.loads(json.dumps(narrow.to_json()))
 
 
 def test_quiet(inspected: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
