@@ -47,10 +47,13 @@ def request(**changes: Any) -> PlanRequest:
 
 
 def gpu(number: int = 1, **changes: Any) -> Hardware:
-    """The desktop with `number` cards and other figures of the card or its host."""
-    card = {key: value for key, value in changes.items() if hasattr(CARD, key)}
-    host = {key: value for key, value in changes.items() if key not in card}
-    return Hardware(replace(HOST, **host), (replace(CARD, **card),) * number, measured=True)
+    """The desktop with `number` cards and other figures of the card."""
+    return Hardware(HOST, (replace(CARD, **changes),) * number, measured=True)
+
+
+def host(gpus: int = 1, **changes: Any) -> Hardware:
+    """The desktop with so many cards and other figures of the host."""
+    return Hardware(replace(HOST, **changes), (CARD,) * gpus, measured=True)
 
 
 def nearest_context(said: str) -> int:

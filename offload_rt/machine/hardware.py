@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,13 +94,7 @@ class Hardware:
 
     @cached_property
     def slowest_gpu(self) -> Gpu:
-        """The least of every figure of the GPUs: where they share the work evenly, it sets the pace."""
-        return Gpu(
-            name=self.gpus[0].name,
-            memory_bytes=min(gpu.memory_bytes for gpu in self.gpus),
-            memory_rate=min(gpu.memory_rate for gpu in self.gpus),
-            compute_rate=min(gpu.compute_rate for gpu in self.gpus),
-            to_device_rate=min(gpu.to_device_rate for gpu in self.gpus),
-            to_host_rate=min(gpu.to_host_rate for gpu in self.gpus),
-            launch_ms=max(gpu.launch_ms for gpu in self.gpus),
-        )
+        """The least of every rate of the GPUs: where they share the work evenly, it sets the pace."""
+        rates = ("memory_rate", "compute_rate", "to_device_rate", "to_host_rate")
+        slowest = {name: min(getattr(gpu, name) for gpu in self.gpus) for name in rates}
+        return replace(self.gpus[0], **slowest, launch_ms=max(gpu.launch_ms for gpu in self.gpus))

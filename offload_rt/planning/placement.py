@@ -109,15 +109,14 @@ class PlanRequest:
     @property
     def given_resident(self) -> int | None:
         """Tokens that the config keeps on the GPU; None: the planner decides."""
-        return self._given(self.config.offload.resident_tokens)
+        given = self.config.offload.resident_tokens
+        return None if given < 0 or self.in_place else min(given, self.context)
 
     @property
     def given_cpu(self) -> int | None:
         """Tokens that the config lets the CPU attend; None: the planner decides."""
-        return self._given(self.config.offload.cpu_tokens)
-
-    def _given(self, tokens: int) -> int | None:
-        return None if tokens < 0 or self.in_place else min(tokens, self.context)
+        given = self.config.offload.cpu_tokens
+        return None if given < 0 or self.in_place else min(given, self.context)
 
     def acceptance(self, level: str) -> float:
         """Chance that a token drafted by `level` is accepted."""
@@ -216,7 +215,7 @@ def host_memory(request: PlanRequest) -> Memory:
 
 def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
     """Whether each GPU has room for its part of such a ring, beside all else that is given."""
-    return request.in_place or _left(request, ring_buffers) >= _given_resident_bytes(request)
+    return request.in_place or _left(request, ring_buffers) >= _given(request)["resident_kv"]
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
@@ -230,29 +229,27 @@ def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
 
 def shortage(request: PlanRequest) -> str | None:
     """What does not fit even with the smallest ring and share of the GPU, in figures; None: all fits."""
-    for number, gpu in enumerate(request.hardware.gpus):
-        memory = gpu_memory(request, number, request.config.store.ring_buffers)
-        memory["resident_kv"] = _given_resident_bytes(request)
-        if sum(memory.values()) > gpu.memory_bytes:
-            return _too_much(f"GPU {number} ({gpu.name})", memory, gpu.memory_bytes)
-    host, memory = request.hardware.host, host_memory(request)
-    if sum(memory.values()) > host.memory_bytes:
-        return _too_much("host memory", memory, host.memory_bytes)
-    if not request.in_place and memory["kv"] > host.lockable_bytes:
+    host, ring = request.hardware.host, request.config.store.ring_buffers
+    needs = [
+        (f"GPU {number} ({gpu.name})", gpu.memory_bytes, _given(request) | gpu_memory(request, number, ring))
+        for number, gpu in enumerate(request.hardware.gpus)
+    ]
+    needs.append(("host memory", host.memory_bytes, host_memory(request)))
+    for where, available, memory in needs:
+        if (needed := sum(memory.values())) > available:
+            largest = sorted(memory.items(), key=lambda part: -part[1])[:3]
+            parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in largest)
+            return (
+                f"{where} has {available / GIB:.1f} GiB and would need {needed / GIB:.1f} GiB "
+                f"(most of it: {parts})"
+            )
+    kv = memory["kv"]
+    if not request.in_place and kv > host.lockable_bytes:
         return (
-            f"{memory['kv'] / GIB:.1f} GiB of KV have to be page-locked and {host.lockable_bytes / GIB:.1f} "
+            f"{kv / GIB:.1f} GiB of KV have to be page-locked and {host.lockable_bytes / GIB:.1f} "
             "GiB may be: raise the limit (ulimit -l, or memlock in /etc/security/limits.conf)"
         )
     return None
-
-
-def _too_much(where: str, memory: Memory, available: int) -> str:
-    largest = sorted(memory.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in largest)
-    return (
-        f"{where} has {available / GIB:.1f} GiB and would need {sum(memory.values()) / GIB:.1f} GiB "
-        f"(most of it: {parts})"
-    )
 
 
 def _left(request: PlanRequest, ring_buffers: int) -> int:
@@ -263,9 +260,9 @@ def _left(request: PlanRequest, ring_buffers: int) -> int:
     )
 
 
-def _given_resident_bytes(request: PlanRequest) -> int:
-    """On each GPU, of the KV that the config keeps there."""
-    return (request.given_resident or 0) * request.target.token_bytes // request.parts
+def _given(request: PlanRequest) -> Memory:
+    """The KV that the config keeps on each GPU."""
+    return {"resident_kv": (request.given_resident or 0) * request.target.token_bytes // request.parts}
 
 
 def _drafting_memory(request: PlanRequest, *, with_small_model: bool, copies: int) -> Memory:
