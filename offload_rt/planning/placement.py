@@ -124,6 +124,11 @@ class PlanRequest:
             return LOOKUP_ACCEPTANCE
         return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
 
+    def placement(self, resident: int, cpu: int, ring_buffers: int) -> Placement:
+        """So many tokens resident and so many attended by the CPU; the others are streamed."""
+        streamed, segment = self.context - resident - cpu, self.config.store.segment_tokens
+        return Placement(resident, cpu, streamed, ring_buffers, segment, self.target)
+
     def with_budget(self, budget: int) -> PlanRequest:
         """The same with a retrieved cache of another size."""
         retrieval = replace(self.config.retrieval, budget=budget)

@@ -25,7 +25,7 @@ from offload_rt.planning.placement import (
     shortage,
 )
 from offload_rt.planning.prediction import Predictor
-from offload_rt.planning.sharing import rounds
+from offload_rt.planning.sharing import best_rounds
 
 MOST_GPUS = 8
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
@@ -107,12 +107,11 @@ def plan(request: PlanRequest) -> Plan:
     said, config = tuple(assumptions.machine(request)), request.config
     fitting = _with_fitting_budget(request)
     if fitting is None:
-        store, cpu = config.store, request.context if request.in_place else 0
-        streamed = request.context - cpu
-        placement = Placement(0, cpu, streamed, store.ring_buffers, store.segment_tokens, request.target)
+        cpu = request.context if request.in_place else 0
+        placement = request.placement(0, cpu, config.store.ring_buffers)
         return Plan(request, config, placement, f"{shortage(request)}; {_nearest(request)}", None, said)
     predictor = Predictor(fitting)
-    best = min(rounds(predictor), key=lambda found: found.ms_per_token)
+    best = min(best_rounds(predictor), key=lambda found: found.ms_per_token)
     placement = best.verification.placement
     config = replace(fitting.config, store=replace(config.store, ring_buffers=placement.ring_buffers))
     if fitting.levels:

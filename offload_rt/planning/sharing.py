@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
-from offload_rt.planning.placement import Placement, resident_capacity, ring_fits
+from offload_rt.planning.placement import PlanRequest, resident_capacity, ring_fits
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.times import PassTime, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 
 
-def rounds(predictor: Predictor) -> Iterator[RoundTime]:
-    """The best round for each depth of the ring, draft length and number of outcomes drafted for."""
+def best_rounds(predictor: Predictor) -> Iterator[RoundTime]:
+    """The shortest round for each depth of the ring, draft length and number of outcomes drafted for."""
     request = predictor.request
     gamma, longest = request.config.speculation.gamma2, request.longest_draft
     first = request.config.store.ring_buffers
@@ -21,67 +22,61 @@ def rounds(predictor: Predictor) -> Iterator[RoundTime]:
         if not ring_fits(request, ring):
             return
         for count in range(gamma or 1, longest + 1) if longest else (0,):
-            shares = Shares(predictor, ring, count)
-            yield from (shares.best(outcomes) for outcomes in predictor.outcomes)
+            yield from _best_shares(predictor, ring, count)
 
 
-class Shares:
-    """Rounds with one ring and one draft length, by how many tokens lie or are attended where.
+def _best_shares(predictor: Predictor, ring: int, gamma: int) -> Iterator[RoundTime]:
+    """The shortest round for each number of outcomes drafted for."""
+    request, draft = predictor.request, predictor.draft(gamma)
+    capacity = resident_capacity(request, ring)
 
-    All ranges of tokens but the text's last end with a page.
+    @functools.cache
+    def verification(resident: int, cpu: int) -> PassTime:
+        return predictor.verification(request.placement(resident, cpu, ring), gamma)
+
+    def shortest(outcomes: int) -> RoundTime:
+        def at(resident: int, cpu: int) -> RoundTime:
+            return predictor.round(verification(resident, cpu), draft, outcomes)
+
+        return min(_candidates(request, capacity, at), key=lambda found: found.ms)
+
+    return map(shortest, predictor.outcomes)
+
+
+def _candidates(
+    request: PlanRequest, capacity: int, at: Callable[[int, int], RoundTime]
+) -> Iterator[RoundTime]:
+    """Rounds of which one is the shortest; shares that the config gives are kept.
+
+    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them convexly, and
+    a round is a sum of their maxima: along each line of shares there is one valley. All ranges of tokens but
+    the text's last end with a page.
 
     Args:
-        ring: buffers of the staging ring.
-        gamma: tokens drafted.
+        at: the round with so many tokens resident, and so many attended by the CPU.
     """
-
-    def __init__(self, predictor: Predictor, ring: int, gamma: int) -> None:
-        self._predictor, self._request = predictor, predictor.request
-        self._ring, self._gamma = ring, gamma
-        self._draft = predictor.draft(gamma)
-        self._passes: dict[tuple[int, int], PassTime] = {}
-
-    def best(self, outcomes: int) -> RoundTime:
-        """The shortest round that is drafted ahead for `outcomes` verdicts; given shares are kept.
-
-        A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them convexly,
-        and a round is a sum of their maxima: along each line of shares there is one valley.
-        """
-        request, page = self._request, self._request.config.store.page
-        context, resident, cpu = request.context, request.given_resident, request.given_cpu
-        if request.in_place:
-            return self.round(0, context, outcomes)
-        capacity = resident_capacity(request, self._ring) if resident is None else resident
-        if cpu is not None:
-            if resident is None:
-                capacity = min(capacity, context - cpu)
-                capacity -= capacity % page if cpu else 0
-            return self.round(capacity, min(cpu, context - capacity), outcomes)
-        found = [self.round(capacity, 0, outcomes)]
-        if streaming := range(1, -(-(context - capacity) // page)):
-            found.append(_lowest(streaming, lambda pages: self.round(capacity, pages * page, outcomes)))
+    context, page = request.context, request.config.store.page
+    resident, cpu = request.given_resident, request.given_cpu
+    if request.in_place:
+        yield at(0, context)
+    elif cpu is not None:
+        if resident is None:
+            resident = min(capacity, context - cpu)
+            resident -= resident % page if cpu else 0
+        yield at(resident, min(cpu, context - resident))
+    else:
+        most = capacity if resident is None else resident
+        yield at(most, 0)
+        yield from _lowest(range(1, -(-(context - most) // page)), lambda pages: at(most, pages * page))
+        # Nothing is streamed.
         if resident is not None:
-            found.append(self.round(resident, context - resident, outcomes))
-        else:  # nothing is streamed
+            yield at(resident, context - resident)
+        else:
             pages = range(capacity // page + 1)
-            found.append(_lowest(pages, lambda n: self.round(n * page, context - n * page, outcomes)))
-        return min(found, key=_ms)
-
-    def round(self, resident: int, cpu: int, outcomes: int) -> RoundTime:
-        """A round with `resident` tokens on the GPU and `cpu` tokens attended by the CPU."""
-        request = self._request
-        if (resident, cpu) not in self._passes:
-            streamed, segment = request.context - resident - cpu, request.config.store.segment_tokens
-            placement = Placement(resident, cpu, streamed, self._ring, segment, request.target)
-            self._passes[resident, cpu] = self._predictor.verification(placement, self._gamma)
-        return self._predictor.round(self._passes[resident, cpu], self._draft, outcomes)
+            yield from _lowest(pages, lambda n: at(n * page, context - n * page))
 
 
-def _ms(found: RoundTime) -> float:
-    return found.ms
-
-
-def _lowest(places: range, at: Callable[[int], RoundTime]) -> RoundTime:
+def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
     """The shortest round along a line with one valley."""
-    rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + 1).ms)
-    return at(places[rises])
+    if places:
+        yield at(places[bisect_left(places[:-1], True, key=lambda n: at(n).ms <= at(n + 1).ms)])
