@@ -86,6 +86,7 @@ def test_the_length_of_drafts_is_the_best_of_all() -> None:
     best = chosen.check()
     gamma = chosen.config.speculation.gamma2
     assert 1 < gamma < 64
+    assert chosen.gpus[0]["logits"] == 33 * 32000 * (2 + 4 + 4), "room for the longest draft"
     for other in (1, 4, gamma - 1, gamma, gamma + 1, 32, 64):
         config = load_config("triforce", {"speculation.gamma2": other})
         fixed = plan(request(config=config))
@@ -121,6 +122,7 @@ def test_a_missing_draft_model_leaves_its_level_out() -> None:
 def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     config = load_config("triforce", {"retrieval.budget": 8192})
     planned = plan(request(config=config))
+    check_sums(planned)  # counted with the smaller cache
     budget = planned.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING
 from offload_rt.expectations import expected_tokens
-from offload_rt.machine.hardware import AttentionRate
+from offload_rt.machine.hardware import AttentionRate, Gpu
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape
 from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
@@ -55,14 +55,19 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
 class Predictor:
     """Times of what a request runs."""
 
+    gpu: Gpu  # where there is one
+
     def __init__(self, request: PlanRequest) -> None:
-        self.request = request
+        self.request, self.config = request, request.config
+        self.target, self.host, self.parts = request.target, request.hardware.host, request.parts
+        if not request.in_place:
+            self.gpu = request.hardware.slowest_gpu
 
     @property
     def outcomes(self) -> range:
         """How many verdicts may be drafted for ahead of time; 0 alone where none are."""
-        request = self.request
-        ahead = request.config.offload.ahead if request.levels and not request.in_place else 0
+        speculates = self.request.levels and not self.request.in_place
+        ahead = self.config.offload.ahead if speculates else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
     def step(
@@ -74,13 +79,13 @@ class Predictor:
             split: over all GPUs; else the first one runs it.
             graph: launched as one graph, on a GPU.
         """
-        request, host = self.request, self.request.hardware.host
+        host = self.host
         flops, kv_bytes = 2 * queries * shape.step_parameters, entries * shape.token_bytes
-        if request.in_place:
+        if self.request.in_place:
             products = max(shape.step_bytes / host.memory_rate, flops / host.compute_rate)
             attention = kv_bytes / attention_rate(host.attention, queries * shape.group)
             return Work((products + attention) / 1e6, shape.layers * host.launch_ms)
-        parts, gpu = request.parts if split else 1, request.hardware.slowest_gpu
+        parts, gpu = self.parts if split else 1, self.gpu
         reading = (shape.step_bytes + kv_bytes) / parts / gpu.memory_rate / 1e6
         computing = flops / parts / gpu.compute_rate / 1e9
         reducing = 2 * shape.layers * ALL_REDUCE_MS if parts > 1 else 0.0
@@ -93,7 +98,7 @@ class Predictor:
 
     def _drafting(self, index: int, count: int) -> Work:
         """`count` tokens of one level, which itself verifies what the level below it drafts."""
-        request, config = self.request, self.request.config
+        request, config = self.request, self.config
         if index < 0 or count == 0 or request.levels[index] == LOOKUP:
             return Work()
         level = request.levels[index]
@@ -110,47 +115,45 @@ class Predictor:
         if index == 0:
             return 1.0
         acceptance = self.request.acceptance(self.request.levels[index - 1])
-        return expected_tokens(acceptance, self.request.config.speculation.gamma1)
+        return expected_tokens(acceptance, self.config.speculation.gamma1)
 
     def dense(self, queries: int) -> Work:
         """The target's work in a pass of `queries` tokens, besides attention over the context."""
-        return self.step(self.request.target, queries)
+        return self.step(self.target, queries)
 
     def head_ms(self, dense: Work) -> float:
         """Of `dense`, the output head behind the last layer."""
-        target = self.request.target
-        return target.embedding_parameters / target.step_parameters * dense.busy_ms
+        return self.target.embedding_parameters / self.target.step_parameters * dense.busy_ms
 
     def verification(self, placement: Placement, gamma: int) -> PassTime:
         """A pass over the full cache with `gamma` drafted tokens behind the last one."""
-        request, host, target = self.request, self.request.hardware.host, self.request.target
-        queries = gamma + 1
+        host, queries = self.host, gamma + 1
         dense = self.dense(queries)
-        if request.in_place:
-            return PassTime(placement, gamma, dense, self._attention(request.context, queries))
+        if self.request.in_place:
+            return PassTime(placement, gamma, dense, self._attention(self.request.context, queries))
         link = link_ahead = memory_ahead = cpu = memory = 0.0
         if placement.streamed_tokens:
             link, link_ahead, memory_ahead = self._link_lane(placement, dense, queries)
         if placement.cpu_tokens:
             beside_link = host.attention_beside_link if placement.streamed_tokens else 1.0
             attending = self._cpu_attention(placement.cpu_tokens, queries) / beside_link
-            cpu = dense.ms + attending + target.layers * self._exchange_ms(queries)
+            cpu = dense.ms + attending + self.target.layers * self._exchange_ms(queries)
         if moved := placement.streamed_bytes + placement.cpu_attended_bytes:
             memory = moved / host.memory_rate / 1e6 + self._dense_layer(dense)
         own = self._attention(placement.resident_tokens + placement.streamed_tokens, queries)
         return PassTime(placement, gamma, dense, own, link, cpu, memory, link_ahead, memory_ahead)
 
     def _dense_layer(self, dense: Work) -> float:
-        return (dense.ms - self.head_ms(dense)) / self.request.target.layers
+        return (dense.ms - self.head_ms(dense)) / self.target.layers
 
     def _link_lane(self, placement: Placement, dense: Work, queries: int) -> tuple[float, float, float]:
         """`link`, `link_ahead` and `host_memory_ahead` of a pass."""
-        host, target, parts = self.request.hardware.host, self.request.target, self.request.parts
-        layers, ring, layer = target.layers, placement.ring_buffers, self._dense_layer(dense)
+        host, layers, ring = self.host, self.target.layers, placement.ring_buffers
+        parts, layer = self.parts, self._dense_layer(dense)
         beside_attention = host.link_beside_attention if placement.cpu_tokens else 1.0
-        rate = self.request.hardware.slowest_gpu.to_device_rate * 1e6 * beside_attention
+        rate = self.gpu.to_device_rate * 1e6 * beside_attention
         layer_bytes = placement.streamed_bytes / layers / parts
-        segment_bytes = placement.segment_tokens * target.layer_token_bytes / parts
+        segment_bytes = placement.segment_tokens * self.target.layer_token_bytes / parts
         # A layer's segments are attended only once its queries are there. Meanwhile the link fills what is
         # left of the ring, while one buffer is being read.
         meanwhile = min(layer_bytes, (ring - 1) * segment_bytes)
@@ -168,41 +171,37 @@ class Predictor:
 
     def _attention(self, tokens: int, queries: int) -> float:
         """The processor that decodes over `tokens` of the context, wherever they come from."""
-        request, target = self.request, self.request.target
-        if request.in_place:
+        if self.request.in_place:
             return self._cpu_attention(tokens, queries)
-        gpu = request.hardware.slowest_gpu
-        flops = target.layers * target.attention_flops * tokens * queries / request.parts
-        kv_bytes = tokens * target.token_bytes / request.parts
-        return max(kv_bytes / gpu.memory_rate / 1e6, flops / gpu.compute_rate / 1e9)
+        flops = self.target.layers * self.target.attention_flops * tokens * queries / self.parts
+        kv_bytes = tokens * self.target.token_bytes / self.parts
+        return max(kv_bytes / self.gpu.memory_rate / 1e6, flops / self.gpu.compute_rate / 1e9)
 
     def _cpu_attention(self, tokens: int, queries: int) -> float:
-        target = self.request.target
-        rate = attention_rate(self.request.hardware.host.attention, queries * target.group)
-        return tokens * target.token_bytes / rate / 1e6
+        rate = attention_rate(self.host.attention, queries * self.target.group)
+        return tokens * self.target.token_bytes / rate / 1e6
 
     def _exchange_ms(self, queries: int) -> float:
         """A layer's queries on their way to the CPU, and its results with their log-sum-exp back."""
-        target, gpu = self.request.target, self.request.hardware.slowest_gpu
-        rows = queries * target.heads / self.request.parts
+        target, gpu = self.target, self.gpu
+        rows = queries * target.heads / self.parts
         sent, received = rows * target.head_dim * target.dtype.itemsize, 4 * rows
         return EXCHANGE_MS + sent / gpu.to_host_rate / 1e6 + (sent + received) / gpu.to_device_rate / 1e6
 
     def refresh(self) -> Refresh:
         """A refresh of the retrieved cache: mean keys are read, entries are read and written."""
-        request, host, retrieval = self.request, self.request.hardware.host, self.request.config.retrieval
-        scoring = request.context // retrieval.chunk * request.target.token_bytes / 2 / host.memory_rate / 1e6
-        entries = retrieval.budget * request.target.token_bytes / request.parts
-        if request.in_place:
+        host, retrieval, token_bytes = self.host, self.config.retrieval, self.target.token_bytes
+        scoring = self.request.context // retrieval.chunk * token_bytes / 2 / host.memory_rate / 1e6
+        entries = retrieval.budget * token_bytes / self.parts
+        if self.request.in_place:
             copying = 2 * entries / host.memory_rate / 1e6
-            return Refresh(Work(scoring + copying, request.target.layers * host.launch_ms), 0.0, 0.0)
-        gpu = request.hardware.slowest_gpu
-        copying, sending = 2 * entries / gpu.memory_rate / 1e6, entries / gpu.to_device_rate / 1e6
+            return Refresh(Work(scoring + copying, self.target.layers * host.launch_ms), 0.0, 0.0)
+        copying, sending = 2 * entries / self.gpu.memory_rate / 1e6, entries / self.gpu.to_device_rate / 1e6
         return Refresh(Work(copying), scoring, sending)
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
-        retrieval = self.request.config.retrieval
+        retrieval = self.config.retrieval
         if not self.request.retrieves or self.request.context <= retrieval.budget:
             return 0.0
         if retrieval.refresh.kind == "acceptance":  # how often it falls too low is not known beforehand
@@ -223,7 +222,7 @@ class Predictor:
         share, longer = self.refresh_share(tokens), 0.0
         if share:
             refresh = self.refresh()
-            if request.in_place or not request.config.offload.refresh_from_stream:  # between two passes
+            if request.in_place or not self.config.offload.refresh_from_stream:  # between two passes
                 longer = refresh.work.ms + refresh.scoring + refresh.link
             else:
                 cpu_share = verification.placement.cpu_tokens / request.context
@@ -291,17 +290,15 @@ class Predictor:
 
     def prefill_ms(self) -> float:
         """Reading the prompt, layer by layer; meanwhile its KV crosses the links to the host."""
-        request, target, parts = self.request, self.request.target, self.request.parts
-        tokens = request.context
+        target, tokens = self.target, self.request.context
         products = 2 * target.body_parameters * tokens
         # Causal: half of all pairs. Of the last layer only the KV is needed.
         attention = (target.layers - 1) * target.attention_flops * tokens**2 / 2
-        launches = -(-tokens // request.config.prefill.chunk) * target.layers
-        if request.in_place:
-            host = request.hardware.host
+        launches = -(-tokens // self.config.prefill.chunk) * target.layers
+        if self.request.in_place:
             flops = products + attention / PREFILL_ATTENTION_SHARE["cpu"]
-            return flops / host.compute_rate / 1e6 + launches * host.launch_ms
-        gpu = request.hardware.slowest_gpu
+            return flops / self.host.compute_rate / 1e6 + launches * self.host.launch_ms
+        gpu, parts = self.gpu, self.parts
         computing = (products + attention / PREFILL_ATTENTION_SHARE["gpu"]) / parts / gpu.compute_rate / 1e9
         if parts > 1:
             computing += (
