@@ -15,10 +15,8 @@ import transformers
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import processor_name
 from offload_rt.machine.measuring import memory_rate
-from offload_rt.machine.measuring_gpu import device_memory_rate
 
 READ_BYTES = GIB  # far more than any cache of a processor holds
-READ_REPEATS = 5
 
 
 def processor(device: torch.device) -> str:
@@ -54,9 +52,7 @@ def slug(machine: dict[str, Any]) -> str:
 
 def read_rate(device: torch.device, size: int = READ_BYTES) -> float:
     """GB/s at which torch reads the memory of `device`, of a CPU with all threads: the best of some sums."""
-    if device.type == "cuda":
-        return device_memory_rate(device, size, READ_REPEATS)
-    return memory_rate(size, READ_REPEATS)
+    return memory_rate(device, size)
 
 
 def peak_host_bytes() -> int:

@@ -12,5 +12,5 @@ LOOKUP_ACCEPTANCE = 0.3  # of a token looked up in the context
 
 @functools.lru_cache(maxsize=1024)
 def expected_tokens(acceptance: float, count: int) -> float:
-    """Tokens a verification of `count` drafted ones yields: 1 + α + … + α^γ (arXiv 2211.17192, equation 1)."""
+    """Tokens that verifying `count` drafted ones yields: 1 + α + … + α^γ (arXiv 2211.17192, equation 1)."""
     return sum(acceptance**accepted for accepted in range(count + 1))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from offload_rt.config import load_config
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan
+from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import find_shape
+from offload_rt.planning.times import RoundTime
 
 BF16 = torch.bfloat16
 LLAMA = find_shape("llama2-7b", None)
@@ -47,10 +52,59 @@ def request(**changes: Any) -> PlanRequest:
 
 
 def gpu(number: int = 1, **changes: Any) -> Hardware:
-    """The desktop with `number` cards and other figures of the card or its host."""
-    card = {key: value for key, value in changes.items() if hasattr(CARD, key)}
-    host = {key: value for key, value in changes.items() if key not in card}
-    return Hardware(replace(HOST, **host), (replace(CARD, **card),) * number, measured=True)
+    """The desktop with `number` cards and other figures of the card."""
+    return Hardware(HOST, (replace(CARD, **changes),) * number, measured=True)
+
+
+def host(gpus: int = 1, **changes: Any) -> Hardware:
+    """The desktop with so many cards and other figures of the host."""
+    return Hardware(replace(HOST, **changes), (CARD,) * gpus, measured=True)
+
+
+def expected_round(
+    predictor: Predictor, ring: int, gamma: int, resident: int, cpu: int, outcomes: int
+) -> RoundTime:
+    """A round with so many tokens on the GPU and so many attended by the CPU."""
+    placement = predictor.request.placement(resident, cpu, ring)
+    return predictor.round(predictor.verification(placement, gamma), predictor.draft(gamma), outcomes)
+
+
+def numbers(value: object) -> list[float]:
+    if isinstance(value, dict):
+        return [number for item in value.values() for number in numbers(item)]
+    if isinstance(value, list):
+        return [number for item in value for number in numbers(item)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def check_sums(planned: Plan) -> None:
+    """What is true of every plan."""
+    asked, placement = planned.request, planned.placement
+    whole = placement.resident_bytes + placement.streamed_bytes + placement.cpu_attended_bytes
+    assert whole == asked.context * asked.target.token_bytes
+    report = planned.to_json()
+    assert all(number >= 0 for number in numbers(report))
+    assert json.loads(json.dumps(report)) == report
+    if not planned.fits:
+        assert planned.predicted is None and planned.refusal is not None
+        return
+    page = asked.config.store.page
+    assert placement.resident_tokens % page == 0 or placement.resident_tokens == asked.context
+    assert placement.cpu_tokens % page == 0 or placement.streamed_tokens == 0
+    for parts, card in zip(planned.gpus, asked.hardware.gpus, strict=True):
+        assert sum(parts.values()) <= card.memory_bytes
+        assert parts["staging_ring"] * asked.parts == placement.ring_bytes
+    host = asked.hardware.host
+    assert sum(planned.host.values()) <= host.memory_bytes
+    found = planned.check()
+    assert found.round_ms >= found.pass_ms * (1 - 1e-9) or placement.streamed_tokens
+    assert found.ms_per_token == pytest.approx(found.round_ms / found.tokens_per_round)
+    assert 1 <= found.tokens_per_round <= planned.config.speculation.gamma2 + 1
+    if asked.in_place:
+        assert placement.cpu_tokens == asked.context
+    else:
+        assert planned.host["kv"] <= host.lockable_bytes
+        assert placement.ring_buffers >= asked.config.store.ring_buffers
 
 
 def nearest_context(said: str) -> int:

@@ -397,7 +397,7 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     fast, draft = sure.verification(place, 3), sure.draft(3)
     assert draft.ms == pytest.approx(21.0)
     assert fast.ms == pytest.approx(10.0, rel=0.05), "what a pass takes in place"
-    hit = sure.round(3, fast, draft, 1)
+    hit = sure.round(fast, draft, 1)
     assert hit.hit_rate == 1
     # A pass takes 30 ms beside drafting, which is at a tenth of its speed meanwhile.
     assert hit.ms == pytest.approx(30.0 + 21.0 - 3.0, rel=0.05)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_cases import CARD, CONTEXT, HOST, JF68M, LLAMA, gpu, request
+from plan_cases import CARD, CONTEXT, HOST, JF68M, LLAMA, expected_round, gpu, request
 
 from offload_rt.config import load_config
+from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import Predictor, attention_rate, expected_tokens, outcome_chances
+from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
-from offload_rt.planning.sharing import Shares
 
 HEAD_BYTES = 32000 * 4096 * 2  # of the output head of Llama2-7B
 
@@ -24,8 +24,8 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
     assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
     predictor = Predictor(request())
-    placement, _ = Shares(predictor, 3, 0).round(0, 0, 0)
-    lanes = predictor.verification(placement, 0)
+    lanes = expected_round(predictor, 3, 0, 0, 0, 0).verification
+    placement = lanes.placement
     assert (placement.streamed_bytes, placement.resident_bytes, placement.cpu_attended_bytes) == (
         64 * GIB,
         0,
@@ -42,8 +42,7 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
 def test_a_pass_with_a_cpu_share() -> None:
     """A quarter resident, a quarter attended by the CPU at 17 queries, half streamed."""
     predictor = Predictor(request())
-    placement, _ = Shares(predictor, 3, 16).round(CONTEXT // 4, CONTEXT // 4, 0)
-    lanes = predictor.verification(placement, 16)
+    lanes = expected_round(predictor, 3, 16, CONTEXT // 4, CONTEXT // 4, 0).verification
     dense = LLAMA.step_bytes / 1000.0 / 1e6 + 32 * 0.3
     layer = (dense - HEAD_BYTES / 1000e6) / 32
     assert lanes.link == pytest.approx(32 * GIB / (25 * 0.9) / 1e6 + layer)
@@ -64,10 +63,9 @@ def test_the_link_waits_where_the_ring_is_shallow() -> None:
     layer = 2 * GIB / 25e6
     segment = 4096 * LLAMA.layer_token_bytes / 25e6
     for ring in (2, 3):
-        placement, _ = Shares(predictor, ring, 0).round(0, 0, 0)
         expected = max(32 * layer + dense, 32 * (dense + layer - (ring - 1) * segment))
         expected += HEAD_BYTES / 20e6 + 2 * 4096 * LLAMA.layer_token_bytes / 20e6 - ring * segment
-        assert predictor.verification(placement, 0).link == pytest.approx(expected)
+        assert expected_round(predictor, ring, 0, 0, 0, 0).verification.link == pytest.approx(expected)
 
 
 def test_the_time_of_a_hierarchys_draft() -> None:
@@ -77,16 +75,13 @@ def test_the_time_of_a_hierarchys_draft() -> None:
     middle = LLAMA.step_bytes + 4096 * LLAMA.token_bytes
     step = 2 * (small / 1e9 + 2 * 0.03) + middle / 1e9 + 32 * 0.03
     assert predictor.draft(16).ms == pytest.approx(16 / 1.75 * step)
-    without_graphs = Predictor(request(graphs=False))
-    assert without_graphs.draft(16).ms - predictor.draft(16).ms == pytest.approx(16 / 1.75 * 36 * 0.27)
 
 
 def test_grouped_heads_are_more_queries_a_key_head() -> None:
     """Llama-3.1-8B has four query heads a key head: the CPU attends 32 of them at 8 tokens, at 30 GB/s."""
     eight = find_shape("llama3.1-8b", None)
     predictor = Predictor(request(target=eight, draft=None))
-    placement, _ = Shares(predictor, 3, 7).round(0, CONTEXT, 0)
-    lanes = predictor.verification(placement, 7)
+    lanes = expected_round(predictor, 3, 7, 0, CONTEXT, 0).verification
     sent = 8 * 4096 * 2
     exchange = 32 * (0.04 + sent / 20e6 + (sent + 8 * 32 * 4) / 25e6)
     assert lanes.cpu_attention == pytest.approx(lanes.dense.ms + 16 * GIB / 30e6 + exchange)
@@ -98,15 +93,15 @@ def test_a_draft_without_a_gpu() -> None:
     rates = (AttentionRate(1, 60.0), AttentionRate(3, 20.0))
     predictor = Predictor(request(hardware=Hardware(replace(HOST, attention=rates), (), measured=True)))
     small = JF68M.step_bytes / 70e6 + 256 * JF68M.token_bytes / 60e6 + 2 * 0.5
-    middle = max(LLAMA.step_bytes / 70e6, 3 * LLAMA.step_flops / 800e6)
+    middle = max(LLAMA.step_bytes / 70e6, 3 * 2 * LLAMA.step_parameters / 800e6)
     middle += 4096 * LLAMA.token_bytes / 20e6 + 32 * 0.5
     assert predictor.draft(7).ms == pytest.approx(7 / 1.75 * (2 * small + middle))
 
 
 def test_many_tokens_are_bound_by_arithmetic() -> None:
     predictor = Predictor(request(hardware=gpu(compute_rate=1.0)))
-    step = predictor.step(LLAMA, 10, 0, split=True, graphs=False)
-    assert step.busy_ms == pytest.approx(10 * LLAMA.step_flops / 1e9)
+    step = predictor.step(LLAMA, 10)
+    assert step.busy_ms == pytest.approx(10 * 2 * LLAMA.step_parameters / 1e9)
 
 
 def test_a_prefill_by_hand() -> None:
@@ -171,8 +166,7 @@ def test_expected_tokens_and_outcomes_by_hand() -> None:
 
 def test_two_links_fill_their_rings_from_one_memory() -> None:
     predictor = Predictor(request(hardware=gpu(2)))
-    placement, _ = Shares(predictor, 3, 0).round(0, 0, 0)
-    lanes = predictor.verification(placement, 0)
+    lanes = expected_round(predictor, 3, 0, 0, 0, 0).verification
     ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
     dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
     head = HEAD_BYTES / LLAMA.step_bytes * (dense - 32 * 0.3)
@@ -186,8 +180,7 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
 def test_a_round_by_hand() -> None:
     config = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})  # how often is not foreseen
     predictor = Predictor(request(config=config))
-    shares = Shares(predictor, 3, 16)
-    placement, late = shares.round(0, 0, 0)
+    late = expected_round(predictor, 3, 16, 0, 0, 0)
     lanes, draft = late.verification, late.draft
     segment = 4096 * LLAMA.layer_token_bytes
     ring = 3 * segment / 25e6
@@ -197,7 +190,7 @@ def test_a_round_by_hand() -> None:
     waited = lanes.link - ring + edges + draft.ms  # the link is the slowest lane even so
     assert late.ms == pytest.approx(waited)
     assert late.refresh_share == 0
-    _, ahead = shares.round(0, 0, 2)
+    ahead = expected_round(predictor, 3, 16, 0, 0, 2)
     first, second = outcome_chances(0.92, 16)[:2]
     hits = first + second
     step = draft.ms / 16 * expected_tokens(0.5, 2)
@@ -205,15 +198,15 @@ def test_a_round_by_hand() -> None:
     assert ahead.hit_rate == hits
     assert ahead.tokens == late.tokens == expected_tokens(0.92, 16)
     assert ahead.ms_per_token == ahead.ms / ahead.tokens
-    assert placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
+    assert lanes.placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
     # A draft that takes longer than the pass is the round.
     slow = replace(draft, busy_ms=3 * lanes.ms)
-    long = predictor.round(16, lanes, slow, 1)
+    long = predictor.round(lanes, slow, 1)
     busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
     late = lanes.ms - ring + edges + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
     assert long.ms == pytest.approx(first * busy + (1 - first) * late)
     # The draft of a second outcome is done after that of the first.
-    both = predictor.round(16, lanes, slow, 2)
+    both = predictor.round(lanes, slow, 2)
     assert both.ms == pytest.approx(first * busy + second * (busy + slow.ms) + (1 - hits) * late)
     assert predictor.bottleneck(long) == "draft"
 
@@ -233,33 +226,30 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     """4 GiB of mean keys are read on the host, and 2 GiB of entries are read and written on the card."""
     often = load_config("triforce", {"retrieval.refresh": "every"})
     never = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})
-    every, without = (Shares(Predictor(request(config=one)), 3, 16) for one in (often, never))
+    every, without = (Predictor(request(config=one)) for one in (often, never))
     copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
     refresh = Predictor(request(config=often)).refresh()
     assert refresh.work.ms == pytest.approx(copied)
     assert refresh.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
     assert refresh.link == pytest.approx(2 * GIB / 25e6)
     # Streamed: the link waits for one layer's part. Attended by the CPU: the card's work comes on top.
-    streamed, plain = every.round(0, 0, 0)[1], without.round(0, 0, 0)[1]
+    streamed, plain = expected_round(every, 3, 16, 0, 0, 0), expected_round(without, 3, 16, 0, 0, 0)
     assert streamed.ms - plain.ms == pytest.approx(copied / 32)
     assert (streamed.refresh_share, streamed.refresh_ms) == (1.0, pytest.approx(copied / 32))
-    by_cpu, plain = every.round(0, CONTEXT, 0)[1], without.round(0, CONTEXT, 0)[1]
+    by_cpu, plain = expected_round(every, 3, 16, 0, CONTEXT, 0), expected_round(without, 3, 16, 0, CONTEXT, 0)
     assert by_cpu.ms - plain.ms == pytest.approx(copied)
     # A quarter attended by the CPU: so much of the entries is sent, and the link is the slowest lane.
-    some, plain = (
-        every.round(CONTEXT // 4, CONTEXT // 4, 0)[1],
-        without.round(CONTEXT // 4, CONTEXT // 4, 0)[1],
-    )
+    some, plain = (expected_round(one, 3, 16, CONTEXT // 4, CONTEXT // 4, 0) for one in (every, without))
     assert some.verification.link == some.verification.ms
     assert some.ms - plain.ms == pytest.approx(copied / 32 + refresh.link / 4)
     # Gathered before a draft: everything is waited for, whatever streams.
     apart = load_config("triforce", {"retrieval.refresh": "every", "offload.refresh_from_stream": False})
-    gathered = Shares(Predictor(request(config=apart)), 3, 16).round(0, 0, 0)[1]
+    gathered = expected_round(Predictor(request(config=apart)), 3, 16, 0, 0, 0)
     waited = copied + refresh.scoring + refresh.link
-    assert gathered.ms - without.round(0, 0, 0)[1].ms == pytest.approx(waited)
-    plain = without.round(0, CONTEXT, 0)[1]
+    assert gathered.ms - expected_round(without, 3, 16, 0, 0, 0).ms == pytest.approx(waited)
+    plain = expected_round(without, 3, 16, 0, CONTEXT, 0)
     stride = load_config("triforce", {"retrieval.refresh": "stride:32"})
-    sometimes = Shares(Predictor(request(config=stride)), 3, 16).round(0, CONTEXT, 0)[1]
+    sometimes = expected_round(Predictor(request(config=stride)), 3, 16, 0, CONTEXT, 0)
     share = sometimes.refresh_share
     assert 0 < share < 1 and sometimes.ms - plain.ms == pytest.approx(share * copied)
 
@@ -290,7 +280,7 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     assert refresh.ms == pytest.approx((mean_keys + copied) / 46e6 + 4 * 0.5)
     share = Predictor(asked).refresh_share(predicted.tokens_per_round)
     assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms + share * refresh.ms)
-    assert 3 <= Predictor(asked).step(target, 3, 4096, split=True, graphs=True).ms <= 5
+    assert 3 <= Predictor(asked).step(target, 3, 4096).ms <= 5
     assert predicted.ms_per_token < predicted.plain_ms_per_token
     assert predicted.prefill_ms == pytest.approx(94_000, rel=0.15)
     assert predicted.bottleneck == "cpu attention"

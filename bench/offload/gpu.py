@@ -140,10 +140,9 @@ def measure_context(
 
 def _plan(target: GraphedModel, sizes: Sizes, hardware: Hardware) -> Plan:
     shape = from_config(target.module.config, target.dtype, target.name)
-    request = PlanRequest(
-        shape, None, sizes.config("retrieval"), sizes.context, sizes.new_tokens, hardware, fixed_draft=True
+    return plan(
+        PlanRequest(shape, None, sizes.config("retrieval"), sizes.context, sizes.new_tokens, hardware)
     )
-    return plan(request)
 
 
 def _prefill(subject: Subject, sizes: Sizes, link: Link) -> tuple[float, int]:

@@ -24,8 +24,9 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.model import CausalModel
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.prediction import PassTime, Predictor, Refresh, RoundTime, Work, attention_rate
+from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.planning.shapes import ModelShape, from_config
+from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 PREDICTED = ("pass_ms", "draft_ms", "round_ms", "tokens_per_round", "outcome_hit_rate", "ms_per_token")
@@ -140,7 +141,7 @@ def predict(
     gamma = one["gamma"]
     verification, draft = predictor.verification(placement, gamma), predictor.draft(gamma)
     best: RoundTime = min(
-        (predictor.round(gamma, verification, draft, count) for count in predictor.outcomes),
+        (predictor.round(verification, draft, count) for count in predictor.outcomes),
         key=lambda found: found.ms,
     )
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.hit_rate, best.ms_per_token)
@@ -149,7 +150,7 @@ def predict(
 
 def _request(case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] | None) -> PlanRequest:
     if turn is None:
-        hardware = hardware_from(case["hardware"])
+        hardware = Hardware.from_json(case["hardware"])
     else:
         hardware = paced_hardware(case["processor"], _shape(case["shape"]), turn["rate_bytes_per_second"])
     offload: dict[str, object] = {"offload.ahead": one["ahead"] or 0}
@@ -164,22 +165,11 @@ def _request(case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] |
         new_tokens=0,
         hardware=hardware,
         same_model_acceptance=acceptance,
-        fixed_draft=True,
-        graphs=turn is None,
     )
 
 
 def _shape(values: dict[str, Any]) -> ModelShape:
     return ModelShape(**values | {"dtype": getattr(torch, values["dtype"])})
-
-
-def hardware_from(values: dict[str, Any]) -> Hardware:
-    """A machine from `dataclasses.asdict` of it."""
-    host = values["host"]
-    rates = tuple(AttentionRate(**rate) for rate in host["attention"])
-    return Hardware(
-        Host(**host | {"attention": rates}), tuple(Gpu(**gpu) for gpu in values["gpus"]), values["measured"]
-    )
 
 
 def paced_hardware(figures: dict[str, Any], target: ModelShape, link: float) -> Hardware:
@@ -252,10 +242,10 @@ class MeasuredAlone(Predictor):
         # Some of those passes refreshed the retrieved cache as well.
         refreshing = self.refresh_share(self.request.config.speculation.gamma2 + 1) * self.refresh().work.ms
         copying = max(0.0, (self._figures["pass_beside_ms"] - refreshing) / self._figures["pass_ms"] - 1)
-        slower = 1 + verification.streamed_share * copying
+        slower = 1 + verification.placement.streamed_tokens / self.request.context * copying
         return replace(
             verification,
-            dense=verification.dense.times(slower),
+            dense=verification.dense * slower,
             attention=slower * verification.attention,
             cpu_attention=verification.cpu_attention + (slower - 1) * verification.dense.ms
             if verification.cpu_attention

@@ -11,7 +11,7 @@ import torch
 
 from offload_rt.attention import attend, choose_backend
 from offload_rt.machine.hardware import AttentionRate
-from offload_rt.machine.measuring import compute_rate, memory_rate
+from offload_rt.machine.measuring import CPU, compute_rate, memory_rate
 from offload_rt.model import CausalModel
 
 REPEATS = 7
@@ -47,6 +47,6 @@ def processor(attention: list[dict[str, float]]) -> dict[str, Any]:
     """A processor's rates with one thread, as JSON values."""
     return {
         "attention": attention,
-        "memory_rate": memory_rate(READ_BYTES, REPEATS),
-        "compute_rate": compute_rate(128, 1024, REPEATS),
+        "memory_rate": memory_rate(CPU, READ_BYTES),
+        "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
     }

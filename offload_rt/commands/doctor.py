@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 LABEL_WIDTH = 20
 LINE_WIDTH = 100
 
-Row = tuple[str, str]
+Rows = dict[str, str | None]
+"""Values by their labels; None is left out."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,94 +66,81 @@ def tell_measuring(what: str, done: int, total: int) -> None:
 def table(report: Report) -> Iterator[str]:
     """The report for people, line by line."""
     yield from _section("Processor and memory", _host_rows(report))
-    cards = {card.device: card for card in report.cards}
-    for device, (gpu, link) in enumerate(zip(report.hardware.gpus, report.links, strict=True)):
+    for gpu, link, card in zip(report.hardware.gpus, report.links, report.cards, strict=False):
         yield ""
-        yield from _section(f"GPU {device}", _gpu_rows(gpu, link, cards[device]))
-    versions = report.versions
-    named = {"python": versions.python, "torch": versions.torch, "transformers": versions.transformers}
-    named |= {"flash-attn": versions.flash_attn, "driver": versions.driver}
+        yield from _section(f"GPU {card.device}", _gpu_rows(gpu, link, card))
+    versions = vars(report.versions).items()
+    rows: Rows = {
+        "measured": f"{report.measured_at}, load average {report.load_average:.2f}",
+        "versions": ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions if version),
+    }
     yield ""
-    yield from _section(
-        "Figures",
-        [
-            ("measured", f"{report.measured_at}, load average {report.load_average:.2f}"),
-            ("versions", ", ".join(f"{name} {version}" for name, version in named.items() if version)),
-            *(("note", notice) for notice in report.notices),
-        ],
+    yield from _section("Figures", rows)
+    for notice in report.notices:
+        yield _row("note", notice)
+
+
+def _section(title: str, rows: Rows) -> Iterator[str]:
+    yield title
+    yield from (_row(label, value) for label, value in rows.items() if value is not None)
+
+
+def _row(label: str, value: str) -> str:
+    return textwrap.fill(
+        value,
+        LINE_WIDTH,
+        initial_indent=f"  {label:{LABEL_WIDTH}}",
+        subsequent_indent=" " * (LABEL_WIDTH + 2),
+        break_on_hyphens=False,
     )
 
 
-def _section(title: str, rows: list[Row]) -> Iterator[str]:
-    yield title
-    for label, value in rows:
-        yield textwrap.fill(
-            value,
-            LINE_WIDTH,
-            initial_indent=f"  {label:{LABEL_WIDTH}}",
-            subsequent_indent=" " * (LABEL_WIDTH + 2),
-            break_on_hyphens=False,
-        )
-
-
-def _host_rows(report: Report) -> list[Row]:
+def _host_rows(report: Report) -> Rows:
     facts, host = report.host, report.hardware.host
-    limits = []
-    if facts.memory_limit_bytes is not None:
-        limits.append(f"a container's limit is {_gib(facts.memory_limit_bytes)}")
-    limit = "none" if facts.lock_limit_bytes is None else f"{facts.lock_limit_bytes / 2**20:,.0f} MiB"
-    attention = [f"{host.attention[0].rate:.1f} GB/s at {host.attention[0].queries} query"]
-    attention += [f"{measured.rate:.1f} at {measured.queries}" for measured in host.attention[1:]]
-    what_copies = "the link" if report.hardware.gpus else "a memory copy"
-    return [
-        (
-            "processor",
-            f"{facts.processor}; {facts.cores} of {facts.cores_of_machine} processors,"
-            f" threads: {host.threads}, NUMA nodes: {facts.numa_nodes}",
-        ),
-        ("instruction sets", ", ".join(facts.instruction_sets) or "none of those that matter here"),
-        ("native kernel", facts.native_kernel),
-        ("memory", ", ".join([f"{_gib(host.memory_bytes)} of {_gib(facts.total_bytes)} available", *limits])),
-        ("may be locked", f"{_gib(host.lockable_bytes)}; limit of the shell: {limit}"),
-        ("memory read", f"{host.memory_rate:.1f} GB/s"),
-        ("attention", ", ".join(attention) + " (bf16 KV read)"),
-        (
-            "beside copies",
-            f"attention keeps {host.attention_beside_link:.0%} of its rate, {what_copies}"
-            f" {host.link_beside_attention:.0%}",
-        ),
-        ("matrix products", f"{host.compute_rate:,.0f} GFLOP/s float32"),
-        ("launch of a layer", f"{host.launch_ms:.3f} ms"),
-    ]
+    container, locked = facts.memory_limit_bytes, facts.lock_limit_bytes
+    available = f"{_gib(host.memory_bytes)} of {_gib(facts.total_bytes)} available"
+    first, *others = host.attention
+    attention = f"{first.rate:.1f} GB/s at {first.queries} query, "
+    attention += ", ".join(f"{one.rate:.1f} at {one.queries}" for one in others)
+    copied = "the link" if report.hardware.gpus else "a memory copy"
+    return {
+        "processor": f"{facts.processor}; {facts.cores} of {facts.cores_of_machine} processors,"
+        f" threads: {host.threads}, NUMA nodes: {facts.numa_nodes}",
+        "instruction sets": ", ".join(facts.instruction_sets) or "none of those that matter here",
+        "native kernel": facts.native_kernel,
+        "memory": available + (f", a container's limit is {_gib(container)}" if container else ""),
+        "may be locked": f"{_gib(host.lockable_bytes)}; limit of the shell: "
+        + ("none" if locked is None else f"{locked / 2**20:,.0f} MiB"),
+        "memory read": f"{host.memory_rate:.1f} GB/s",
+        "attention": f"{attention} (bf16 KV read)",
+        "beside copies": f"attention keeps {host.attention_beside_link:.0%} of its rate,"
+        f" {copied} {host.link_beside_attention:.0%}",
+        "matrix products": f"{host.compute_rate:,.0f} GFLOP/s float32",
+        "launch of a layer": f"{host.launch_ms:.3f} ms",
+    }
 
 
-def _gpu_rows(gpu: Gpu, link: LinkFigures, card: Card) -> list[Row]:
-    rows = [
-        ("name", gpu.name),
-        ("memory", f"{_gib(gpu.memory_bytes)} of {_gib(card.total_bytes)} free"),
-        (
-            "link",
-            f"PCIe {_or_unknown(link.generation)} ×{_or_unknown(link.width)} while copying; the card can do"
-            f" {_or_unknown(card.link_generation_most)} ×{_or_unknown(card.link_width_most)}",
-        ),
-        ("copies to the GPU", f"{gpu.to_device_rate:.1f} GB/s; both ways {link.to_device_rate_both:.1f}"),
-        ("copies to the host", f"{gpu.to_host_rate:.1f} GB/s; both ways {link.to_host_rate_both:.1f}"),
-        ("memory read", f"{gpu.memory_rate:,.0f} GB/s"),
-        ("matrix products", f"{gpu.compute_rate:,.0f} TFLOP/s bf16"),
-        ("launch of a layer", f"{gpu.launch_ms:.3f} ms"),
-    ]
-    if card.numa_node is not None:
-        rows.append(("NUMA node", str(card.numa_node)))
-    if card.performance_state is not None:
-        rows.append(("performance state", f"P{card.performance_state}"))
-    if card.power_limit_watts is not None:
-        rows.append(("power limit", f"{card.power_limit_watts:.0f} W"))
-    return rows
+def _gpu_rows(gpu: Gpu, link: LinkFigures, card: Card) -> Rows:
+    state, watts = card.performance_state, card.power_limit_watts
+    return {
+        "name": gpu.name,
+        "memory": f"{_gib(gpu.memory_bytes)} of {_gib(card.total_bytes)} free",
+        "link": f"PCIe {_known(link.generation)} ×{_known(link.width)} while copying; the card can do"
+        f" {_known(card.link_generation_most)} ×{_known(card.link_width_most)}",
+        "copies to the GPU": f"{gpu.to_device_rate:.1f} GB/s; both ways {link.to_device_rate_both:.1f}",
+        "copies to the host": f"{gpu.to_host_rate:.1f} GB/s; both ways {link.to_host_rate_both:.1f}",
+        "memory read": f"{gpu.memory_rate:,.0f} GB/s",
+        "matrix products": f"{gpu.compute_rate:,.0f} TFLOP/s bf16",
+        "launch of a layer": f"{gpu.launch_ms:.3f} ms",
+        "NUMA node": None if card.numa_node is None else str(card.numa_node),
+        "performance state": None if state is None else f"P{state}",
+        "power limit": None if watts is None else f"{watts:.0f} W",
+    }
 
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _or_unknown(number: int | None) -> str:
+def _known(number: int | None) -> str:
     return "?" if number is None else str(number)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
 from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
 from offload_rt.errors import UsageError
+from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.files import check_writable, write_json
 from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.named_hardware import named_hardware
 
 if TYPE_CHECKING:
-    from offload_rt.planning.planner import Plan
+    from offload_rt.planning.planner import Plan, Prediction
 
 HARDWARE_FLAGS = ("gpus", "link", "dram", "ram", "cpu_attention", "vram")
 NO_DRAFT = "none"
@@ -29,18 +32,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     plan.set_defaults(run=run)
 
-    model = plan.add_argument_group("model")
-    model.add_argument(
-        "--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)"
-    )
-    model.add_argument("--draft", metavar="FOLDER|ID|SHAPE|none", help="small model that drafts, e.g. jf68m")
-    model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    model.add_argument("--context", type=int, required=True, metavar="N", help="tokens of the prompt")
-    model.add_argument("--new-tokens", type=int, default=256, metavar="N", help="default: 256")
+    add = plan.add_argument_group("model").add_argument
+    add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
+    add("--draft", metavar="FOLDER|ID|SHAPE|none", help="small model that drafts, e.g. jf68m")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    add("--context", type=int, required=True, metavar="N", help="tokens of the prompt")
+    add("--new-tokens", type=int, default=256, metavar="N", help="default: 256")
 
-    config = plan.add_argument_group("configuration")
-    config.add_argument("--config", default="triforce", metavar="NAME|FILE", help="default: triforce")
-    config.add_argument(
+    add = plan.add_argument_group("configuration").add_argument
+    add("--config", default="triforce", metavar="NAME|FILE", help="default: triforce")
+    add(
         "--set",
         type=parse_override,
         action="append",
@@ -49,24 +50,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="section.key=value",
         help="sets any configuration key; speculation.gamma2 is chosen by the plan where it is 0",
     )
-    config.add_argument(
-        "--acceptance", type=float, metavar="A", help="of tokens the target drafts itself (default: 0.92)"
-    )
-    config.add_argument(
-        "--draft-acceptance", type=float, metavar="A", help="of the small model's tokens (default: 0.5)"
-    )
-    config.add_argument("--no-ahead", action="store_true", help="do not draft while a pass streams")
+    same, small = "of tokens the target drafts itself", "of the small model's tokens"
+    for flag, default, help in (
+        ("--acceptance", SAME_MODEL_ACCEPTANCE, same),
+        ("--draft-acceptance", SMALL_MODEL_ACCEPTANCE, small),
+    ):
+        add(flag, type=float, default=default, metavar="A", help=f"{help} (default: {default})")
+    add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
-    hardware = plan.add_argument_group("hardware (default: this machine, as doctor measures it)")
-    hardware.add_argument("--gpu", metavar="NAME", help="rtx4090, rtx3090, l40, a100-80, h100, … or none")
-    hardware.add_argument("--gpus", type=int, metavar="N", help="how many of it (default: 1)")
-    hardware.add_argument("--link", type=float, metavar="GB/s", help="of each card, each way (default: 25)")
-    hardware.add_argument("--dram", type=float, metavar="GB/s", help="host memory (default: 70)")
-    hardware.add_argument("--ram", type=float, metavar="GiB", help="host memory (default: 96)")
-    hardware.add_argument(
+    add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
+    add("--gpu", metavar="NAME", help="rtx4090, rtx3090, l40, a100-80, h100, … or none")
+    add("--gpus", type=int, metavar="N", help="how many of it (default: 1)")
+    add("--link", type=float, metavar="GB/s", help="of each card, each way (default: 25)")
+    add("--dram", type=float, metavar="GB/s", help="host memory (default: 70)")
+    add("--ram", type=float, metavar="GiB", help="host memory (default: 96)")
+    add(
         "--cpu-attention", type=float, metavar="GB/s", help="KV that the CPU attends (default: 0.7 of --dram)"
     )
-    hardware.add_argument("--vram", type=float, metavar="GiB", help="of a card to use (default: all)")
+    add("--vram", type=float, metavar="GiB", help="of a card to use (default: all)")
 
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
 
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from offload_rt.loading import DEMO, choose_dtype
-    from offload_rt.planning.placement import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE, PlanRequest
+    from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import plan
     from offload_rt.planning.shapes import DEMO_DRAFT, find_shape
 
@@ -91,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
     if DRAFT_STREAMING not in config.speculation.names:
         draft = NO_DRAFT
-    same, small = arguments.acceptance, arguments.draft_acceptance
     planned = plan(
         PlanRequest(
             target=target,
@@ -100,26 +100,21 @@ def run(arguments: argparse.Namespace) -> int:
             context=arguments.context,
             new_tokens=arguments.new_tokens,
             hardware=hardware,
-            same_model_acceptance=SAME_MODEL_ACCEPTANCE if same is None else same,
-            small_model_acceptance=SMALL_MODEL_ACCEPTANCE if small is None else small,
-            fixed_draft=config.speculation.gamma2 > 0,
+            same_model_acceptance=arguments.acceptance,
+            small_model_acceptance=arguments.draft_acceptance,
         )
     )
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
-    if planned.refusal is not None:
-        raise UsageError(f"{target.name} at {arguments.context} tokens does not fit: {planned.refusal}")
-    print("\n".join(_report(planned)))
+    print("\n".join(_report(planned, planned.check())))
     return 0
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
     """The machine that the flags describe, or this one."""
-    given = {name: getattr(arguments, name) for name in HARDWARE_FLAGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    flags = {name: getattr(arguments, name) for name in HARDWARE_FLAGS}
+    given = {name: value for name, value in flags.items() if value is not None}
     if arguments.gpu is not None:
-        from offload_rt.machine.named_hardware import named_hardware
-
         return named_hardware(arguments.gpu, **given)
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
@@ -129,47 +124,44 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     return inspect(on_progress=tell_measuring).hardware
 
 
-def _report(plan: Plan) -> list[str]:
+def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     """Lines for people."""
-    request, placement, predicted = plan.request, plan.placement, plan.predicted
-    assert predicted is not None
+    request, placement = plan.request, plan.placement
     draft = f" and {request.draft.name}" if request.draft is not None else ""
     dtype = str(request.target.dtype).removeprefix("torch.")
     new = f"{request.context:,} tokens of context, {request.new_tokens:,} new"
-    lines = [f"plan       {request.target.name}{draft} in {dtype}, {new}; config {plan.config.name}"]
-    whole = placement.resident_bytes + placement.cpu_attended_bytes + placement.streamed_bytes
-    shares = "; ".join(
-        f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})"
-        for name, size in (
-            ("resident on the GPU", placement.resident_bytes),
-            ("attended by the CPU", placement.cpu_attended_bytes),
-            ("streamed", placement.streamed_bytes),
-        )
-        if size
-    )
-    lines.append(f"KV         {whole / GIB:.2f} GiB: {shares}")
+    yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {plan.config.name}"
+    shares = {
+        "resident on the GPU": placement.resident_bytes,
+        "attended by the CPU": placement.cpu_attended_bytes,
+        "streamed": placement.streamed_bytes,
+    }
+    whole = sum(shares.values())
+    told = (f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})" for name, size in shares.items() if size)
+    yield f"KV         {whole / GIB:.2f} GiB: {'; '.join(told)}"
     if not request.in_place:
         ring = f"{placement.ring_buffers} buffers of {placement.segment_tokens:,} tokens"
-        lines.append(f"ring       {placement.ring_bytes / GIB:.2f} GiB: {ring}")
-    gpus = request.hardware.gpus
-    for number, (parts, gpu) in enumerate(zip(plan.gpus, gpus, strict=True)):
-        lines += _memory(f"GPU {number}", parts, gpu.memory_bytes)
-    lines += _memory("host", plan.host, request.hardware.host.memory_bytes)
-    ratio = predicted.plain_ms_per_token / predicted.ms_per_token
-    lines += [
-        f"predicted  {predicted.ms_per_token:.1f} ms a token; {ratio:.2f} times as fast as without "
-        f"speculation ({predicted.plain_ms_per_token:.1f})",
+        yield f"ring       {placement.ring_bytes / GIB:.2f} GiB: {ring}"
+    for number, (parts, gpu) in enumerate(zip(plan.gpus, request.hardware.gpus, strict=True)):
+        yield _memory(f"GPU {number}", parts, gpu.memory_bytes)
+    yield _memory("host", plan.host, request.hardware.host.memory_bytes)
+    ms, plain_ms = predicted.ms_per_token, predicted.plain_ms_per_token
+    yield (
+        f"predicted  {ms:.1f} ms a token; {plain_ms / ms:.2f} times as fast as without speculation "
+        f"({plain_ms:.1f})"
+    )
+    yield (
         f"round      {predicted.round_ms:.1f} ms: pass {predicted.pass_ms:.1f}, draft "
-        f"{predicted.draft_ms:.1f}; {predicted.tokens_per_round:.2f} tokens",
-        f"prefill    {predicted.prefill_ms / 1e3:.1f} s",
-        f"bottleneck {predicted.bottleneck}",
-        "assumed",
-    ]
-    return lines + [f"  - {sentence}" for sentence in plan.assumptions]
+        f"{predicted.draft_ms:.1f}; {predicted.tokens_per_round:.2f} tokens"
+    )
+    yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s"
+    yield f"bottleneck {predicted.bottleneck}"
+    yield "assumed"
+    yield from (f"  - {sentence}" for sentence in plan.assumptions)
 
 
-def _memory(where: str, parts: dict[str, int], available: int) -> list[str]:
-    """A line with the sum and the parts, the largest first."""
+def _memory(where: str, parts: dict[str, int], available: int) -> str:
+    """The sum and the parts, the largest first."""
     largest = sorted(parts.items(), key=lambda part: -part[1])
     told = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in largest if size)
-    return [f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {told}"]
+    return f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {told}"

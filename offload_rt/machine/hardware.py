@@ -1,8 +1,10 @@
-"""What a machine can do, in figures: measured by `doctor.py`, or named; `planner.py` predicts from them."""
+"""What a machine can do, in figures: measured by `doctor.py`, or named; the planner predicts from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 GIB = 2**30
 
@@ -34,7 +36,7 @@ class AttentionRate:
     """How fast the CPU attends KV where it lies.
 
     Attributes:
-        queries: how many (folded) queries a key head has.
+        queries: (folded) queries a key head.
         rate: GB/s of KV read.
     """
 
@@ -52,8 +54,8 @@ class Host:
         memory_rate: GB/s at which all its threads read memory.
         compute_rate: GFLOP/s of float32 matrix products of many rows.
         attention: measured at rising numbers of queries, bf16 KV, nothing else going on.
-        attention_beside_link: share of that rate which is left while the link copies at full rate.
-        link_beside_attention: share of the link's rate which is left meanwhile.
+        attention_beside_link: share of that rate left while the link copies at full rate.
+        link_beside_attention: share of the link's rate left meanwhile.
         launch_ms: of one decoder layer's operations over a few tokens.
         threads: that compute.
     """
@@ -82,3 +84,17 @@ class Hardware:
     host: Host
     gpus: tuple[Gpu, ...]
     measured: bool
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Hardware:
+        """The inverse of `dataclasses.asdict`."""
+        attention = tuple(AttentionRate(**rate) for rate in values["host"]["attention"])
+        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
+        return cls(Host(**values["host"] | {"attention": attention}), gpus, values["measured"])
+
+    @cached_property
+    def slowest_gpu(self) -> Gpu:
+        """The least of every rate of the GPUs: where they share the work evenly, it sets the pace."""
+        rates = ("memory_rate", "compute_rate", "to_device_rate", "to_host_rate")
+        slowest = {name: min(getattr(gpu, name) for gpu in self.gpus) for name in rates}
+        return replace(self.gpus[0], **slowest, launch_ms=max(gpu.launch_ms for gpu in self.gpus))

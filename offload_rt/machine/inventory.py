@@ -1,24 +1,23 @@
-"""What a machine has, as the system and the driver tell it: nothing is measured here."""
+"""What a machine has, as the system and the driver tell it; nothing is measured here."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import importlib.util
 import mmap
 import os
 import platform
 import re
 import resource
 import shutil
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from cpu_kv.pinned import PageLocking
 from offload_rt.attention import choose_backend
@@ -32,8 +31,6 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PROBE_BYTES = 2**20
 _LOWERED_LIMIT = 2**16
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class HostFacts:
@@ -41,18 +38,16 @@ class HostFacts:
 
     Attributes:
         processor: its name.
-        cores: processors this program may run on.
-        cores_of_machine: processors there are.
+        cores, cores_of_machine: processors that this program may run on, and all there are.
         threads: that torch computes with.
         instruction_sets: those of `INSTRUCTION_SETS` that it has.
-        numa_nodes: how many.
         native_kernel: "built", "switched off", "no compiler" or "build failed".
         attention: name of the backend that attends on the CPU.
         governor, energy_preference: of the first processor's clock; None where the system says nothing.
         total_bytes, available_bytes: of memory.
         memory_limit_bytes: what a container may have; None: all of it.
         lock_limit_bytes: RLIMIT_MEMLOCK; None: unlimited.
-        swap_used_bytes: memory that was moved out to disk.
+        swap_used_bytes: memory moved out to disk.
     """
 
     processor: str
@@ -82,18 +77,17 @@ class Card:
         device: its number in torch; None: torch does not see it.
         total_bytes, free_bytes: of its memory.
         link_generation, link_width: PCIe as it is now; an idle card lowers its generation.
-        link_generation_most, link_width_most: what the card itself can do, whatever slot it is in.
-        numa_node: the part of the machine it hangs on.
-        performance_state: 0 full speed to 15 idle.
+        link_generation_most, link_width_most: what the card can do, whatever slot it is in.
+        performance_state: from 0, full speed, to 15, idle.
         power_limit_watts, power_default_watts: what it may draw, and what it came with.
     """
 
     name: str
     uuid: str
-    bus: str | None
-    device: int | None
-    total_bytes: int
-    free_bytes: int
+    bus: str | None = None
+    device: int | None = None
+    total_bytes: int = 0
+    free_bytes: int = 0
     link_generation: int | None = None
     link_generation_most: int | None = None
     link_width: int | None = None
@@ -106,7 +100,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Versions:
-    """Of what the figures depend on; None: not there."""
+    """Of the software that the figures depend on; None: not there."""
 
     python: str
     torch: str
@@ -146,12 +140,16 @@ def processor_name() -> str:
 
 def read_cards() -> tuple[Card, ...]:
     """All graphics cards, those that torch computes on first and in its order; none without a driver."""
-    cards = _driver_cards()
+    listed = {card.uuid: card for card in map(_driver_card, range(_ask("nvmlDeviceGetCount") or 0))}
     seen = []
-    for device, uuid in enumerate(_torch_uuids()):
-        card = cards.pop(uuid, None) or _card_of_torch(device, uuid)
-        seen.append(_on_device(card, device))
-    return (*seen, *cards.values())
+    for device in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        # The driver does not list a part of a card under its own uuid.
+        card = listed.pop(uuid, None) or Card(torch.cuda.get_device_name(device), uuid)
+        free, total = torch.cuda.mem_get_info(device)  # free is what torch's own context leaves
+        seen.append(replace(card, device=device, total_bytes=total, free_bytes=free))
+    return (*seen, *listed.values())
 
 
 def read_versions() -> Versions:
@@ -160,69 +158,51 @@ def read_versions() -> Versions:
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=_version("transformers"),
-        flash_attn=_version("flash_attn") if importlib.util.find_spec("flash_attn") else None,
-        driver=_with_driver(lambda driver: str(driver.nvmlSystemGetDriverVersion())),
+        flash_attn=_version("flash_attn"),
+        driver=_ask("nvmlSystemGetDriverVersion"),
     )
 
 
 def link_now(uuid: str) -> tuple[int | None, int | None]:
     """PCIe generation and width of a card at this moment."""
-
-    def ask(driver: Any) -> tuple[int | None, int | None]:
-        handle = driver.nvmlDeviceGetHandleByUUID(uuid)
-        return (
-            _answer(driver, driver.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-            _answer(driver, driver.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        )
-
-    return _with_driver(ask) or (None, None)
+    handle = _ask("nvmlDeviceGetHandleByUUID", uuid)
+    return _ask("nvmlDeviceGetCurrPcieLinkGeneration", handle), _ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
 
 
 def lockable_memory(host: HostFacts) -> int:
     """Bytes of memory that can be page-locked now: for a card's copies where there is one, else at all."""
-    locking = PageLocking() if torch.cuda.is_available() else _system_locking()
-    if host.lock_limit_bytes is None or not _lock_limit_binds(locking):
+    if host.lock_limit_bytes is None or not _lock_limit_binds():
         return host.available_bytes
     return min(host.lock_limit_bytes, host.available_bytes)
 
 
-def _system_locking() -> PageLocking:
-    system = ctypes.CDLL(None)
+def _lock_limit_binds() -> bool:
+    """Whether RLIMIT_MEMLOCK holds for this process.
 
-    def lock(address: int, size: int) -> int:
-        return int(system.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)))
-
-    def unlock(address: int) -> int:
-        return int(system.munlock(ctypes.c_void_p(address), ctypes.c_size_t(_PROBE_BYTES)))
-
-    return PageLocking(lock, unlock)
-
-
-def _lock_limit_binds(locking: PageLocking) -> bool:
-    """Whether `locking` is held to RLIMIT_MEMLOCK in this process.
-
-    The administrator's programs are not, nor need drivers be that lock memory on their own account. It is
-    tried with the limit lowered for a moment, so that a high limit need not be filled to be felt.
+    It does not for the administrator's programs, nor need it for drivers that lock memory on their own
+    account. A trial with a lowered limit tells, without filling a high one.
     """
-    code = None
-
-    def attempt() -> None:
-        nonlocal code
-        memory = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # pages of its own
-        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    memory = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)  # pages of its own
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    # CUDA leaves a refusal behind as its thread's last error: this thread ends with it.
+    with ThreadPoolExecutor(1) as pool:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (min(soft, _LOWERED_LIMIT), hard))
         try:
-            code = locking.register(memory.data_ptr(), memory.nbytes)
+            return not pool.submit(_can_lock, memory).result()
         finally:
             resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
-        if code == 0:
-            locking.unregister(memory.data_ptr())
 
-    # A CUDA driver leaves a refusal behind as its thread's last error: this thread ends with it.
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    return code != 0
+
+def _can_lock(memory: Tensor) -> bool:
+    """Tries to page-lock `memory`, and leaves it unlocked once it is freed."""
+    address, size = memory.data_ptr(), memory.nbytes
+    if not torch.cuda.is_available():
+        return int(ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(size))) == 0
+    locking = PageLocking()
+    locked = locking.register(address, size) == 0
+    if locked:
+        locking.unregister(address)
+    return locked
 
 
 def _line(path: Path) -> str | None:
@@ -252,66 +232,39 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _with_driver(ask: Callable[[Any], T]) -> T | None:
-    """What `ask(pynvml)` says; None without a driver or where it refuses."""
+def _ask(question: str, *arguments: object) -> Any:
+    """One answer of NVIDIA's driver; None where there is none, or for what driver or card do not tell."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        pynvml.nvmlInit()  # costs nothing after the first time
+        return getattr(pynvml, question)(*arguments)
     except pynvml.NVMLError:
         return None
-    try:
-        return ask(pynvml)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
 
 
-def _answer(driver: Any, question: Callable[..., T], *arguments: object) -> T | None:
-    """One answer of the driver; None for what this card or this driver does not tell."""
-    try:
-        return question(*arguments)
-    except driver.NVMLError:
-        return None
-
-
-def _driver_cards() -> dict[str, Card]:
-    """By uuid, in the driver's order."""
-
-    def ask(driver: Any) -> dict[str, Card]:
-        cards = {}
-        for number in range(driver.nvmlDeviceGetCount()):
-            card = _card_of_driver(driver, driver.nvmlDeviceGetHandleByIndex(number))
-            cards[card.uuid] = card
-        return cards
-
-    return _with_driver(ask) or {}
-
-
-def _card_of_driver(driver: Any, handle: Any) -> Card:
-    place = _answer(driver, driver.nvmlDeviceGetPciInfo, handle)
+def _driver_card(number: int) -> Card:
+    handle = _ask("nvmlDeviceGetHandleByIndex", number)
+    place, memory = _ask("nvmlDeviceGetPciInfo", handle), _ask("nvmlDeviceGetMemoryInfo", handle)
     # The driver writes the domain with eight digits, the system with four.
-    bus = None if place is None else re.sub(r"^0000(?=[0-9a-f]{4}:)", "", str(place.busId).lower())
-    memory = _answer(driver, driver.nvmlDeviceGetMemoryInfo, handle)
+    bus = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", str(place.busId).lower()) if place else None
     node = _number(bus, "numa_node")
-    limit = _answer(driver, driver.nvmlDeviceGetEnforcedPowerLimit, handle)
-    default = _answer(driver, driver.nvmlDeviceGetPowerManagementDefaultLimit, handle)
-    # Of the width the driver tells what card and slot can do together, the system what the card can do.
-    widths = (_answer(driver, driver.nvmlDeviceGetMaxPcieLinkWidth, handle), _number(bus, "max_link_width"))
+    limit = _ask("nvmlDeviceGetEnforcedPowerLimit", handle)
+    default = _ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)
+    # The driver tells the width that card and slot have in common, the system that of the card.
+    widths = (_ask("nvmlDeviceGetMaxPcieLinkWidth", handle), _number(bus, "max_link_width"))
     return Card(
-        name=driver.nvmlDeviceGetName(handle),
-        uuid=driver.nvmlDeviceGetUUID(handle),
+        name=str(_ask("nvmlDeviceGetName", handle)),
+        uuid=str(_ask("nvmlDeviceGetUUID", handle)),
         bus=bus,
-        device=None,
-        total_bytes=0 if memory is None else int(memory.total),
-        free_bytes=0 if memory is None else int(memory.free),
-        link_generation=_answer(driver, driver.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        link_generation_most=_answer(driver, driver.nvmlDeviceGetGpuMaxPcieLinkGeneration, handle),
-        link_width=_answer(driver, driver.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        total_bytes=int(memory.total) if memory else 0,
+        free_bytes=int(memory.free) if memory else 0,
+        link_generation=_ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+        link_generation_most=_ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", handle),
+        link_width=_ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
         link_width_most=max((width for width in widths if width), default=None),
         numa_node=node if node is not None and node >= 0 else None,
-        performance_state=_answer(driver, driver.nvmlDeviceGetPerformanceState, handle),
+        performance_state=_ask("nvmlDeviceGetPerformanceState", handle),
         power_limit_watts=None if limit is None else limit / 1000,
         power_default_watts=None if default is None else default / 1000,
     )
@@ -321,22 +274,3 @@ def _number(bus: str | None, name: str) -> int | None:
     """What the system says of the device at `bus`."""
     text = _line(_PCI_DEVICES / bus / name) if bus else None
     return int(text) if text is not None and text.lstrip("-").isdecimal() else None
-
-
-def _torch_uuids() -> list[str]:
-    """Of the cards that torch computes on, in its order."""
-    if not torch.cuda.is_available():
-        return []
-    uuids = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
-    return [uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}" for uuid in uuids]
-
-
-def _card_of_torch(device: int, uuid: str) -> Card:
-    """A card that the driver's library does not list under this uuid: a part of one, say."""
-    return Card(torch.cuda.get_device_name(device), uuid, None, device, 0, 0)
-
-
-def _on_device(card: Card, device: int) -> Card:
-    """The card with what torch says of its memory: free is what torch's own context leaves."""
-    free, total = torch.cuda.mem_get_info(device)
-    return replace(card, device=device, total_bytes=total, free_bytes=free)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
@@ -27,63 +25,31 @@ Progress = Callable[[str, int, int], None]
 
 ATTENTION_QUERIES = (1, 8, 16, 32)
 BESIDE_QUERIES = 8
-"""Queries at which attention and link are measured beside each other: few enough that memory decides."""
+"""Queries at which attention and link are measured side by side: few enough that memory decides."""
+
+CPU = torch.device("cpu")
+# What is measured with; buffers are far larger than any cache.
+MEMORY_BYTES = 2**30
+ATTENTION_BYTES = 2**29
+COPY_BYTES = 2**28
+PRODUCT = (512, 2048)  # rows and width of the matrix products on the processor
+LAYERS = 8  # of the model that is launched
+REPEATS = 7
 
 _HEAD_DIM = 128
 _KV_HEADS = 4
 _ENTRIES = 256
 _PATTERN_TOKENS = 1024
-_COPIES_BESIDE = 3
+_COPIES_BESIDE = 4
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured with; the smallest sizes measure nothing but that it works.
-
-    Attributes:
-        memory_bytes: read to see the rate of memory; far more than any cache holds.
-        attention_bytes: bf16 keys and values; likewise.
-        copy_bytes: of one copy.
-        product_rows, product_width: of the matrix products on the processor.
-        device_product: rows, columns and depth of those on a GPU.
-        layers: of the model that is launched.
-        repeats: of each measurement.
-    """
-
-    memory_bytes: int = 2**30
-    attention_bytes: int = 2**29
-    copy_bytes: int = 2**28
-    product_rows: int = 512
-    product_width: int = 2048
-    device_product: int = 8192
-    layers: int = 8
-    repeats: int = 7
-
-    def within(self, available: int) -> Sizes:
-        """The same, with buffers that take at most a part of `available` bytes."""
-        most = max(2**20, available // 8)
-        return replace(
-            self,
-            memory_bytes=min(self.memory_bytes, most),
-            attention_bytes=min(self.attention_bytes, most),
-            copy_bytes=min(self.copy_bytes, most),
-        )
-
-
-@dataclass(frozen=True)
-class Beside:
-    """What attention and copying leave each other when both go on at once.
-
-    Attributes:
-        attention, copying: share of the rate that each has alone, in (0, 1].
-    """
-
-    attention: float
-    copying: float
+def within(size: int, available: int) -> int:
+    """As much of `size` bytes as leaves most of the memory alone."""
+    return min(size, max(2**20, available // 8))
 
 
 class HostKV:
-    """Keys and values far larger than the caches, and the processor's attention over them.
+    """Keys and values far larger than the processor's caches, and its attention over them.
 
     Args:
         size: bytes of both together.
@@ -91,13 +57,13 @@ class HostKV:
 
     def __init__(self, size: int) -> None:
         tokens = max(1, size // (2 * _KV_HEADS * _HEAD_DIM * torch.bfloat16.itemsize))
-        generator = torch.Generator().manual_seed(0)
-        # What the numbers are changes nothing; drawing them all would take longer than measuring.
-        shape = (_KV_HEADS, _PATTERN_TOKENS, _HEAD_DIM)
-        pattern = torch.randn(shape, generator=generator).to(torch.bfloat16)
+        # The numbers do not matter, and drawing them all would take longer than measuring.
+        pattern = torch.randn(_KV_HEADS, _PATTERN_TOKENS, _HEAD_DIM, generator=torch.Generator())
         repeats = -(-tokens // _PATTERN_TOKENS)
-        self._keys, self._values = (pattern.repeat(1, repeats, 1)[:, :tokens] for _ in range(2))
-        self._backend = choose_backend(torch.device("cpu"))
+        self._keys, self._values = (
+            pattern.to(torch.bfloat16).repeat(1, repeats, 1)[:, :tokens] for _ in range(2)
+        )
+        self._backend = choose_backend(CPU)
         self.read_bytes = 2 * self._keys.nbytes
 
     def attend(self, queries: int) -> None:
@@ -105,38 +71,71 @@ class HostKV:
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
         self._backend(asked, self._keys, self._values, _HEAD_DIM**-0.5, None)
 
-    def rates(self, repeats: int) -> tuple[AttentionRate, ...]:
-        """GB/s at rising numbers of queries; the numbers take turns, so that a disturbance hits them all."""
-        seconds: dict[int, list[float]] = {queries: [] for queries in ATTENTION_QUERIES}
+    def rates(self) -> tuple[AttentionRate, ...]:
+        """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""
         for queries in ATTENTION_QUERIES:
             self.attend(queries)
-        for _ in range(repeats):
-            for queries, spent in seconds.items():
-                spent.append(_seconds(lambda: self.attend(queries)))  # noqa: B023 - called at once
+        turns = [[seconds(self.attend, queries) for queries in ATTENTION_QUERIES] for _ in range(REPEATS)]
+        spent = map(median, zip(*turns, strict=True))
         return tuple(
-            AttentionRate(queries, self.read_bytes / statistics.median(spent) / 1e9)
-            for queries, spent in seconds.items()
+            AttentionRate(queries, self.read_bytes / spent / 1e9)
+            for queries, spent in zip(ATTENTION_QUERIES, spent, strict=True)
         )
 
 
-def memory_rate(size: int, repeats: int) -> float:
-    """GB/s at which all threads read `size` bytes: the best of some sums."""
-    block = torch.ones(size // 4)
-    return block.nbytes / min(_seconds(block.sum) for _ in range(repeats)) / 1e9
+def seconds(work: Callable[..., object], *arguments: object) -> float:
+    """How long a call takes."""
+    started = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - started
 
 
-def compute_rate(rows: int, width: int, repeats: int) -> float:
-    """GFLOP/s of float32 products `[rows, width] @ [width, width]`: the best of some."""
-    left, right = torch.ones(rows, width), torch.ones(width, width)
-    return 2 * rows * width**2 / min(_seconds(lambda: left @ right) for _ in range(repeats + 1)) / 1e9
+def least_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of some calls; on a GPU, of their kernels."""
+    if device.type == "cpu":
+        return min(seconds(work) for _ in range(REPEATS))
+    spent: list[float] = []
+    with torch.cuda.device(device):
+        for _ in range(REPEATS):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            work()
+            ended.record()
+            ended.synchronize()
+            spent.append(began.elapsed_time(ended) / 1e3)
+    return min(spent)
 
 
-def launch_ms(device: torch.device, layers: int, repeats: int) -> float:
-    """ms of one decoder layer's operations for one token: a pass of a model too small to cost anything else.
+def memory_rate(device: torch.device, size: int) -> float:
+    """GB/s at which a device reads `size` bytes of its memory, with all threads: the best of some sums."""
+    block = torch.ones(size // 4, device=device)
+    return block.nbytes / least_seconds(block.sum, device) / 1e9
 
-    The pass goes through the runtime's own runner over a bounded cache, as a middle-level step does.
-    """
-    model = _small_model(device, layers)
+
+def compute_rate(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
+    """GFLOP/s of products `[rows, width] @ [width, width]`: the best of some."""
+    # With zeros or ones a card draws less power, and computes faster, than with a model's numbers.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(height, width, generator=generator, device=device, dtype=dtype)
+        for height in (rows, width)
+    )
+    return 2 * rows * width**2 / least_seconds(lambda: left @ right, device) / 1e9
+
+
+def launch_ms(device: torch.device) -> float:
+    """ms of one decoder layer's operations for one token, in a model too small to cost anything else."""
+    step = _small_step(device)
+    for _ in range(3):
+        step()
+    # A disturbance adds to most of many small operations: the quicker passes show what the machine does.
+    spent = quantiles([seconds(step) for _ in range(40 * REPEATS)], n=4)
+    return spent[0] / LAYERS * 1e3
+
+
+def _small_step(device: torch.device) -> Callable[[], None]:
+    """One token through the runtime's own runner, over a bounded cache, as in a middle level."""
+    model = _small_model(device)
     cache = StreamingCache(
         model.layers,
         model.kv_heads,
@@ -158,41 +157,62 @@ def launch_ms(device: torch.device, layers: int, repeats: int) -> float:
         cache.commit([0])
         cache.keep([])
 
-    for _ in range(3):
-        step()
-    # Of many small operations, a disturbance adds to most: the quicker ones show what the machine does.
-    spent = statistics.quantiles([_seconds(step) for _ in range(40 * repeats)], n=4)
-    return spent[0] / layers * 1e3
+    return step
 
 
-def beside(kv: HostKV, copy: Callable[[], None], repeats: int) -> Beside:
-    """What attention over `kv` and a copy, made over and over, leave each other."""
-    shares: list[Beside] = []
-
-    def attend() -> None:
-        kv.attend(BESIDE_QUERIES)
-
-    copy()
-    for _ in range(repeats):
-        attention, copying = _seconds(attend), _seconds(copy)
-        with _repeated(copy) as ends:
-            spent = [_seconds(attend)]
-            while len(ends()) <= _COPIES_BESIDE:
-                spent.append(_seconds(attend))
-            passed = ends()
-        # Between two ends of copies, so that none is cut off.
-        copying_beside = (passed[-1] - passed[0]) / (len(passed) - 1)
-        shares.append(
-            Beside(min(1.0, attention / statistics.median(spent)), min(1.0, copying / copying_beside))
-        )
-    return Beside(
-        statistics.median(share.attention for share in shares),
-        statistics.median(share.copying for share in shares),
+def _small_model(device: torch.device) -> CausalModel:
+    """A Llama whose weights and KV weigh nothing."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * _ENTRIES,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
+    with torch.random.fork_rng():  # the caller may have seeded what it draws next
+        torch.manual_seed(0)
+        module: Any = LlamaForCausalLM(config)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return CausalModel(module.to(device, dtype), "a small model")
+
+
+def beside(kv: HostKV, copy: Callable[[], None]) -> tuple[float, float]:
+    """Shares of their rates that attention over `kv` and a copy, made over and over, leave each other."""
+    copy()
+    shares = [_beside(lambda: kv.attend(BESIDE_QUERIES), copy) for _ in range(REPEATS)]
+    attention, copying = map(median, zip(*shares, strict=True))
+    return attention, copying
+
+
+def _beside(attend: Callable[[], None], copy: Callable[[], None]) -> tuple[float, float]:
+    attending, copying = seconds(attend), seconds(copy)
+    enough = threading.Event()
+    attended: list[float] = []
+    copied: list[float] = []
+
+    def copies() -> None:
+        while not enough.is_set():
+            copied.append(seconds(copy))
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(copies)
+        try:
+            while not attended or (len(copied) < _COPIES_BESIDE and not working.done()):
+                attended.append(seconds(attend))
+            counted = copied[1:]  # the first may have begun before any attention
+        finally:
+            enough.set()
+        working.result()  # raises what a copy raised
+    return min(1.0, attending / median(attended)), min(1.0, copying / fmean(counted))
 
 
 def memory_copy(size: int) -> Callable[[], None]:
-    """A copy of `size` bytes by one thread, in the place of a link where there is none."""
+    """A copy of `size` bytes by one thread, which stands in for a link."""
     source, destination = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
 
     def copy() -> None:
@@ -202,90 +222,24 @@ def memory_copy(size: int) -> Callable[[], None]:
     return copy
 
 
-def measure_host(sizes: Sizes, copy: Callable[[], None] | None, on_progress: Progress) -> Host:
-    """All figures of the processor; memory that is free or lockable is for the caller to fill in.
+def measure_host(available: int, copy: Callable[[], None] | None, on_progress: Progress) -> Host:
+    """All figures of the processor; free and lockable memory are for the caller to fill in.
 
     Args:
-        copy: copies over the link; None: there is no link, and a memory copy takes its place.
+        available: bytes of memory.
+        copy: copies over the link; None: there is no link, and a memory copy stands in for it.
     """
-    steps = iter(range(5))
-
-    def begin(what: str) -> None:
-        on_progress(f"processor: {what}", next(steps), 5)
-
-    begin("memory")
-    read = memory_rate(sizes.memory_bytes, sizes.repeats)
-    begin("matrix products")
-    products = compute_rate(sizes.product_rows, sizes.product_width, sizes.repeats)
-    begin("attention")
-    kv = HostKV(sizes.attention_bytes)
-    attention = kv.rates(sizes.repeats)
-    begin("attention beside copies")
-    together = beside(kv, copy or memory_copy(sizes.copy_bytes), sizes.repeats)
-    begin("launches")
-    return Host(
-        memory_bytes=0,
-        lockable_bytes=0,
-        memory_rate=read,
-        compute_rate=products,
-        attention=attention,
-        attention_beside_link=together.attention,
-        link_beside_attention=together.copying,
-        launch_ms=launch_ms(torch.device("cpu"), sizes.layers, sizes.repeats),
-        threads=torch.get_num_threads(),
-    )
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-@contextmanager
-def _repeated(copy: Callable[[], None]) -> Iterator[Callable[[], list[float]]]:
-    """Copies in a thread of its own meanwhile; gives what says when the copies so far ended.
-
-    What `copy` raises is raised there.
-    """
-    enough = threading.Event()
-    passed: list[float] = []
-
-    def work() -> None:
-        while not enough.is_set():
-            copy()
-            passed.append(time.perf_counter())
-
-    with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work)
-
-        def ends() -> list[float]:
-            if working.done():
-                working.result()
-            return list(passed)
-
-        try:
-            yield ends
-        finally:
-            enough.set()
-
-
-def _small_model(device: torch.device, layers: int) -> CausalModel:
-    """A Llama whose weights and KV weigh nothing."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2 * _ENTRIES,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng():  # whoever asked may have seeded what it draws next
-        torch.manual_seed(0)
-        module: Any = LlamaForCausalLM(config)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return CausalModel(module.to(device, dtype), "a small model")
+    on_progress("processor: memory", 0, 5)
+    read = memory_rate(CPU, within(MEMORY_BYTES, available))
+    on_progress("processor: matrix products", 1, 5)
+    products = compute_rate(CPU, torch.float32, *PRODUCT)
+    on_progress("processor: attention", 2, 5)
+    kv = HostKV(within(ATTENTION_BYTES, available))
+    attention = kv.rates()
+    on_progress("processor: attention beside copies", 3, 5)
+    copy = copy or memory_copy(within(COPY_BYTES, available))
+    beside_link, beside_attention = beside(kv, copy)
+    on_progress("processor: launches", 4, 5)
+    launch = launch_ms(CPU)
+    threads = torch.get_num_threads()
+    return Host(0, 0, read, products, attention, beside_link, beside_attention, launch, threads)

@@ -1,8 +1,8 @@
-"""Machines that are described, not measured: known cards in a desktop of given rates."""
+"""Machines that are described, not measured: known cards in a desktop."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
@@ -18,8 +18,8 @@ RAM_GIB = 96.0
 MEMORY_SHARE = 0.9
 COMPUTE_SHARE = 0.8
 
-# What the CPU's attention reaches of its memory's rate, up to this many queries a key head. Beyond them it
-# is bound by arithmetic, and its rate falls as one over their number.
+# What CPU attention reaches of the memory's rate, up to this many queries a key head. Beyond them arithmetic
+# binds it, and its rate falls as one over their number.
 ATTENTION_SHARE = 0.7
 ATTENTION_QUERIES = 16
 ATTENTION_BESIDE_LINK = 0.85
@@ -31,8 +31,7 @@ SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
 NO_GPU = "none"
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """A data sheet: memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s."""
 
     memory_mib: int
@@ -61,7 +60,7 @@ def named_hardware(
     cpu_attention: float | None = None,
     vram: float | None = None,
 ) -> Hardware:
-    """A machine with `gpus` cards of a known kind; what is not given is a desktop's.
+    """A machine with `gpus` cards of a known kind; whatever is not given is a desktop's.
 
     Args:
         gpu: a name from `CARDS`, or "none".
@@ -80,15 +79,14 @@ def named_hardware(
             raise UsageError(f"{flag} {figure:g}: must be more than 0")
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: must be at least 1; --gpu {NO_GPU} is a machine without one")
-    attention = min(dram, cpu_attention or ATTENTION_SHARE * dram)
+    rate = min(dram, cpu_attention or ATTENTION_SHARE * dram)
     memory = max(0, int(ram * GIB) - SYSTEM_BYTES)
     host = Host(
         memory_bytes=memory,
         lockable_bytes=memory,
         memory_rate=dram,
-        # Attention is one operation a byte and query: where arithmetic begins to bind, this is its rate.
-        compute_rate=attention * ATTENTION_QUERIES,
-        attention=(AttentionRate(1, attention), AttentionRate(ATTENTION_QUERIES, attention)),
+        compute_rate=rate * ATTENTION_QUERIES,  # attention is one operation a byte and query
+        attention=(AttentionRate(1, rate), AttentionRate(ATTENTION_QUERIES, rate)),
         attention_beside_link=ATTENTION_BESIDE_LINK,
         link_beside_attention=LINK_BESIDE_ATTENTION,
         launch_ms=LAUNCH_MS,

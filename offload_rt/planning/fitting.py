@@ -9,7 +9,6 @@ import torch
 
 from offload_rt.config import Config
 from offload_rt.devices import available_memory
-from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.machine.named_hardware import NO_GPU, SYSTEM_BYTES, named_hardware
 from offload_rt.planning.placement import PlanRequest
@@ -33,24 +32,15 @@ def fitting_plan(
     """The fastest plan for so many prompt tokens and new ones.
 
     Args:
-        loaded_bytes: what the models already take of the device's memory, or of the host's without one.
+        loaded_bytes: what the run already holds of the device's memory, or of the host's without one.
         on_progress: told what is measured of the machine, where it has not been before.
 
     Raises:
         UsageError: nothing fits; names the nearest plans that do.
     """
-    request = PlanRequest(
-        target=target,
-        draft=draft,
-        config=config,
-        context=context,
-        new_tokens=new_tokens,
-        hardware=_hardware(device, loaded_bytes, on_progress),
-        fixed_draft=config.speculation.gamma2 > 0,
-    )
-    planned = plan(request)
-    if planned.refusal is not None:
-        raise UsageError(f"{target.name} at {context} tokens does not fit: {planned.refusal}")
+    hardware = _hardware(device, loaded_bytes, on_progress)
+    planned = plan(PlanRequest(target, draft, config, context, new_tokens, hardware))
+    planned.check()
     return planned
 
 

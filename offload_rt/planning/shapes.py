@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,22 +15,22 @@ from offload_rt.loading import DEMO, demo_model, model_config
 from offload_rt.model import refuse_unsupported
 
 DEMO_DRAFT = "demo-draft"
+DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder of plain full attention with gated MLPs, as Llama has them.
+    """Sizes of a decoder with full attention and gated MLPs, as in Llama.
 
     Attributes:
-        name: what to call it in messages.
+        name: as messages call it.
         hidden, intermediate: width of the hidden states, and inside the MLP.
         heads, kv_heads: query heads and key heads of a layer.
-        vocabulary: tokens.
         tied: the output head shares the embedding's weights.
         query_bias: the projections to queries, keys and values have biases.
-        max_positions: tokens for which its positions are valid.
+        max_positions: longest text its positions are valid for, in tokens.
         dtype: of weights and KV.
-        other_parameters: weights beyond those of a Llama of these sizes (norms of queries, more biases …).
+        other_parameters: weights beyond those of a Llama of these sizes, e.g. norms of queries.
     """
 
     name: str
@@ -48,45 +49,38 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Weights of the embedding; of the output head as many again, unless the two are tied."""
+        """Weights of the embedding; the output head has as many."""
         return self.vocabulary * self.hidden
 
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one decoder layer."""
+    @cached_property
+    def body_parameters(self) -> int:
+        """Weights of all decoder layers."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * (queries + keys)
-        biases = queries + 2 * keys if self.query_bias else 0
-        return attention + biases + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        layer = 2 * self.hidden * (queries + keys) + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        layer += queries + 2 * keys if self.query_bias else 0
+        return self.layers * layer + self.hidden + self.other_parameters
 
     @property
-    def body_parameters(self) -> int:
-        """Weights of all decoder layers: what each token of a prompt is multiplied with."""
-        return self.layers * self.layer_parameters + self.hidden + self.other_parameters
+    def step_parameters(self) -> int:
+        """Weights that a step over a few tokens reads: of the embedding, only the output head."""
+        return self.body_parameters + self.embedding_parameters
 
     @property
     def parameters(self) -> int:
         """All weights."""
-        return self.body_parameters + self.embedding_parameters * (1 if self.tied else 2)
+        return self.step_parameters + (0 if self.tied else self.embedding_parameters)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.parameters * self.dtype.itemsize
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of the weights that one step over a few tokens reads: of the embedding, only the head."""
-        return (self.body_parameters + self.embedding_parameters) * self.dtype.itemsize
-
-    @property
-    def step_flops(self) -> int:
-        """Floating-point operations of one token's matrix products, attention apart."""
-        return 2 * (self.body_parameters + self.embedding_parameters)
+        return self.step_parameters * self.dtype.itemsize
 
     @property
     def group(self) -> int:
-        """Query heads of a key head."""
+        """Query heads per key head."""
         return self.heads // self.kv_heads
 
     @property
@@ -95,75 +89,45 @@ class ModelShape:
         return 4 * self.heads * self.head_dim
 
     def layout(self, page: int) -> KVLayout:
-        """How its KV lies in the store, in pages of `page` tokens."""
+        """The layout of its KV in the store, in pages of `page` tokens."""
         return KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, page)
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
-        """Bytes of the KV of one token in all layers."""
+        """Bytes of one token's KV in all layers."""
         return self.layout(1).token_bytes
 
-    @property
+    @cached_property
     def layer_token_bytes(self) -> int:
-        """Bytes of the KV of one token in one layer."""
+        """Bytes of one token's KV in one layer."""
         return self.layout(1).layer_token_bytes
-
-
-def _llama(
-    name: str,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    *,
-    tied: bool = False,
-    query_bias: bool = False,
-    max_positions: int = 131_072,
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocabulary=vocabulary,
-        tied=tied,
-        query_bias=query_bias,
-        max_positions=max_positions,
-    )
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        # layers, hidden, intermediate, heads, key heads, vocabulary
-        _llama("llama2-7b", 32, 4096, 11008, 32, 32, 32000),  # 128K positions, as YaRN stretches them
-        _llama("llama2-13b", 40, 5120, 13824, 40, 40, 32000),
-        _llama("lwm-7b", 32, 4096, 11008, 32, 32, 32000),
-        _llama("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256),
-        _llama("llama3.1-70b", 80, 8192, 28672, 64, 8, 128256),
-        _llama("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064, query_bias=True),
-        # Models that draft: they see a window of the text only, so their positions are no limit.
-        _llama("jf68m", 2, 768, 3072, 12, 12, 32000, max_positions=2048),
-        _llama("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 32000, max_positions=2048),
-        _llama("llama3.2-1b", 16, 2048, 8192, 32, 8, 128256, tied=True),
-        _llama("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936, tied=True, query_bias=True),
+        # layers, hidden, intermediate, heads, key heads, head dim, vocabulary
+        ModelShape("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000),  # 128K positions with YaRN
+        ModelShape("llama2-13b", 40, 5120, 13824, 40, 40, 128, 32000),
+        ModelShape("lwm-7b", 32, 4096, 11008, 32, 32, 128, 32000),
+        ModelShape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256),
+        ModelShape("llama3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256),
+        ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, query_bias=True),
+        # Drafts: they see only a window of the text, so their positions are no limit.
+        ModelShape("jf68m", 2, 768, 3072, 12, 12, 64, 32000, max_positions=2048),
+        ModelShape("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 64, 32000, max_positions=2048),
+        ModelShape("llama3.2-1b", 16, 2048, 8192, 32, 8, 64, 128256, tied=True),
+        ModelShape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 64, 151936, tied=True, query_bias=True),
     )
 }
 """Models by name, as their published configs have them, in bfloat16."""
 
-
-def shape_names() -> list[str]:
-    """Names that `find_shape` knows without a download."""
-    return [*SHAPES, DEMO, DEMO_DRAFT]
+SHAPE_NAMES = (*SHAPES, *DEMO_PARTS)
+"""Names that `find_shape` knows without a download."""
 
 
 def find_shape(source: str | Path, dtype: torch.dtype | None) -> ModelShape:
-    """The shape behind a name from `shape_names()`, a folder or a hub id; no weights are read.
+    """The shape behind a name from `SHAPE_NAMES`, a folder or a hub id; reads no weights.
 
     Args:
         dtype: of weights and KV; None: the checkpoint's own.
@@ -173,15 +137,15 @@ def find_shape(source: str | Path, dtype: torch.dtype | None) -> ModelShape:
     """
     name = str(source)
     if name in SHAPES:
-        return SHAPES[name] if dtype is None else replace(SHAPES[name], dtype=dtype)
-    packaged = {DEMO: "target", DEMO_DRAFT: "draft"}
-    where = demo_model(packaged[name]) if name in packaged else source
-    if "/" not in name and name not in packaged and not Path(name).exists():
+        return replace(SHAPES[name], dtype=dtype or SHAPES[name].dtype)
+    if name in DEMO_PARTS:
+        return from_config(model_config(demo_model(DEMO_PARTS[name])), dtype, name)
+    if "/" not in name and not Path(name).exists():
         raise UsageError(
             f"model {name}: there is no such folder, and no shape of that name; there are "
-            f"{', '.join(shape_names())}; or give a hub id such as owner/{name}"
+            f"{', '.join(SHAPE_NAMES)}; or give a hub id such as owner/{name}"
         )
-    return from_config(model_config(where), dtype, name)
+    return from_config(model_config(source), dtype, name)
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) -> ModelShape:
@@ -193,7 +157,12 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
     Raises:
         UsageError: for an architecture that the runtime does not support.
     """
-    model = _without_weights(config, name)
+    try:
+        with torch.device("meta"):  # modules and their sizes, without memory
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises many kinds for one thing
+        kind = ", ".join(config.architectures or [config.model_type])
+        raise UsageError(f"model {name} ({kind}): is no causal language model: {error}") from error
     refuse_unsupported(model, name)
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
@@ -210,18 +179,6 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
         tied=bool(text.tie_word_embeddings),
         query_bias=any(key.endswith("q_proj.bias") for key, _ in model.named_parameters()),
         max_positions=text.max_position_embeddings,
-        dtype=own if dtype is None else dtype,
+        dtype=dtype or own,
     )
-    counted = sum(parameter.numel() for parameter in model.parameters())
-    return replace(shape, other_parameters=counted - shape.parameters)
-
-
-def _without_weights(config: PretrainedConfig, name: str) -> PreTrainedModel:
-    """The model on the meta device: its modules with all their sizes, and no memory behind them."""
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # transformers raises many kinds for one thing
-        kind = ", ".join(config.architectures or [config.model_type])
-        raise UsageError(f"model {name} ({kind}): is no causal language model: {error}") from error
-    return model
+    return replace(shape, other_parameters=model.num_parameters() - shape.parameters)

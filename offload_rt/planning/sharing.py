@@ -2,102 +2,81 @@
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
-from offload_rt.planning.placement import Placement, resident_capacity, ring_fits
-from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
+from offload_rt.planning.placement import PlanRequest, resident_capacity, ring_fits
+from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.times import PassTime, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 
-Choice = tuple[Placement, RoundTime]
 
-
-def choices(predictor: Predictor) -> Iterator[Choice]:
-    """The best shares for each depth of the ring, length of drafts and number of outcomes reckoned with."""
+def best_rounds(predictor: Predictor) -> Iterator[RoundTime]:
+    """The shortest round for each depth of the ring, draft length and number of outcomes drafted for."""
     request = predictor.request
-    speculation, longest = request.config.speculation, request.longest_draft
-    gammas = range(speculation.gamma2 if request.fixed_draft else 1, longest + 1) if longest else range(1)
+    gamma, longest = request.config.speculation.gamma2, request.longest_draft
     first = request.config.store.ring_buffers
     for ring in range(first, first + (0 if request.in_place else EXTRA_RING_BUFFERS) + 1):
         if not ring_fits(request, ring):
             return
-        for gamma in gammas:
-            shares = Shares(predictor, ring, gamma)
-            yield from (shares.best(outcomes) for outcomes in predictor.outcomes)
+        for count in range(gamma or 1, longest + 1) if longest else (0,):
+            yield from _best_shares(predictor, ring, count)
 
 
-class Shares:
-    """Rounds with one ring and one length of drafts, by how many tokens lie or are attended where.
+def _best_shares(predictor: Predictor, ring: int, gamma: int) -> Iterator[RoundTime]:
+    """The shortest round for each number of outcomes drafted for."""
+    request, draft = predictor.request, predictor.draft(gamma)
+    capacity = resident_capacity(request, ring)
 
-    All ranges of tokens but the text's last end with a page.
+    @functools.cache
+    def verification(resident: int, cpu: int) -> PassTime:
+        return predictor.verification(request.placement(resident, cpu, ring), gamma)
+
+    def shortest(outcomes: int) -> RoundTime:
+        def at(resident: int, cpu: int) -> RoundTime:
+            return predictor.round(verification(resident, cpu), draft, outcomes)
+
+        return min(_candidates(request, capacity, at), key=lambda found: found.ms)
+
+    return map(shortest, predictor.outcomes)
+
+
+def _candidates(
+    request: PlanRequest, capacity: int, at: Callable[[int, int], RoundTime]
+) -> Iterator[RoundTime]:
+    """Rounds of which one is the shortest; shares that the config gives are kept.
+
+    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them convexly, and
+    a round is a sum of their maxima: along each line of shares there is one valley. All ranges of tokens but
+    the text's last end with a page.
 
     Args:
-        ring: buffers of the staging ring.
-        gamma: tokens drafted.
+        at: the round with so many tokens resident, and so many attended by the CPU.
     """
-
-    def __init__(self, predictor: Predictor, ring: int, gamma: int) -> None:
-        self._predictor = predictor
-        self._request = predictor.request
-        self._ring = ring
-        self._gamma = gamma
-        self._draft = predictor.draft(gamma)
-        self._capacity = resident_capacity(predictor.request, ring)
-        self._verifications: dict[tuple[int, int], tuple[Placement, PassTime]] = {}
-
-    def best(self, outcomes: int) -> Choice:
-        """The shares with the shortest round, where it is drafted ahead for `outcomes` verdicts.
-
-        What the config gives is kept. A longer share of the CPU makes some lanes of a pass longer and others
-        shorter, all linearly or at least convexly, and a round is a sum of their maxima: along each line of
-        shares there is one valley.
-        """
-        request, page = self._request, self._request.config.store.page
-        context, resident, cpu = request.context, request.given_resident, request.given_cpu
-        if request.in_place:
-            return self.round(0, context, outcomes)
-        if cpu is not None:
-            if resident is None:
-                resident = min(self._capacity, context - cpu)
-                resident -= resident % page if cpu else 0
-            return self.round(resident, min(cpu, context - resident), outcomes)
-        capacity = self._capacity if resident is None else resident
-        found = [self.round(capacity, 0, outcomes)]
-        streaming = range(1, -(-(context - capacity) // page))
-        if streaming:
-            found.append(_lowest(streaming, lambda pages: self.round(capacity, pages * page, outcomes)))
+    context, page = request.context, request.config.store.page
+    resident, cpu = request.given_resident, request.given_cpu
+    if request.in_place:
+        yield at(0, context)
+    elif cpu is not None:
+        if resident is None:
+            resident = min(capacity, context - cpu)
+            resident -= resident % page if cpu else 0
+        yield at(resident, min(cpu, context - resident))
+    else:
+        most = capacity if resident is None else resident
+        yield at(most, 0)
+        yield from _lowest(range(1, -(-(context - most) // page)), lambda pages: at(most, pages * page))
+        # Nothing is streamed.
         if resident is not None:
-            found.append(self.round(resident, context - resident, outcomes))
-            return min(found, key=_round_ms)
-        unstreamed = range(capacity // page + 1)
-        found.append(
-            _lowest(unstreamed, lambda pages: self.round(pages * page, context - pages * page, outcomes))
-        )
-        return min(found, key=_round_ms)
-
-    def round(self, resident: int, cpu: int, outcomes: int) -> Choice:
-        """A round with `resident` tokens on the GPU and `cpu` tokens attended by the CPU."""
-        if (resident, cpu) not in self._verifications:
-            request = self._request
-            streamed, segment = request.context - resident - cpu, request.config.store.segment_tokens
-            placement = Placement(resident, cpu, streamed, self._ring, segment, request.target)
-            verification = self._predictor.verification(placement, self._gamma)
-            self._verifications[resident, cpu] = placement, verification
-        placement, verification = self._verifications[resident, cpu]
-        return placement, self._predictor.round(self._gamma, verification, self._draft, outcomes)
-
-
-def _round_ms(choice: Choice) -> float:
-    return choice[1].ms
-
-
-def _lowest(places: range, choice: Callable[[int], Choice]) -> Choice:
-    """The choice with the shortest round along a line with one valley."""
-    low, high = 0, len(places) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _round_ms(choice(places[middle])) <= _round_ms(choice(places[middle + 1])):
-            high = middle
+            yield at(resident, context - resident)
         else:
-            low = middle + 1
-    return choice(places[low])
+            pages = range(capacity // page + 1)
+            yield from _lowest(pages, lambda n: at(n * page, context - n * page))
+
+
+def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
+    """The shortest round along a line with one valley."""
+    if places:
+        yield at(places[bisect_left(places[:-1], True, key=lambda n: at(n).ms <= at(n + 1).ms)])

@@ -1,0 +1,103 @@
+"""A machine with nothing wrong, what else it could be, and measurements that take no time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload_rt.machine import doctor, measuring, measuring_gpu
+from offload_rt.machine.doctor import Report
+from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.inventory import Card, HostFacts, Versions
+from offload_rt.machine.measuring_gpu import LinkFigures
+
+HEALTHY = Report(
+    measured_at="2026-01-02T03:04:05+00:00",
+    load_average=0.1,
+    hardware=Hardware(
+        host=Host(
+            memory_bytes=90 * GIB,
+            lockable_bytes=90 * GIB,
+            memory_rate=70.0,
+            compute_rate=900.0,
+            attention=(AttentionRate(1, 60.0), AttentionRate(16, 40.5)),
+            attention_beside_link=0.75,
+            link_beside_attention=0.875,
+            launch_ms=0.25,
+            threads=16,
+        ),
+        gpus=(Gpu("NVIDIA GeForce RTX 4090", 23 * GIB, 920.0, 160.0, 26.0, 26.5, 0.125),),
+        measured=True,
+    ),
+    links=(LinkFigures(20.5, 21.5, 4, 16, True),),
+    host=HostFacts(
+        processor="AMD Ryzen 9 7950X",
+        cores=32,
+        cores_of_machine=32,
+        threads=16,
+        instruction_sets=("avx2", "avx512f"),
+        numa_nodes=1,
+        native_kernel="built",
+        attention="native-cpu",
+        governor="schedutil",
+        energy_preference=None,
+        total_bytes=96 * GIB,
+        available_bytes=90 * GIB,
+        memory_limit_bytes=None,
+        lock_limit_bytes=None,
+        swap_used_bytes=0,
+    ),
+    cards=(
+        Card(
+            name="NVIDIA GeForce RTX 4090",
+            uuid="GPU-1",
+            bus="0000:01:00.0",
+            device=0,
+            total_bytes=24 * GIB,
+            free_bytes=23 * GIB,
+            link_generation=1,  # asleep
+            link_generation_most=4,
+            link_width=16,
+            link_width_most=16,
+            numa_node=0,
+            performance_state=8,
+            power_limit_watts=450.0,
+            power_default_watts=450.0,
+        ),
+    ),
+    versions=Versions("3.12.1", "2.13.0", "5.23.0", "2.8.0", "580.1"),
+    notices=("a note",),
+)
+
+
+def changed(report: Any, path: str, value: object) -> Any:
+    """`report` with another value at `path`, where `cards.0.name` means `cards[0].name`."""
+    name, _, rest = path.partition(".")
+    if isinstance(report, tuple):
+        place = int(name)
+        inner = changed(report[place], rest, value) if rest else value
+        return (*report[:place], inner, *report[place + 1 :])
+    return replace(report, **{name: changed(getattr(report, name), rest, value) if rest else value})
+
+
+def assert_positive(figures: Any) -> None:
+    for field in dataclasses.fields(figures):
+        value = getattr(figures, field.name)
+        if isinstance(value, float):
+            assert math.isfinite(value) and value > 0, field.name
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that show only that they work."""
+    for name in ("MEMORY_BYTES", "ATTENTION_BYTES", "COPY_BYTES"):
+        monkeypatch.setattr(measuring, name, 2**20)
+    monkeypatch.setattr(doctor, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(measuring, "PRODUCT", (8, 64))
+    monkeypatch.setattr(measuring, "LAYERS", 1)
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    monkeypatch.setattr(measuring_gpu, "PRODUCT_WIDTH", 64)

@@ -1,0 +1,153 @@
+"""What is measured of a processor, a card and its link."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from machine_cases import HEALTHY, assert_positive
+from machine_cases import tiny as tiny  # a fixture
+
+from offload_rt.machine import measuring, measuring_gpu
+from offload_rt.machine.hardware import GIB
+from offload_rt.machine.inventory import read_cards
+from offload_rt.machine.measuring_gpu import LinkFigures
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_processor_is_measured() -> None:
+    told = []
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    host = measuring.measure_host(GIB, None, lambda *progress: told.append(progress))
+    assert_positive(host)
+    for rate in host.attention:
+        assert_positive(rate)
+    assert [rate.queries for rate in host.attention] == [1, 8, 16, 32]
+    assert host.attention_beside_link <= 1 and host.link_beside_attention <= 1
+    assert host.threads == torch.get_num_threads()
+    assert [(done, total) for _, done, total in told] == [(step, 5) for step in range(5)]
+    assert torch.equal(torch.get_rng_state(), expected)  # the caller's seed still holds
+
+
+def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def backend(queries: Any, keys: Any, values: Any, scale: float, mask: Any) -> None:
+        seen.append((queries.shape[1], keys.nbytes + values.nbytes))
+
+    monkeypatch.setattr(measuring, "choose_backend", lambda device: backend)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
+    kv = measuring.HostKV(5_000_000)
+    monkeypatch.setattr(measuring, "REPEATS", 2)
+    rates = kv.rates()
+    assert {size for _, size in seen} == {kv.read_bytes}
+    assert 4_990_000 <= kv.read_bytes <= 5_000_000
+    # A second an attention, by this clock.
+    assert [rate.rate for rate in rates] == [kv.read_bytes / 1e9] * 4
+    assert [queries for queries, _ in seen[-8:]] == [1, 8, 16, 32] * 2
+
+
+def test_shares_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, attention takes 2 s and a copy 1 s; side by side, each takes 4 s."""
+    alone = iter([2.0, 1.0])
+
+    def seconds(work: Callable[[], object]) -> float:
+        in_main = threading.current_thread() is threading.main_thread()
+        return next(alone, 4.0) if in_main else 4.0
+
+    monkeypatch.setattr(measuring, "seconds", seconds)
+    monkeypatch.setattr(measuring, "REPEATS", 1)
+    assert measuring.beside(measuring.HostKV(2**16), lambda: None) == (0.5, 0.25)
+
+
+def test_a_copy_that_fails_beside_attention_is_told() -> None:
+    made = 0
+
+    def copy() -> None:
+        nonlocal made
+        made += 1
+        if made > 2:
+            raise RuntimeError("the link is gone")
+
+    with pytest.raises(RuntimeError, match="the link is gone"):
+        measuring.beside(measuring.HostKV(2**16), copy)
+
+
+def test_the_stand_in_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(
+        measuring.torch, "empty", lambda *a, **k: made.append(torch.zeros(*a, **k)) or made[0]
+    )
+    measuring.memory_copy(1000)()
+    assert made[0].sum() == 1000
+
+
+@pytest.mark.parametrize(("available", "largest"), [(64 * GIB, 2**30), (2**30, 2**27), (0, 2**20)])
+def test_buffers_leave_most_memory_alone(available: int, largest: int) -> None:
+    assert measuring.within(measuring.MEMORY_BYTES, available) == largest
+
+
+class FakeCopies:
+    """Copies at given rates: alone 20 and 10 GB/s, both at once 15 and 5."""
+
+    pinned = True
+
+    def __init__(self) -> None:
+        self.flying: list[str] = []
+
+    def _begin(self, direction: str, alone: float, both: float) -> Callable[[], float]:
+        self.flying.append(direction)
+
+        def rate() -> float:
+            together = len(set(self.began)) == 2
+            self.flying.remove(direction)
+            if not self.flying:
+                self.began = []
+            return both if together else alone
+
+        self.began = list(self.flying)
+        return rate
+
+    def to_device(self) -> Callable[[], float]:
+        return self._begin("in", 20.0, 15.0)
+
+    def to_host(self) -> Callable[[], float]:
+        return self._begin("out", 10.0, 5.0)
+
+
+def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = FakeCopies()
+    monkeypatch.setattr(measuring_gpu, "link_now", lambda uuid: (4 if copies.flying else 1, 8))
+    to_device, to_host, figures = measuring_gpu.measure_link(copies, HEALTHY.cards[0])  # type: ignore[arg-type]
+    assert (to_device, to_host) == (20.0, 10.0)
+    assert figures == LinkFigures(15.0, 5.0, generation=4, width=8, pinned=True)
+    assert copies.flying == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_card_is_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = read_cards()[0]
+    device = torch.device("cuda:0")
+    copies = measuring_gpu.PinnedCopies(device, 2**24)
+    try:
+        copies._sources.fill_(7)
+        copies.copy()
+        assert bool((copies._inwards == 7).all())
+        copies._outwards.fill_(9)
+        torch.cuda.synchronize()
+        copies.to_host()()
+        assert bool((copies._results == 9).all())
+        monkeypatch.setattr(measuring, "MEMORY_BYTES", 2**26)
+        monkeypatch.setattr(measuring_gpu, "PRODUCT_WIDTH", 1024)
+        gpu, link = measuring_gpu.measure_gpu(card, copies, device, lambda *_: None)
+    finally:
+        copies.close()
+    assert_positive(gpu)
+    assert_positive(link)
+    assert copies._slabs.bytes_pinned == 0

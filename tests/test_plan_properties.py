@@ -1,0 +1,172 @@
+"""What is true of any plan, on any machine."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from plan_cases import (
+    BF16,
+    JF68M,
+    check_sums,
+    expected_round,
+    gpu,
+    request,
+)
+
+from offload_rt.config import load_config
+from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.planning.placement import PlanRequest, gpu_memory, resident_capacity, ring_fits
+from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.shapes import ModelShape
+from offload_rt.planning.sharing import EXTRA_RING_BUFFERS
+
+GAMMA_8 = load_config("triforce", {"speculation.gamma2": 8})
+quick = settings(derandomize=True, deadline=None, max_examples=30)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    kv_heads = draw(st.sampled_from([2, 4, 8]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
+    head_dim = draw(st.sampled_from([64, 128]))
+    return ModelShape(
+        name="random",
+        layers=draw(st.integers(2, 40)),
+        hidden=heads * head_dim,
+        intermediate=draw(st.integers(256, 12_000)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=32_000,
+        tied=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float32, BF16])),
+    )
+
+
+rates = st.floats(1.0, 100.0)
+share_left = st.floats(0.6, 1.0)
+
+
+@st.composite
+def machines(draw: st.DrawFn, gpus: tuple[int, int] = (0, 2)) -> Hardware:
+    attention = draw(st.lists(rates, min_size=3, max_size=3))
+    host = Host(
+        memory_bytes=int(draw(st.floats(2, 200)) * GIB),
+        lockable_bytes=int(draw(st.floats(2, 200)) * GIB),
+        memory_rate=draw(rates),
+        compute_rate=draw(st.floats(50, 3000)),
+        attention=tuple(AttentionRate(q, rate) for q, rate in zip((1, 8, 32), attention, strict=True)),
+        attention_beside_link=draw(share_left),
+        link_beside_attention=draw(share_left),
+        launch_ms=draw(st.floats(0.05, 1)),
+        threads=4,
+    )
+    card = Gpu(
+        name="random",
+        memory_bytes=int(draw(st.floats(2, 48)) * GIB),
+        memory_rate=draw(st.floats(20, 3000)),
+        compute_rate=draw(st.floats(5, 900)),
+        to_device_rate=draw(st.floats(1, 60)),
+        to_host_rate=draw(st.floats(1, 60)),
+        launch_ms=draw(st.floats(0.01, 1)),
+    )
+    return Hardware(host, (card,) * draw(st.integers(*gpus)), measured=False)
+
+
+@st.composite
+def requests(draw: st.DrawFn, shortest: int = 1) -> PlanRequest:
+    name = draw(st.sampled_from(["triforce", "retrieval", "plain", "naive", "streaming", "lookup"]))
+    overrides: dict[str, object] = {
+        "retrieval.budget": draw(st.sampled_from([512, 2048, 8192])),
+        "speculation.gamma2": draw(st.integers(shortest, 40)),
+        "store.ring_buffers": draw(st.integers(2, 6)),
+        "offload.ahead": draw(st.sampled_from([0, 1, 4, 9])),
+        "store.segment_tokens": draw(st.sampled_from([256, 1024, 4096])),
+    }
+    return PlanRequest(
+        target=draw(shapes()),
+        draft=JF68M if draw(st.booleans()) or name == "naive" else None,
+        config=load_config(name, overrides),
+        context=draw(st.integers(1, 300_000)),
+        new_tokens=draw(st.integers(0, 2048)),
+        hardware=draw(machines()),
+        same_model_acceptance=draw(st.floats(0, 1)),
+        small_model_acceptance=draw(st.floats(0, 1)),
+    )
+
+
+@quick
+@given(requests(shortest=0))
+def test_parts_fit_and_shares_add_up(asked: PlanRequest) -> None:
+    check_sums(plan(asked))
+
+
+def faster_or_equal(better: Plan, worse: Plan) -> None:
+    for figure in ("ms_per_token", "prefill_ms"):
+        assert getattr(better.check(), figure) <= getattr(worse.check(), figure) * (1 + 1e-9)
+
+
+def with_card(asked: PlanRequest, **changes: Any) -> PlanRequest:
+    hardware = asked.hardware
+    return replace(asked, hardware=replace(hardware, gpus=(replace(hardware.gpus[0], **changes),)))
+
+
+@st.composite
+def gpu_requests(draw: st.DrawFn, longest: int = 150_000) -> PlanRequest:
+    """Requests that fit, on a card that can keep none, some or all of the KV."""
+    asked = replace(draw(requests()), context=draw(st.integers(1, longest)))
+    hardware = draw(machines(gpus=(1, 1)))
+    host = replace(hardware.host, memory_bytes=2000 * GIB, lockable_bytes=2000 * GIB)
+    asked = replace(asked, hardware=Hardware(host, hardware.gpus, measured=False))
+    parts = gpu_memory(with_card(asked, memory_bytes=0), 0, asked.config.store.ring_buffers)
+    needed = sum(parts.values()) - parts["reserve"]
+    needed += int(draw(st.floats(0, 1.2)) * asked.context * asked.target.token_bytes)
+    return with_card(asked, memory_bytes=1 + max(needed + 2**29, int(needed / 0.97)))
+
+
+@quick
+@given(gpu_requests(), st.floats(1.0, 4.0), st.integers(1, 200))
+def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
+    asked: PlanRequest, factor: float, pages: int
+) -> None:
+    card = asked.hardware.gpus[0]
+    roomier = with_card(asked, memory_bytes=int(factor * card.memory_bytes))
+    faster_link = with_card(asked, to_device_rate=factor * card.to_device_rate)
+    longer = replace(asked, context=asked.context + pages * asked.config.store.page)
+    for better, worse in ((roomier, asked), (faster_link, asked), (asked, longer)):
+        plans = plan(better), plan(worse)
+        # A retrieved cache of another size is another drafter.
+        if all(one.fits for one in plans) and len({one.config.retrieval.budget for one in plans}) == 1:
+            faster_or_equal(*plans)
+
+
+@quick
+@given(gpu_requests(longest=10_000))
+@example(request(context=20_001, config=GAMMA_8))
+@example(request(context=20_001, config=GAMMA_8, hardware=gpu(2, memory_bytes=12 * GIB)))
+def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
+    """Every way to share out a context, tried one by one."""
+    planned = plan(asked)
+    assume(planned.fits and planned.config.retrieval.budget == asked.config.retrieval.budget)
+    check_sums(planned)
+    predictor, page = Predictor(asked), asked.config.store.page
+    gamma = asked.longest_draft
+    best = float("inf")
+    first = asked.config.store.ring_buffers
+    for ring in range(first, first + EXTRA_RING_BUFFERS + 1):
+        if not ring_fits(asked, ring):
+            break
+        capacity = resident_capacity(asked, ring)
+        places = {(capacity, 0)}
+        places |= {(capacity, cpu) for cpu in range(0, asked.context - capacity, page)}
+        places |= {(resident, asked.context - resident) for resident in range(0, capacity + 1, page)}
+        for (resident, cpu), outcomes in itertools.product(places, predictor.outcomes):
+            best = min(best, expected_round(predictor, ring, gamma, resident, cpu, outcomes).ms_per_token)
+    assert planned.check().ms_per_token == pytest.approx(best, rel=1e-9)
