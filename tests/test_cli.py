@@ -18,7 +18,9 @@ import torch
 
 from cpu_kv import CopyFailed, TransferStalled
 from offload_rt import cli
-from offload_rt.commands import generate
+from offload_rt.commands import console as console_module
+from offload_rt.commands.console import Console
+from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
 
 WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
@@ -171,10 +173,10 @@ def test_quiet(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (TEXT + "\n", "")
 
 
-def test_the_demo_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_built_in_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate"]) == 0
-    assert len(llm.made.prompt) == generate.DEMO_PROMPT_TOKENS
-    assert "kept the last 32,768 of the demo prompt's" in capsys.readouterr().err
+    assert len(llm.made.prompt) == BUILT_IN_TOKENS
+    assert "kept the last 32,768 of " in capsys.readouterr().err
     assert cli.main(["generate", "--max-prompt-tokens", "1000000"]) == 0
     assert len(llm.made.prompt) > 300_000
 
@@ -205,11 +207,11 @@ def test_json_and_the_comparison(
     assert os.listdir(tmp_path) == ["out.json"]
 
 
-def test_draws_need_not_be_equal_above_temperature_zero(
+def test_samples_may_differ_above_temperature_zero(
     llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--temperature", "1"]) == 0
-    assert "the laws are equal, the draws need not be" in capsys.readouterr().err
+    assert "same output distribution, samples may differ" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_was_written(
@@ -362,8 +364,8 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter([0.0, 1.0, 1.01, 3.0])
-    monkeypatch.setattr(generate.time, "monotonic", lambda: next(clock))
-    console = generate._Console(quiet=False)
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))
+    console = Console(quiet=False)
     console.tokens["prefill"] = 1000
     for done in (1, 2, 3):
         console.progress("prefill", done, 4)
@@ -386,12 +388,12 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(
 
 
 def test_a_phase_that_is_told_of_once_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    console = generate._Console(quiet=False)
+    console = Console(quiet=False)
     for done in range(3):
         console.progress(f"processor: part {done}", done, 3)
     shown = capsys.readouterr().err
     assert [f"processor: part {done}" in shown for done in range(4)] == [True, True, True, False]
     console.tokens["prefill"] = 1000
     console.progress("prefill", 0, 4)  # how fast it goes is not known yet
-    generate._Console(quiet=True).progress("processor: memory", 0, 5)
+    Console(quiet=True).progress("processor: memory", 0, 5)
     assert capsys.readouterr().err == ""
