@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from cpu_kv import CopyFailed, TransferStalled
+from cpu_kv import CopyFailed, PacedLink, TransferStalled
 from offload_rt import cli
 from offload_rt.commands import console as console_module
+from offload_rt.commands import demo, generate
 from offload_rt.commands.console import Console
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
@@ -397,3 +398,39 @@ def test_a_phase_that_is_told_of_once_is_shown(capsys: pytest.CaptureFixture[str
     console.progress("prefill", 0, 4)  # how fast it goes is not known yet
     Console(quiet=True).progress("processor: memory", 0, 5)
     assert capsys.readouterr().err == ""
+
+
+def test_the_demo_compares_in_memory_and_over_the_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "NEW_TOKENS", 8)
+    links: list[PacedLink] = []
+
+    class RecordedLink(PacedLink):
+        def __init__(self, bytes_per_second: float) -> None:
+            super().__init__(bytes_per_second)
+            self.record()
+            links.append(self)
+
+    monkeypatch.setattr("cpu_kv.PacedLink", RecordedLink)
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark night. " * 60)
+    assert cli.main(["demo", "--prompt-file", str(book), "--max-prompt-tokens", "300"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    assert "note       prompt: kept the last 300 of " in err
+    assert "sampled    8 tokens after a prompt of 300; temperature 0.7, top-p 0.9, seed 1" in err
+    assert "an emulated PCIe link: KV streams at 2 GB/s" in err
+    ratio = r"\d+\.\d\d times as fast as plain decoding \(\d+\.\d against \d+\.\d ms/token\)"
+    assert re.search(rf"in memory  {ratio}; same output distribution, samples may differ\n", err)
+    assert re.search(rf"over link  {ratio}; tokens equal\n", err)
+    assert [link.bytes_per_second for link in links] == [demo.LINK_RATE]
+    assert any(not copy.to_host for copy in links[0].recorded())
+
+
+def test_differing_tokens_are_told_at_temperature_zero() -> None:
+    result, plain = SimpleNamespace(tokens=[1, 2]), SimpleNamespace(tokens=[1, 3])
+    greedy, sampled = SimpleNamespace(temperature=0), SimpleNamespace(temperature=0.7)
+    verdicts = [generate.tokens_verdict(result, other, greedy) for other in (result, plain)]
+    assert verdicts == ["tokens equal", "TOKENS DIFFER"]
+    assert generate.tokens_verdict(result, plain, sampled).startswith("same output distribution")

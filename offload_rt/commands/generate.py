@@ -137,19 +137,22 @@ def run(arguments: argparse.Namespace) -> int:
             longest=longest,
         ) as llm,
     ):
-        status, failure = _write_text(llm, prompt, params, console)
+        status, failure = write_text(llm, prompt, params, console)
         result = llm.last_result
         report = result.to_json()
         console.summary(result)
         if arguments.compare_plain and not status and failure is None:
             try:
-                comparison = _comparison(result, llm.plain(params))
+                plain = llm.plain(params)
             except KeyboardInterrupt:
                 console.say("compared   interrupted")
                 status = INTERRUPTED
             else:
-                report["plain"] = comparison
-                console.say(_comparison_line(comparison, params))
+                report["plain"] = comparison = _comparison(result, plain)
+                console.say(
+                    f"compared   {comparison['ratio']:.2f} times as fast as plain decoding;"
+                    f" {tokens_verdict(result, plain, params)}"
+                )
         # Before the runtime closes: on a broken link, closing may fail too.
         if arguments.json is not None:
             write_json("--json", arguments.json, report)
@@ -186,7 +189,7 @@ def _told(error: Exception) -> UsageError:
     return UsageError(f"out of memory: {reason}; give a shorter prompt or fewer new tokens")
 
 
-def _write_text(
+def write_text(
     llm: LLM, prompt: list[int], params: SamplingParams, console: Console
 ) -> tuple[int, UsageError | None]:
     """Streams the text to stdout.
@@ -239,9 +242,8 @@ def _comparison(result: GenerationResult, plain: GenerationResult) -> dict[str, 
     }
 
 
-def _comparison_line(comparison: dict[str, object], params: SamplingParams) -> str:
+def tokens_verdict(result: GenerationResult, plain: GenerationResult, params: SamplingParams) -> str:
+    """How the tokens compare with those of plain decoding: equal at temperature 0."""
     if params.temperature > 0:
-        tokens = "same output distribution, samples may differ"
-    else:
-        tokens = "tokens equal" if comparison["tokens_equal"] else "TOKENS DIFFER"
-    return f"compared   {comparison['ratio']:.2f} times as fast as plain decoding; {tokens}"
+        return "same output distribution, samples may differ"
+    return "tokens equal" if result.tokens == plain.tokens else "TOKENS DIFFER"
