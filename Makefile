@@ -14,7 +14,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/offload-rt generate --compare-plain
+	$(BIN)/offload-rt demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from offload_rt.commands import doctor, generate, plan
+from offload_rt.commands import demo, doctor, generate, plan
 from offload_rt.commands.generate import INTERRUPTED
 from offload_rt.errors import UsageError
 
-COMMANDS = (generate, plan, doctor)
+COMMANDS = (demo, generate, plan, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -343,6 +343,8 @@ class Config:
         )
 
 
+_CONFIGS = Path(__file__).with_name("configs")
+
 _SECTIONS: dict[str, type[Any]] = {
     name: section for name, section in get_type_hints(Config).items() if name != "name"
 }
@@ -355,7 +357,7 @@ _KEYS = {
 
 def config_names() -> list[str]:
     """Names of the configs that ship with the package, sorted."""
-    return sorted(path.stem for path in _config_folder().glob("*.toml"))
+    return sorted(path.stem for path in _CONFIGS.glob("*.toml"))
 
 
 def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
@@ -417,17 +419,10 @@ def parse_override(text: str) -> tuple[str, object]:
     return key, parsed["value"] if len(parsed) == 1 else written
 
 
-def _config_folder() -> Path:
-    """The shipped configs: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
-
-
 def _config_path(name_or_path: str) -> Path:
     names = config_names()
     if name_or_path in names:
-        return _config_folder() / f"{name_or_path}.toml"
+        return _CONFIGS / f"{name_or_path}.toml"
     path = Path(name_or_path)
     if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one
         return path

@@ -360,9 +360,7 @@ class Parts:
         self, sampling: Sampling, plan: LayerPlan | None = None, first_plan: LayerPlan | None = None
     ) -> SmallModelDrafter:
         """The small model over a cache of its own."""
-        verifier = Verifier(
-            "small", self.small, TokenCache("small"), NoDrafter(), sampling, _no_cost, plan
-        )
+        verifier = Verifier("small", self.small, TokenCache("small"), NoDrafter(), sampling, _no_cost, plan)
         return _SmallTableDrafter(verifier, CHAIN, self.stop_tokens, first_plan)
 
 
@@ -574,4 +572,3 @@ def _step(texts: Sequence[Text], together: Together) -> None:
     for result in together.run([round_of(text) for text in going]):
         if isinstance(result, Exception):
             raise result
-

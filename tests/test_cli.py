@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from cpu_kv import CopyFailed, TransferStalled
+from cpu_kv import CopyFailed, PacedLink, TransferStalled
 from offload_rt import cli
-from offload_rt.commands import generate
+from offload_rt.commands import console as console_module
+from offload_rt.commands import demo, generate
+from offload_rt.commands.console import Console
+from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
 
 WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
@@ -171,10 +174,10 @@ def test_quiet(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (TEXT + "\n", "")
 
 
-def test_the_demo_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_built_in_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate"]) == 0
-    assert len(llm.made.prompt) == generate.DEMO_PROMPT_TOKENS
-    assert "kept the last 32,768 of the demo prompt's" in capsys.readouterr().err
+    assert len(llm.made.prompt) == BUILT_IN_TOKENS
+    assert "kept the last 32,768 of " in capsys.readouterr().err
     assert cli.main(["generate", "--max-prompt-tokens", "1000000"]) == 0
     assert len(llm.made.prompt) > 300_000
 
@@ -205,11 +208,11 @@ def test_json_and_the_comparison(
     assert os.listdir(tmp_path) == ["out.json"]
 
 
-def test_draws_need_not_be_equal_above_temperature_zero(
+def test_samples_may_differ_above_temperature_zero(
     llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--temperature", "1"]) == 0
-    assert "the laws are equal, the draws need not be" in capsys.readouterr().err
+    assert "same output distribution, samples may differ" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_was_written(
@@ -362,8 +365,8 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter([0.0, 1.0, 1.01, 3.0])
-    monkeypatch.setattr(generate.time, "monotonic", lambda: next(clock))
-    console = generate._Console(quiet=False)
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))
+    console = Console(quiet=False)
     console.tokens["prefill"] = 1000
     for done in (1, 2, 3):
         console.progress("prefill", done, 4)
@@ -386,12 +389,48 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(
 
 
 def test_a_phase_that_is_told_of_once_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    console = generate._Console(quiet=False)
+    console = Console(quiet=False)
     for done in range(3):
         console.progress(f"processor: part {done}", done, 3)
     shown = capsys.readouterr().err
     assert [f"processor: part {done}" in shown for done in range(4)] == [True, True, True, False]
     console.tokens["prefill"] = 1000
     console.progress("prefill", 0, 4)  # how fast it goes is not known yet
-    generate._Console(quiet=True).progress("processor: memory", 0, 5)
+    Console(quiet=True).progress("processor: memory", 0, 5)
     assert capsys.readouterr().err == ""
+
+
+def test_the_demo_compares_in_memory_and_over_the_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "NEW_TOKENS", 8)
+    links: list[PacedLink] = []
+
+    class RecordedLink(PacedLink):
+        def __init__(self, bytes_per_second: float) -> None:
+            super().__init__(bytes_per_second)
+            self.record()
+            links.append(self)
+
+    monkeypatch.setattr("cpu_kv.PacedLink", RecordedLink)
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark night. " * 60)
+    assert cli.main(["demo", "--prompt-file", str(book), "--max-prompt-tokens", "300"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    assert "note       prompt: kept the last 300 of " in err
+    assert "sampled    8 tokens after a prompt of 300; temperature 0.7, top-p 0.9, seed 1" in err
+    assert "an emulated PCIe link: KV streams at 2 GB/s" in err
+    ratio = r"\d+\.\d\d times as fast as plain decoding \(\d+\.\d against \d+\.\d ms/token\)"
+    assert re.search(rf"in memory  {ratio}; same output distribution, samples may differ\n", err)
+    assert re.search(rf"over link  {ratio}; tokens equal\n", err)
+    assert [link.bytes_per_second for link in links] == [demo.LINK_RATE]
+    assert any(not copy.to_host for copy in links[0].recorded())
+
+
+def test_differing_tokens_are_told_at_temperature_zero() -> None:
+    result, plain = SimpleNamespace(tokens=[1, 2]), SimpleNamespace(tokens=[1, 3])
+    greedy, sampled = SimpleNamespace(temperature=0), SimpleNamespace(temperature=0.7)
+    verdicts = [generate.tokens_verdict(result, other, greedy) for other in (result, plain)]
+    assert verdicts == ["tokens equal", "TOKENS DIFFER"]
+    assert generate.tokens_verdict(result, plain, sampled).startswith("same output distribution")

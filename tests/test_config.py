@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -208,12 +212,23 @@ def test_a_refresh_policy_is_written_as_it_is_read(text: str) -> None:
     assert str(RefreshPolicy.parse(text)) == text
 
 
-def test_every_package_is_in_the_wheel() -> None:
-    """The list in pyproject.toml is explicit, because `configs/` lies beside the packages."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {
-        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
-        for package in ("offload_rt", "cpu_kv", "bench")
-        for path in (ROOT / package).rglob("*.py")
+def test_a_wheel_holds_the_packages_with_their_data_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in ("bench", "configs", "cpu_kv", "offload_rt"):
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = source.glob("*.whl")
+    files = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("cpu_kv", "offload_rt")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert folders < set(settings["packages"])
+    expected |= {f"offload_rt/configs/{name}.toml" for name in COMPOSITIONS}
+    assert files == expected

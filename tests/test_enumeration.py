@@ -164,9 +164,7 @@ def naive(shape: DraftShape, plan: LayerPlan | None = None, first: LayerPlan | N
 def retrieval(shape: DraftShape, plan: LayerPlan | None = None, first: LayerPlan | None = None) -> Build:
     return lambda parts: (
         parts.full(
-            lambda full, sampling: parts.derived(
-                "retrieved", full, sampling, plan=plan, first_plan=first
-            )
+            lambda full, sampling: parts.derived("retrieved", full, sampling, plan=plan, first_plan=first)
         ),
         shape,
     )
