@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.offload.engine import Run
 from bench.offload.overlap import link_use, on_lane, overlap
-from offload_rt.schedule import RoundTimes
+from offload_rt.pace import RoundTimes
 
 WARM_UP_ROUNDS = 1  # at the beginning of each run, not reported: nothing was streamed or drafted ahead of it
 
