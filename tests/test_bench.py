@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import bench.model_card
 from bench import acceptance, inputs, loss, machine, needles, report, speedup
 from bench.cases import MODEL_CARD
 from bench.context import ContextReader
-from bench.offload import measure
 from bench.peers import Peers
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
@@ -40,13 +38,6 @@ SMALL: dict[str, object] = {
 }
 SETTINGS = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
 CONFIGS = ("plain", "retrieval", "triforce", "lookup", "streaming", "naive")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is passed here is too small for more."""
-    with measure.one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_bench import SMALL, last_line
-from test_bench import one_thread as one_thread  # a fixture
-from test_bench import pair as pair
+from test_bench import pair as pair  # a fixture
 from test_bench import text as text
 from tiny_models import byte_ids, tiny_target
 
@@ -342,7 +341,7 @@ def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         patch.setitem(
             SHAPES, "tiny", dataclasses.replace(SHAPES["tiny"], sizes=SHAPES["tiny"].sizes | SMALLER)
         )
-        assert command_line.main(["offload", "--device", "cpu", *arguments, *sizes, *given]) == 0
+        assert command_line.main(["offload", "--quick", "--device", "cpu", *arguments, *sizes, *given]) == 0
     assert torch.get_num_threads() == 2, "given back"
     torch.set_num_threads(threads)
     result: dict[str, Any] = json.loads(out.read_text())
