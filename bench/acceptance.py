@@ -1,10 +1,10 @@
 """How often a small cache of the target would draft what the full cache accepts.
 
-The acceptance of a proposal law q by p is 1 minus their total variation, the sum of min(p, q). Both laws are
-those of the same true text (teacher forcing) at temperature 1: p over the full KV, q over the small cache.
-Text goes by in rounds of `ROUND` tokens, as in decoding: the small cache passes over the round's tokens, then
-the full cache does and commits them, and the small caches adopt the verified KV. The nth token of a round is
-therefore drafted n tokens behind the latest refresh, as a decoder that drafts `ROUND` tokens would do it.
+The acceptance of a proposal q by p is 1 minus their total variation, the sum of min(p, q). Both follow the
+same true text (teacher forcing) at temperature 1: p over the full KV, q over the small cache. Text goes by in
+rounds of `ROUND` tokens, as in decoding: the small cache passes over the round's tokens, then the full cache
+does and commits them, and the small caches adopt the verified KV. The nth token of a round is therefore
+drafted n tokens behind the latest refresh, as a decoder that drafts `ROUND` tokens would do it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import RefreshPolicy
-from offload_rt.sampling import SamplingLaw
+from offload_rt.sampling import Sampler
 
 ROUND = 8
 STRIDE = 128
@@ -68,8 +68,7 @@ class ExactTopKCache(BoundedCache):
     def adopt(self, verified: Verified) -> None:
         source = self._source
         source.engine.flush()
-        self._speculative = 0
-        self.verified_length = source.length - verified.keys.shape[2]
+        self.verified_length = source.verified_length - verified.keys.shape[2]
         self.entries = min(self.budget, self.verified_length)
         for layer in range(source.layout.layers):
             keys = torch.cat(
@@ -124,26 +123,26 @@ def acceptance(
     Afterwards the tokens are in the full cache. Their count is a multiple of `ROUND`.
 
     Returns:
-        `[tokens]` each, float64: of the law after that token.
+        `[tokens]` each, float64: for what follows that token.
     """
     if len(tokens) % ROUND:
         raise ValueError(f"{len(tokens)} tokens are not rounds of {ROUND}")
-    law = SamplingLaw(temperature=1.0)
+    sampler = Sampler(temperature=1.0)
     caches = small_caches(reader, budgets)
     reader.full.build_derived()
     found: dict[tuple[str, str], list[Tensor]] = {key: [] for key in caches}
     for start in range(0, len(tokens), ROUND):
         block = tokens[start : start + ROUND]
-        laws: dict[tuple[str, str], Tensor] = {}
+        probs: dict[tuple[str, str], Tensor] = {}
         for key, cache in caches.items():
             if key[0] != TOP_K:
-                laws[key] = law.laws(reader.logits(cache, block, ROUND))
-        true = law.laws(reader.logits(reader.full, block, ROUND))
+                probs[key] = sampler.probs(reader.logits(cache, block, ROUND))
+        true = sampler.probs(reader.logits(reader.full, block, ROUND))
         reader.full.commit(range(ROUND))
         for key, cache in caches.items():
             if key[0] == TOP_K:
-                laws[key] = law.laws(reader.logits(cache, block, ROUND))
-            found[key].append(torch.minimum(true, laws[key]).sum(-1).double().cpu())
+                probs[key] = sampler.probs(reader.logits(cache, block, ROUND))
+            found[key].append(torch.minimum(true, probs[key]).sum(-1).double().cpu())
     reader.full.derived.clear()
     return {key: torch.cat(parts) for key, parts in found.items()}
 

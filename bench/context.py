@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore, TransferEngine
 from offload_rt.attention import choose_backend
 from offload_rt.caches.base import Cache, NewTokens
-from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.caches.full import FullCache
 from offload_rt.config import Config
-from offload_rt.model import CausalModel
+from offload_rt.engine import kv_layout
+from offload_rt.model import CausalModel, Part
 from offload_rt.prefill import prefill
-from offload_rt.session import kv_layout
 
 
 class ContextReader:
@@ -54,18 +53,8 @@ class ContextReader:
 
         The pass is pending in the cache: commit it or leave it.
         """
-        new = NewTokens.chain_and_tree(len(tokens), (), self.model.device, self.model.dtype)
-        positions = range(cache.length, cache.length + len(tokens))
-        return self.model.forward(cache, tokens, positions, new, rows)
-
-    def cut(self, tokens: Sequence[int]) -> None:
-        """Back to `tokens`, the beginning of what was read."""
-        last = min(LAST_QUERIES, len(tokens))
-        with torch.inference_mode():
-            self.full.truncate(len(tokens) - last)
-            # Their queries, which retrieval chooses by, come with a pass.
-            self.logits(self.full, tokens[-last:], 1)
-            self.full.commit(range(last))
+        new = NewTokens.below(cache.held, range(-1, len(tokens) - 1), tokens)
+        return self.model.forward([Part(cache, new, rows)])[0].logits
 
     def close(self) -> None:
         """Gives the KV back."""

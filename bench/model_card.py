@@ -1,6 +1,6 @@
 """`python -m bench model-card`: whether a target behaves like a long-context model.
 
-Per text: one reading of its first `--context` tokens gives the loss along it, and on the same KV the
+Per text: a reading of its first `--context` tokens gives the loss along it, and it and shorter ones the
 acceptance of small caches; prompts cut to their last tokens give the loss of the same tail with less context
 before it; and prompts with planted passages give the needle score.
 """
@@ -196,27 +196,24 @@ class Measurement:
         return ContextReader(self.model, self.config, room)
 
     def _along(self, name: str, tokens: Sequence[int]) -> None:
-        case = self.case
-        prompt = tokens[: case.context]
-        say(f"{name}: reading {tokens_name(case.context)} tokens")
-        with self._reader(case.context + case.positions) as reader:
-            hidden = reader.read(prompt, outputs="loss" in self.parts)
-            if hidden is not None:
-                losses = loss.token_losses(self.model, hidden, prompt)
-                self._steps[name] = loss.step_means(losses, case.step)
-                self._tails[case.context].append(losses[-case.tail :])
-                say(f"{name}: loss by step {' '.join(f'{value:.3f}' for value in self._steps[name])}")
-                del hidden
-            if "acceptance" not in self.parts:
-                return
-            for context in reversed(case.acceptance_contexts):
-                say(f"{name}: acceptance at {tokens_name(context)}")
-                if context < case.context:
-                    reader.cut(tokens[:context])
-                budgets = {f"1/{share}": context // share for share in case.shares}
-                following = tokens[context : context + case.positions]
-                self._accepted[context].append(acceptance.acceptance(reader, following, budgets))
-        inputs.free(self.model.device)
+        case, accepting = self.case, "acceptance" in self.parts
+        for context in case.acceptance_contexts if accepting else (case.context,):
+            say(f"{name}: reading {tokens_name(context)} tokens")
+            losing = "loss" in self.parts and context == case.context
+            with self._reader(context + case.positions) as reader:
+                hidden = reader.read(tokens[:context], outputs=losing)
+                if hidden is not None:
+                    losses = loss.token_losses(self.model, hidden, tokens[:context])
+                    self._steps[name] = loss.step_means(losses, case.step)
+                    self._tails[context].append(losses[-case.tail :])
+                    say(f"{name}: loss by step {' '.join(f'{value:.3f}' for value in self._steps[name])}")
+                    del hidden
+                if accepting:
+                    say(f"{name}: acceptance at {tokens_name(context)}")
+                    budgets = {f"1/{share}": context // share for share in case.shares}
+                    following = tokens[context : context + case.positions]
+                    self._accepted[context].append(acceptance.acceptance(reader, following, budgets))
+            inputs.free(self.model.device)
 
     def _shorter_windows(self, name: str, tokens: Sequence[int]) -> None:
         for window in self.case.windows[:-1]:

@@ -171,7 +171,7 @@ def _measure(
         for turn in range(case.repeats + 1):
             say(f"{context}: run {turn} of {case.repeats}" if turn else f"{context}: untimed run")
             for name, results in ours.items():
-                result = llm.again(ours_params if turn else warm_up, name, overrides)
+                result = llm.rerun(ours_params if turn else warm_up, name, overrides)
                 results += [result] if turn else []
             for name, runs in theirs.items():
                 peer_run = peers.run(name, case.peer_tokens if turn else cases.WARM_UP_TOKENS)

@@ -268,8 +268,10 @@ class Together:
 
     def _finish(self, progress: _Progress, asked: dict[int, Finish]) -> None:
         for number, request in asked.items():
+            running = request.running
             try:
-                output = request.running.outputs.result()[request.running.number]
+                output = running.outputs.result()[running.number]
+                running.ended = running.ended or perf_counter()  # a future wakes us before its callbacks run
             except Exception as error:
                 progress.fail([number], error)
             else:

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 
 from bench.offload.held import HeldVerifier, Hold
-from cpu_kv import Link, PagedKVStore
+from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
 from offload_rt.caches.full import LAST_QUERIES
 from offload_rt.caches.places import EVERYTHING_STREAMED, KeysValues, Shares
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config
-from offload_rt.decoding import decode
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.engine import Engine
 from offload_rt.model import CausalModel
-from offload_rt.sampling import GeneratorDraws, SamplingLaw
-from offload_rt.schedule import RoundTimes
-from offload_rt.session import Session, kv_layout
+from offload_rt.pace import RoundTimes
+from offload_rt.sampling import GeneratorDraws, Sampler
+from offload_rt.session import Continuation, Session, Shared
 from offload_rt.timeline import Span, Timeline
-
-GREEDY = SamplingLaw()
 
 
 @dataclass(frozen=True)
@@ -69,30 +67,17 @@ class EngineText:
         shares: Shares = EVERYTHING_STREAMED,
     ) -> None:
         self.link = link
-        self._timeline = Timeline()
         self._device = target.device
         self._queries = torch.empty(0)  # of the prompt's last tokens
+        self._engine = Engine(target, draft, config, link)
         with ExitStack() as opened:
-            opened.callback(link.close)
-            store = PagedKVStore(
-                kv_layout(target, config.store.page),
-                pin=target.device.type == "cuda",
-                slab_tokens=config.store.slab_tokens,
-            )
-            opened.callback(store.close)
+            opened.callback(self._engine.close)
+            self._timeline = self._engine.timeline = Timeline()
+            backend = choose_backend(target.device)
+            shared = Shared(target, draft, self._engine.store, link, backend, self._timeline)
+            # Not by `Engine.open`, which would prefill.
             self._session = Session(
-                config,
-                target,
-                draft,
-                store,
-                link,
-                choose_backend(target.device),
-                self._sampling(),
-                prompt,
-                new_tokens,
-                frozenset(),
-                shares,
-                self._timeline,
+                shared, self._engine.config, prompt, self._continuation(new_tokens), shares
             )
             opened.callback(self._session.close)
             self._opened = opened.pop_all()
@@ -106,8 +91,8 @@ class EngineText:
         """KV of one token in all layers."""
         return self._session.full.layout.token_bytes
 
-    def _sampling(self) -> Sampling:
-        return Sampling(GREEDY, GeneratorDraws(0, self._device))
+    def _continuation(self, new_tokens: int) -> Continuation:
+        return Continuation(Sampling(Sampler(), GeneratorDraws(0, self._device)), new_tokens)
 
     def read_prompt(self) -> tuple[float, int]:
         """Prefills; returns ms, and bytes that went to the host."""
@@ -155,12 +140,12 @@ class EngineText:
                 full.sequence.append(layer, keys, values)
             else:
                 full.engine.write_back(layer, keys, values)
-                full.keep(layer, keys, values)
+                full.keep_resident(layer, keys, values)
                 full.engine.flush()
 
     def _open(self, queries: Tensor) -> None:
-        self._session.full.start_from(self._session.prompt_tokens - 1)
-        self._session.full.last_queries = self._queries = queries
+        self._queries = queries
+        self._session.full.finish_prefill(self._session.prompt_tokens - 1, queries)
         self._session.take_prompt()
 
     @torch.inference_mode()
@@ -179,26 +164,27 @@ class EngineText:
         Args:
             held: the acceptance is held by a synthetic verdict.
         """
-        session = self._session
-        session.recompose(config, self._sampling(), frozenset())
+        engine, session = self._engine, self._session
+        session.rerun(engine.available(config), self._continuation(new_tokens))
         if held is not None:
             session.verifier = HeldVerifier(session.verifier, held)
-        length = session.draft_length(clock=True)
-        governor, schedule = session.governor(True, length), session.schedule(True, length)
         spans_before, counters = len(self._timeline.spans), session.engine.counters
         if self._records is not None:
             self._records.recorded()
         started = perf_counter()
         try:
-            tokens = [t.id for t in decode(schedule, session.text, new_tokens, (), governor)]
+            while not session.ended:
+                (round,) = engine.step([session])
+                if isinstance(round, Exception):
+                    raise round
             ended = perf_counter()
         finally:
-            session.stop()  # the link would go on into a pass that nobody asks for
+            engine.stop(session)  # the link would go on into a pass that nobody asks for
         copies = [] if self._records is None else self._records.recorded()
         return Run(
-            tokens,
+            session.tokens[session.prompt_tokens :],
             1e3 * (ended - started),
-            schedule.rounds,
+            session.rounds,
             self._timeline.spans[spans_before:],
             [copy for copy in copies if started <= copy.end and copy.start <= ended],
             counters.bytes_to_device,

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from offload_rt.drafting.base import Drafter, LevelStats, Proposal, Text
-from offload_rt.drafting.verifier import Pass, Round, Verifier
+from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.verifier import Verification, Verifier
+from offload_rt.model import Output
+from offload_rt.passes import Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
-from offload_rt.verification import Draft
 
 
 @dataclass(frozen=True)
@@ -44,22 +48,30 @@ class HeldVerifier(Verifier):
     def __init__(self, over: Verifier, held: Hold) -> None:
         self._guesses = _NotedGuesses(over.drafter)
         super().__init__(
-            over.stats.name, over.model, over.cache, self._guesses, over.sampling, over._pass_cost
+            over.stats.name,
+            over.model,
+            over.cache,
+            cast(Drafter, self._guesses),
+            over.sampling,
+            over._nominal_pass_ms,
+            over.plan,
         )
         self._held = held
         self._coins = torch.Generator().manual_seed(held.seed)
 
-    def verdict(self, text: Text, begun: Pass) -> Round:
-        return super().verdict(text, replace(begun, logits=self._held_logits(begun)))
+    def verdict(self, view: TokenView, verification: Verification, output: Output) -> Work[Round]:
+        drafted = verification.draft.tokens
+        drafted.arrive((yield Read(drafted.pending(), self.stats)))
+        held = replace(output, logits=self._held_logits(drafted.known, output.logits))
+        return (yield from super().verdict(view, verification, held))
 
-    def _held_logits(self, begun: Pass) -> torch.Tensor:
+    def _held_logits(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
         """Logits whose greedy choice after the text and after each drafted token is what the coins say."""
-        drafted, vocabulary = list(begun.draft.tokens), begun.logits.shape[-1]
         guesses = self._guesses.take(drafted)
         chosen = []
         for place, proposed in enumerate((*drafted, guesses.pop(len(drafted), None))):
             stands, guessed = self._chance() < self._held.acceptance, self._chance() < self._held.runner_up
-            other = int(self._chance() * (vocabulary - 1))
+            other = int(self._chance() * (logits.shape[-1] - 1))
             if proposed is None:
                 chosen.append(other)
             elif stands:
@@ -67,51 +79,43 @@ class HeldVerifier(Verifier):
             elif guessed and place in guesses:
                 chosen.append(guesses[place])
             else:
-                chosen.append((proposed + 1 + other) % vocabulary)
-        forced = torch.zeros_like(begun.logits)
-        rows = torch.arange(len(chosen), device=forced.device)
-        forced[rows, torch.tensor(chosen, device=forced.device)] = 1.0
-        return forced
+                chosen.append((proposed + 1 + other) % logits.shape[-1])
+        rows = torch.tensor(chosen, device=logits.device)
+        return torch.zeros_like(logits).scatter_(1, rows[:, None], 1.0)
 
     def _chance(self) -> float:
         return float(torch.rand((), generator=self._coins, dtype=torch.float64))
 
 
 class _NotedGuesses:
-    """A drafter that remembers which outcomes were last drafted for."""
+    """A drafter that remembers which outcomes were last drafted for; all else is that of `drafter`."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._outcomes: list[tuple[int, ...]] = []
+        self.outcomes: list[Outcome] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        return cast(Proposal, _NotedProposal(self._drafter.proposal(view, shape), self))
 
     def take(self, drafted: Sequence[int]) -> dict[int, int]:
         """The tokens that were guessed to follow so many of `drafted`; forgets them."""
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes, self.outcomes = self.outcomes, []
         return {len(one) - 1: one[-1] for one in outcomes if one[:-1] == tuple(drafted[: len(one) - 1])}
 
-    @property
-    def levels(self) -> list[LevelStats]:
-        return self._drafter.levels
 
-    @property
-    def expected_acceptance(self) -> float:
-        return self._drafter.expected_acceptance
+class _NotedProposal:
+    """A proposal whose outcomes are noted; all else is that of `proposal`."""
 
-    def prefill(self, text: Text) -> None:
-        self._drafter.prefill(text)
+    def __init__(self, proposal: Proposal, guesses: _NotedGuesses) -> None:
+        self._proposal = proposal
+        self._guesses = guesses
 
-    def propose(self, text: Text, count: int) -> Draft:
-        return self._drafter.propose(text, count)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._proposal, name)
 
-    def proposal(self, text: Text, count: int) -> Proposal:
-        return self._drafter.proposal(text, count)
-
-    def outcomes(self, text: Text, draft: Draft, most: int, acceptance: float) -> list[tuple[int, ...]]:
-        self._outcomes = self._drafter.outcomes(text, draft, most, acceptance)
-        return self._outcomes
-
-    def settle(self, text: Text) -> None:
-        self._drafter.settle(text)
-
-    def expected_ms(self, length: int, count: int) -> float:
-        return self._drafter.expected_ms(length, count)
+    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+        self._guesses.outcomes = yield from self._proposal.outcomes(most, acceptance)
+        return self._guesses.outcomes

@@ -18,9 +18,9 @@ from bench.offload.primitives import attention_rates
 from bench.offload.rows import draft_token_ms, steady
 from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.config import Config
+from offload_rt.engine import kv_layout
 from offload_rt.model import CausalModel
-from offload_rt.schedule import RoundTimes
-from offload_rt.session import kv_layout
+from offload_rt.pace import RoundTimes
 
 WARM_UP_TOKENS = 3  # times what a round drafts
 STREAM_FOR_DRAFTING = 2.0  # times what a draft takes alone

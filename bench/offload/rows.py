@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.offload.engine import Run
 from bench.offload.overlap import link_use, on_lane, overlap
-from offload_rt.schedule import RoundTimes
+from offload_rt.pace import RoundTimes
 
 WARM_UP_ROUNDS = 1  # at the beginning of each run, not reported: nothing was streamed or drafted ahead of it
 
@@ -78,7 +78,8 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     lost = sum(one.ms - hit_ms for one in misses) if hit_ms is not None else 0.0
     guesses = [one for run in runs for one in run.rounds if one.guessed is not None]
     uses = [link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies) for run in runs]
-    overlaps = [overlap(run.spans, run.copies) for run in runs]
+    drafted = [run for run in runs if any(one.proposed for one in run.rounds)]
+    overlaps = [overlap(run.spans, run.copies) for run in drafted]
     full = max((one.proposed for one in rounds), default=0)
     whole = [
         (one, stream)
