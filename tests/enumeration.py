@@ -360,20 +360,9 @@ class Parts:
         self, sampling: Sampling, plan: LayerPlan | None = None, first_plan: LayerPlan | None = None
     ) -> SmallModelDrafter:
         """The small model over a cache of its own."""
-        verifier = Verifier("small", self.small, TokenCache("small"), NoDrafter(), sampling, _no_cost, plan)
-        return _SmallTableDrafter(verifier, CHAIN, self.stop_tokens, first_plan)
-
-
-class _SmallTableDrafter(SmallModelDrafter):
-    """Reads its prompt into a cache of tokens."""
-
-    def prefill(self, view: TokenView) -> Any:
-        cache = self.verifier.cache
-        assert isinstance(cache, TokenCache)
-        cache.reset()
-        yield from self.verifier.read(view.part(0, 1))
-        cache.skip(max(0, len(view) - 1 - 1 - 2))
-        yield from self.verifier.read(view.part(max(1, len(view) - 3), len(view) - 1))
+        cache: Any = TokenCache("small")
+        verifier = Verifier("small", self.small, cache, NoDrafter(), sampling, _no_cost, plan)
+        return SmallModelDrafter(verifier, cache, CHAIN, self.stop_tokens, first_plan)
 
 
 def _no_cost(length: int, queries: int) -> float:

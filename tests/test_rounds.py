@@ -71,9 +71,9 @@ def test_the_output_distribution_depends_on_no_clock(
 def test_longer_drafts_and_more_outcomes(name: str, clock: str, ahead: int, depth: int) -> None:
     parts, sampler = Parts(seed=11, support=2), Sampler(1.0)
     found = output_probs(
-        COMPOSITIONS[name](parts), sampler, PROMPT, 4, CHAIN.deep(depth), ahead=ahead, clock=CLOCKS[clock]
+        COMPOSITIONS[name](parts), sampler, PROMPT, 3, CHAIN.deep(depth), ahead=ahead, clock=CLOCKS[clock]
     )
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, 4)) < TOLERANCE
+    assert distance(found, own_probs(parts.target, sampler, PROMPT, 3)) < TOLERANCE
 
 
 def test_a_cut_at_the_end_of_the_text_biases_nothing() -> None:
@@ -95,9 +95,7 @@ def test_throwing_away_what_took_long_would_bias_the_output(monkeypatch: pytest.
 
     monkeypatch.setattr(Text, "extend", forgetful)
     parts, sampler = Parts(seed=7, support=3), Sampler(1.0)
-    found = output_probs(
-        retrieval(parts), sampler, PROMPT, 4, CHAIN.deep(1), ahead=2, clock=CLOCKS["never"]
-    )
+    found = output_probs(retrieval(parts), sampler, PROMPT, 4, CHAIN.deep(1), ahead=2, clock=CLOCKS["never"])
     assert distance(found, own_probs(parts.target, sampler, PROMPT, 4)) > 1e-4
 
 
@@ -149,9 +147,7 @@ class _AtOnce:
 
 def test_a_plain_round_drafts_nothing_ahead() -> None:
     parts = Parts(seed=7, support=2)
-    text = Text(
-        retrieval(parts)(Sampling(Sampler(0.0), ScriptedDraws())), PROMPT, 9, DraftShape(), ahead=2
-    )
+    text = Text(retrieval(parts)(Sampling(Sampler(0.0), ScriptedDraws())), PROMPT, 9, DraftShape(), ahead=2)
     thread: Any = _AtOnce()
     (round,) = Together(thread).run([rounds.round_of(text)])
     assert not isinstance(round, Exception)

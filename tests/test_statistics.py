@@ -1,4 +1,4 @@
-"""The engine as a whole samples the law of its target: real models, real caches, real random numbers."""
+"""The engine samples its target's distribution: real models, real caches, real random numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FALSE_FAILURE = 1e-7
 Pair = tuple[int, ...]
 
 
-def law_of_pairs(model: PreTrainedModel, prompt: list[int]) -> dict[Pair, float]:
-    """The exact law of the next two tokens, by transformers alone."""
+def probs_of_pairs(model: PreTrainedModel, prompt: list[int]) -> dict[Pair, float]:
+    """The exact distribution of the next two tokens, by transformers alone."""
     with torch.inference_mode():
         texts = torch.tensor([[*prompt, token] for token in range(VOCABULARY)])
         logits = model(texts, use_cache=False).logits.double()
@@ -39,15 +39,15 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def p_value(counts: Counter[Pair], law: dict[Pair, float]) -> float:
-    """Chance that counts which follow `law` deviate from it as much as these, or more.
+def p_value(counts: Counter[Pair], probs: dict[Pair, float]) -> float:
+    """Chance that counts that have the distribution `probs` deviate from it as much as these, or more.
 
     Pearson's test; the rarest pairs are one cell together, so that every cell expects at least ten.
     """
     n = sum(counts.values())
     cells: list[tuple[float, float]] = []
     observed = expected = 0.0
-    for pair, weight in sorted(law.items(), key=lambda item: item[1]):
+    for pair, weight in sorted(probs.items(), key=lambda item: item[1]):
         observed, expected = observed + counts[pair], expected + n * weight
         if expected >= 10:
             cells.append((observed, expected))
@@ -57,15 +57,15 @@ def p_value(counts: Counter[Pair], law: dict[Pair, float]) -> float:
 
 
 @pytest.mark.parametrize(("statistic", "freedom"), [(3.841, 1), (5.991, 2), (18.307, 10), (43.773, 30)])
-def test_the_tail_of_the_chi_square_law(statistic: float, freedom: int) -> None:
+def test_the_tail_of_the_chi_square_distribution(statistic: float, freedom: int) -> None:
     assert chi_square_tail(statistic, freedom) == pytest.approx(0.05, abs=2e-5)  # from the usual table
 
 
 def test_the_p_value() -> None:
-    law: dict[Pair, float] = {(0,): 0.25, (1,): 0.736, (2,): 0.013, (3,): 0.001}
-    assert p_value(Counter({(0,): 250, (1,): 736, (2,): 14}), law) == 1.0
-    assert p_value(Counter({(0,): 350, (1,): 636, (2,): 14}), law) < 1e-10
-    assert p_value(Counter({(0,): 225, (1,): 720, (3,): 55}), law) < 1e-10
+    probs: dict[Pair, float] = {(0,): 0.25, (1,): 0.736, (2,): 0.013, (3,): 0.001}
+    assert p_value(Counter({(0,): 250, (1,): 736, (2,): 14}), probs) == 1.0
+    assert p_value(Counter({(0,): 350, (1,): 636, (2,): 14}), probs) < 1e-10
+    assert p_value(Counter({(0,): 225, (1,): 720, (3,): 55}), probs) < 1e-10
 
 
 @pytest.fixture(scope="module")
@@ -100,23 +100,23 @@ def results(target: PreTrainedModel, draft: PreTrainedModel) -> list[GenerationR
         return SamplingParams(temperature=1.0, max_tokens=GAMMA2 + 1, seed=seed)
 
     with LLM.from_models(target, draft, config="triforce", overrides=overrides) as llm:
-        return [llm.generate(PROMPT, params(0)), *(llm.again(params(seed)) for seed in range(1, SAMPLES))]
+        return [llm.generate(PROMPT, params(0)), *(llm.rerun(params(seed)) for seed in range(1, SAMPLES))]
 
 
-def test_first_tokens_follow_the_law_of_the_target(
+def test_first_tokens_have_the_distribution_of_the_target(
     results: list[GenerationResult], target: PreTrainedModel
 ) -> None:
     counts = Counter(tuple(result.tokens[:2]) for result in results)
-    assert p_value(counts, law_of_pairs(target, PROMPT)) > FALSE_FAILURE
+    assert p_value(counts, probs_of_pairs(target, PROMPT)) > FALSE_FAILURE
 
 
-def test_another_law_would_be_told_apart(
+def test_another_distribution_would_be_told_apart(
     results: list[GenerationResult], target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     """The levels below, or what comes near them, do not pass for the target."""
     counts = Counter(tuple(result.tokens[:2]) for result in results)
-    assert p_value(counts, law_of_pairs(draft, PROMPT)) < FALSE_FAILURE
-    assert p_value(counts, law_of_pairs(target, PROMPT[-BUDGET:])) < FALSE_FAILURE
+    assert p_value(counts, probs_of_pairs(draft, PROMPT)) < FALSE_FAILURE
+    assert p_value(counts, probs_of_pairs(target, PROMPT[-BUDGET:])) < FALSE_FAILURE
 
 
 def test_every_level_accepted_and_rejected(results: list[GenerationResult]) -> None:

@@ -1,84 +1,73 @@
-"""The rules of acceptance on their own: whatever is drafted, what comes out follows the verifier's laws."""
+"""The rules of acceptance on their own: whatever is drafted, the output has the verifier's distribution."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from enumeration import ScriptedDraws, outcome_law
+from enumeration import ScriptedDraws, outcome_probs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt.sampling import Draws, accepted_before, pick
-from offload_rt.verification import (
-    ROOT,
-    Draft,
-    Verdict,
-    residual,
-    verify,
-    verify_chain,
-    verify_matching,
-    verify_sampled,
-)
+from offload_rt.sampling import Draws, pick
+from offload_rt.trees import ROOT, Tree, forest
+from offload_rt.verification import Draft, Tokens, Verdict, residual, verify, verify_greedy
 
 VOCABULARY = 4
 
 
-def as_law(weights: Sequence[float]) -> Tensor:
-    law = torch.tensor(weights, dtype=torch.float64)
-    return law / law.sum()
+def normalized(weights: Sequence[float]) -> Tensor:
+    probs = torch.tensor(weights, dtype=torch.float64)
+    return probs / probs.sum()
 
 
-def random_law(source: random.Random) -> Tensor:
+def random_probs(source: random.Random) -> Tensor:
     """With zeros in it, mostly."""
     possible = source.sample(range(VOCABULARY), source.randint(1, VOCABULARY))
-    return as_law([source.random() if token in possible else 0.0 for token in range(VOCABULARY)])
+    return normalized([source.random() if token in possible else 0.0 for token in range(VOCABULARY)])
 
 
-class Laws:
-    """A random law after every text, for a verifier and for a drafter."""
+class Distributions:
+    """A random one after every text, for a verifier and for a drafter."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def __call__(self, who: str, text: tuple[int, ...]) -> Tensor:
-        return random_law(random.Random(f"{self._seed} {who} {text}"))
+        return random_probs(random.Random(f"{self._seed} {who} {text}"))
+
+
+def draft_of(tokens: Sequence[int], parents: Sequence[int], probs: Tensor | None = None) -> Draft:
+    return Draft(Tokens(tokens), Tree(tuple(parents)), probs)
+
+
+def output(draft: Draft, verdict: Verdict) -> tuple[int, ...]:
+    path = draft.tree.path(int(verdict.row))
+    return (*(draft.tokens.known[node] for node in path), int(verdict.token))
 
 
 def drafted(
-    laws: Laws, draws: Draws, parents: Sequence[int], *, replacement: bool
+    given_by: Distributions, draws: Draws, parents: Sequence[int], *, replacement: bool
 ) -> tuple[Draft, list[tuple[int, ...]]]:
-    """A tree of this shape, sampled; and the text at each node. Nodes without a law left are dropped."""
+    """A tree of this shape, sampled; and the text at each node. Where no token is left, a row of zeros."""
     tokens: list[int] = []
-    kept: list[int] = []
     rows: list[Tensor] = []
     texts: list[tuple[int, ...]] = []
-    number: dict[int, int] = {ROOT: ROOT}
     for node, parent in enumerate(parents):
-        if parent not in number:
-            continue
-        above = texts[number[parent]] if parent != ROOT else ()
-        law = laws("draft", above)
+        above = texts[parent] if parent != ROOT else ()
+        probs = given_by("draft", above).clone()
         if not replacement:
-            for elder, its_parent in enumerate(kept):
-                if its_parent == number[parent]:
-                    law = law.clone()
-                    law[tokens[elder]] = 0
-            if law.sum() == 0:
-                continue
-            law = law / law.sum()
-        number[node] = len(tokens)
-        rows.append(law)
-        tokens.append(int(draws.categorical(law)))
-        kept.append(number[parent])
+            for elder in (e for e in range(node) if parents[e] == parent):
+                probs[tokens[elder]] = 0
+        rows.append(probs / probs.sum() if probs.sum() > 0 else probs)
+        tokens.append(int(draws.categorical(rows[-1])))
         texts.append((*above, tokens[-1]))
-    return Draft(tokens, kept, torch.stack(rows)), texts
+    return draft_of(tokens, parents, torch.stack(rows)), texts
 
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(
@@ -89,237 +78,226 @@ SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(
 @given(seed=st.integers(0, 10**6), parents=SHAPES, replacement=st.booleans())
 @settings(derandomize=True, deadline=None, max_examples=40)
 def test_sampled_trees_of_any_shape(seed: int, parents: list[int], replacement: bool) -> None:
-    """Each token that is put out follows the verifier's law, given those before it and that it is put out."""
-    laws = Laws(seed)
+    """Each token has the verifier's distribution, given those before it and that it is put out."""
+    given_by = Distributions(seed)
 
     def run(draws: Draws) -> tuple[int, ...]:
-        draft, texts = drafted(laws, draws, parents, replacement=replacement)
-        rows = torch.stack([laws("verifier", text) for text in [(), *texts]])
-        verdict = verify(draft, rows, draws)
-        return (*(draft.tokens[node] for node in verdict.path), verdict.token)
+        draft, texts = drafted(given_by, draws, parents, replacement=replacement)
+        rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
+        return output(draft, verify(draft, rows, draws))
 
-    assert_follows(laws, outcome_law(run))
+    assert_follows(given_by, outcome_probs(run))
 
 
 @given(seed=st.integers(0, 10**6), parents=SHAPES)
 @settings(derandomize=True, deadline=None, max_examples=40)
 def test_deterministic_trees_of_any_shape(seed: int, parents: list[int]) -> None:
     """Even with siblings that bear the same token."""
-    laws, source = Laws(seed), random.Random(seed)
-    draft = Draft([source.randrange(VOCABULARY) for _ in parents], parents)
+    given_by, source = Distributions(seed), random.Random(seed)
+    draft = draft_of([source.randrange(VOCABULARY) for _ in parents], parents)
     texts: list[tuple[int, ...]] = []
-    for token, parent in zip(draft.tokens, parents, strict=True):
+    for token, parent in zip(draft.tokens.known, parents, strict=True):
         texts.append((*(texts[parent] if parent != ROOT else ()), token))
-    rows = torch.stack([laws("verifier", text) for text in [(), *texts]])
-
-    def run(draws: Draws) -> tuple[int, ...]:
-        verdict = verify(draft, rows, draws)
-        return (*(draft.tokens[node] for node in verdict.path), verdict.token)
-
-    assert_follows(laws, outcome_law(run))
+    rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
+    assert_follows(given_by, outcome_probs(lambda draws: output(draft, verify(draft, rows, draws))))
 
 
-def assert_follows(laws: Laws, found: dict[tuple[int, ...], float]) -> None:
+def assert_follows(given_by: Distributions, found: dict[tuple[int, ...], float]) -> None:
     stands: dict[tuple[int, ...], float] = defaultdict(float)
-    for output, weight in found.items():
-        for end in range(len(output) + 1):
-            stands[output[:end]] += weight
+    for tokens, weight in found.items():
+        for end in range(len(tokens) + 1):
+            stands[tokens[:end]] += weight
     assert stands[()] == pytest.approx(1.0)
-    for before in {output[:-1] for output in stands if output}:
+    for before in {tokens[:-1] for tokens in stands if tokens}:
         followed = [stands.get((*before, token), 0.0) for token in range(VOCABULARY)]
-        law = [weight / sum(followed) for weight in followed]
-        assert law == pytest.approx(laws("verifier", before).tolist(), abs=1e-9)
+        probs = [weight / sum(followed) for weight in followed]
+        assert probs == pytest.approx(given_by("verifier", before).tolist(), abs=1e-9)
 
 
-def decided(draft: Draft, rows: Tensor, draws: Draws) -> tuple[int, ...]:
-    """What `verify_chain` puts out."""
-    accepted, token = verify_chain(torch.tensor(draft.tokens, dtype=torch.long), draft.laws, rows, draws)
-    return (*draft.tokens[: int(accepted)], int(token))
+# ---------------------------------------------------------------- against a walk on the host
 
 
-@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 4))
-@settings(derandomize=True, deadline=None, max_examples=40)
-def test_sampled_chains_on_the_device(seed: int, nodes: int) -> None:
-    """The same law as by the walk, however long the chain; and that is the verifier's."""
-    laws = Laws(seed)
-
-    def run(by_walk: bool, draws: Draws) -> tuple[int, ...]:
-        if nodes:
-            draft, texts = drafted(laws, draws, range(ROOT, nodes - 1), replacement=True)
+def walk(draft: Draft, probs: Tensor, accept: Sequence[float], last: float) -> tuple[int, ...]:
+    """The rule as the papers write it: one child after the other, one uniform number a node."""
+    tokens: list[int] = []
+    node = ROOT
+    while True:
+        left = probs[node + 1]
+        for child in (c for c, parent in enumerate(draft.tree.parents) if parent == node):
+            token = draft.tokens.known[child]
+            proposal = torch.zeros_like(left)
+            proposal[token] = 1.0
+            if draft.probs is not None:
+                proposal = draft.probs[child]
+            if proposal[token] > 0 and accept[child] < float(left[token] / proposal[token]):
+                tokens.append(token)
+                node = child
+                break
+            left = residual(left[None], proposal[None])[0]
         else:
-            draft, texts = Draft((), (), torch.zeros(0, VOCABULARY, dtype=torch.float64)), []
-        rows = torch.stack([laws("verifier", text) for text in [(), *texts]])
-        if by_walk:
-            verdict = verify(draft, rows, draws)
-            return (*(draft.tokens[node] for node in verdict.path), verdict.token)
-        return decided(draft, rows, draws)
-
-    found, walked = (outcome_law(partial(run, by_walk)) for by_walk in (False, True))
-    assert_follows(laws, found)
-    assert found == pytest.approx(walked, abs=1e-12)
-
-
-@given(seed=st.integers(0, 10**6), nodes=st.integers(0, 4))
-@settings(derandomize=True, deadline=None, max_examples=40)
-def test_deterministic_chains_on_the_device(seed: int, nodes: int) -> None:
-    laws, source = Laws(seed), random.Random(seed)
-    draft = Draft.chain([source.randrange(VOCABULARY) for _ in range(nodes)])
-    rows = torch.stack([laws("verifier", tuple(draft.tokens[:end])) for end in range(nodes + 1)])
-    assert_follows(laws, outcome_law(partial(decided, draft, rows)))
+            return (*tokens, int(pick(left, torch.tensor(last, dtype=torch.float64))))
 
 
 class GivenUniforms:
     """The program's own draws, of given uniform numbers: one for each node, one for the last token."""
 
     def __init__(self, nodes: Sequence[float], last: float) -> None:
-        self._nodes = list(nodes)
+        self._nodes = torch.tensor(nodes, dtype=torch.float64)
         self._last = torch.tensor(last, dtype=torch.float64)
 
-    def categorical(self, law: Tensor) -> Tensor:
-        return pick(law, self._last)
+    def categorical(self, probs: Tensor) -> Tensor:
+        return pick(probs, self._last)
 
-    def accept(self, probability: float) -> bool:
-        return self._nodes.pop(0) < probability
-
-    def accepted(self, probabilities: Tensor) -> Tensor:
-        return accepted_before(torch.tensor(self._nodes, dtype=torch.float64), probabilities)
+    def descend(self, tree: Tree, chances: Tensor) -> Tensor:
+        return tree.descend(self._nodes < chances)
 
 
 UNIFORM = st.floats(0, 1, exclude_max=True)
+NODES = st.lists(st.tuples(st.integers(0, 8), UNIFORM), min_size=1, max_size=8)
 
 
-@given(seed=st.integers(0, 10**6), uniforms=st.lists(UNIFORM, max_size=6), last=UNIFORM)
-@settings(derandomize=True, deadline=None, max_examples=150)
-def test_the_rule_on_the_device_is_the_walk(seed: int, uniforms: list[float], last: float) -> None:
-    """Token for token, of the same uniform numbers."""
+@given(seed=st.integers(0, 10**6), nodes=NODES, last=UNIFORM, sampled=st.booleans(), chain=st.booleans())
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_the_rule_on_the_device_is_the_walk(
+    seed: int, nodes: list[tuple[int, float]], last: float, sampled: bool, chain: bool
+) -> None:
+    """Token for token, of the same uniform numbers, for every tree."""
     source = random.Random(seed)
-    proposals = torch.stack([random_law(source) for _ in range(len(uniforms) + 1)])[1:]
-    tokens = [source.choices(range(VOCABULARY), law.tolist())[0] for law in proposals]
-    draft = Draft.chain(tokens, proposals)
-    # Near the proposals, so that long runs are accepted.
-    rows = torch.stack([random_law(source) for _ in range(len(uniforms) + 1)])
-    rows[:-1] = 0.7 * proposals + 0.3 * rows[:-1]
+    parents = [node - 1 if chain else min(number, node) - 1 for node, (number, _) in enumerate(nodes)]
+    proposals = torch.stack([random_probs(source) for _ in nodes])
+    tokens = [source.choices(range(VOCABULARY), probs.tolist())[0] for probs in proposals]
+    draft = draft_of(tokens, parents, proposals if sampled else None)
+    rows = torch.stack([random_probs(source) for _ in range(len(nodes) + 1)])
+    for node, parent in enumerate(parents):  # near the proposals, so that long runs are accepted
+        rows[parent + 1] = 0.7 * proposals[node] + 0.3 * rows[parent + 1]
+    uniforms = [uniform for _, uniform in nodes]
     verdict = verify(draft, rows, GivenUniforms(uniforms, last))
-    walked = (*(draft.tokens[node] for node in verdict.path), verdict.token)
-    assert decided(draft, rows, GivenUniforms(uniforms, last)) == walked
+    assert output(draft, verdict) == walk(draft, rows, uniforms, last)
+
+
+@given(seed=st.integers(0, 10**6), nodes=st.lists(st.integers(0, 12), max_size=12))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_descending_is_a_walk_through_first_accepted_children(seed: int, nodes: list[int]) -> None:
+    tree = Tree(tuple(min(number, node) - 1 for node, number in enumerate(nodes)))
+    accepted = [random.Random(seed + node).random() < 0.7 for node in range(len(nodes))]
+    node = ROOT
+    while True:
+        children = (c for c, parent in enumerate(tree.parents) if parent == node and accepted[c])
+        child = next(children, None)
+        if child is None:
+            break
+        node = child
+    assert int(tree.descend(torch.tensor(accepted, dtype=torch.bool))) == node + 1
 
 
 def test_the_rule_on_the_device_by_integration() -> None:
-    """Over a grid of its uniform numbers, one draft after the other: what comes out follows the law."""
-    proposal, law = as_law([1, 2, 3, 4]), as_law([4, 1, 0, 5])
+    """Over a grid of its uniform numbers, one draft after the other."""
+    proposal, probs = normalized([1, 2, 3, 4]), normalized([4, 1, 0, 5])
     steps = 40
     grid = [(step + 0.5) / steps for step in range(steps)]
     found = [0.0] * VOCABULARY
     for token, weight in enumerate(proposal.tolist()):
         draft = Draft.chain([token], proposal[None])
         for uniform, last in product(grid, grid):
-            first = decided(draft, law.expand(2, -1), GivenUniforms([uniform], last))[0]
-            found[first] += weight / steps**2
-    assert found == pytest.approx(law.tolist(), abs=1 / steps)
+            verdict = verify(draft, probs.expand(2, -1), GivenUniforms([uniform], last))
+            found[output(draft, verdict)[0]] += weight / steps**2
+    assert found == pytest.approx(probs.tolist(), abs=1 / steps)
     assert found[2] == 0
 
 
+# ------------------------------------------------------------------------------------ by hand
+
+
 def test_the_residual_is_sampled_after_a_rejection() -> None:
-    """Sampling the whole law there, as one published program does, would give (.44, .56)."""
-    proposal, law = as_law([0.2, 0.8]), as_law([0.6, 0.4])
+    """Sampling the whole distribution there, as one published program does, would give (.44, .56)."""
+    proposal, probs = normalized([0.2, 0.8]), normalized([0.6, 0.4])
 
     def run(draws: Draws) -> int:
-        token = int(draws.categorical(proposal))
-        draft = Draft.chain([token], proposal[None])
-        verdict = verify(draft, torch.stack([law, as_law([1, 1])]), draws)
-        return draft.tokens[0] if verdict.path else verdict.token
+        draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
+        return output(draft, verify(draft, torch.stack([probs, normalized([1, 1])]), draws))[0]
 
-    found = outcome_law(run)
+    found = outcome_probs(run)
     assert [found[0], found[1]] == pytest.approx([0.6, 0.4])
 
 
-def test_acceptance_is_as_likely_as_the_laws_overlap() -> None:
+def test_acceptance_is_as_likely_as_the_distributions_overlap() -> None:
     """Lossless is not enough: one minus the total variation is accepted, no less."""
-    proposal, law = as_law([1, 2, 3, 4]), as_law([4, 1, 0, 5])
+    proposal, probs = normalized([1, 2, 3, 4]), normalized([4, 1, 0, 5])
 
     def run(draws: Draws) -> bool:
         draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
-        return bool(verify(draft, law.expand(2, -1), draws).path)
+        return bool(verify(draft, probs.expand(2, -1), draws).row)
 
-    def run_on_the_device(draws: Draws) -> bool:
-        draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
-        return len(decided(draft, law.expand(2, -1), draws)) == 2
-
-    for rule in (run, run_on_the_device):
-        assert outcome_law(rule)[True] == pytest.approx(float(torch.minimum(proposal, law).sum()))
+    assert outcome_probs(run)[True] == pytest.approx(float(torch.minimum(proposal, probs).sum()))
 
 
-def test_an_equal_law_accepts_every_draft() -> None:
-    law = as_law([1, 2, 3, 4])
-    draft = Draft.chain([3, 0, 2], law.expand(3, -1))
+def test_an_equal_distribution_accepts_every_draft() -> None:
+    probs = normalized([1, 2, 3, 4])
+    draft = Draft.chain([3, 0, 2], probs.expand(3, -1))
     draws = ScriptedDraws()
-    assert verify(draft, law.expand(4, -1), draws).path == [0, 1, 2]
+    assert int(verify(draft, probs.expand(4, -1), draws).row) == 3
     assert draws.probability == pytest.approx(0.1)  # of the last token alone
 
 
-def test_without_a_draft_the_token_is_drawn_from_the_law() -> None:
-    law = as_law([1, 2, 3, 4])
-    for draft in (Draft(), Draft((), (), law.new_zeros(0, 4))):
-        found = outcome_law(lambda draws, draft=draft: verify(draft, law[None], draws).token)  # type: ignore[misc]
-        assert [found[token] for token in range(4)] == pytest.approx(law.tolist())
+def test_without_a_draft_the_token_is_drawn_from_the_verifier() -> None:
+    probs = normalized([1, 2, 3, 4])
+    found = outcome_probs(lambda draws: int(verify(Draft(), probs[None], draws).token))
+    assert [found[token] for token in range(4)] == pytest.approx(probs.tolist())
 
 
-def test_matching_walks_to_the_child_that_bears_the_token() -> None:
+def test_a_greedy_verifier_walks_to_the_child_that_bears_its_token() -> None:
     #        0:a ── 2:c
     # root <     └─ 3:d ── 5:a
     #        1:b ── 4:c
-    draft = Draft([10, 11, 12, 13, 12, 10], [ROOT, ROOT, 0, 0, 1, 3])
-    asked: list[int] = []
+    draft = draft_of([10, 11, 12, 13, 12, 10], [ROOT, ROOT, 0, 0, 1, 3])
 
-    def choose(tokens: dict[int, int]):  # type: ignore[no-untyped-def]
-        def token_of(row: int) -> int:
-            asked.append(row)
-            return tokens[row]
+    def greedy(*chosen: int) -> tuple[int, ...]:
+        return output(draft, verify_greedy(draft, torch.tensor(chosen)))
 
-        return token_of
-
-    assert verify_matching(draft, choose({0: 10, 1: 13, 4: 10, 6: 7})) == Verdict([0, 3, 5], 7)
-    assert asked == [0, 1, 4, 6]  # once for each row that the walk reaches, and for no other
-    assert verify_matching(draft, choose({0: 11, 2: 13})) == Verdict([1], 13)
-    assert verify_matching(draft, choose({0: 12})) == Verdict([], 12)
+    assert greedy(10, 13, 0, 0, 10, 0, 7) == (10, 13, 10, 7)
+    assert greedy(11, 0, 13, 0, 0, 0, 0) == (11, 13)
+    assert greedy(12, 0, 0, 0, 0, 0, 0) == (12,)
+    assert int(verify_greedy(Draft(), torch.tensor([5])).token) == 5
 
 
 def test_siblings_are_tried_in_order_and_their_subtrees_skipped() -> None:
-    draft_laws = torch.eye(3, dtype=torch.float64)[[0, 2, 1]]
-    draft = Draft([0, 2, 1], [ROOT, 0, ROOT], draft_laws)
-    laws = torch.eye(3, dtype=torch.float64)[[1, 0, 0, 2]]  # wants 1, and after that 2
-    assert verify_sampled(draft, laws, ScriptedDraws()) == Verdict([2], 2)
+    draft = draft_of([0, 2, 1], [ROOT, 0, ROOT], torch.eye(3, dtype=torch.float64)[[0, 2, 1]])
+    probs = torch.eye(3, dtype=torch.float64)[[1, 0, 0, 2]]  # wants 1, and after that 2
+    assert output(draft, verify(draft, probs, ScriptedDraws())) == (1, 2)
+
+
+def test_a_candidate_that_could_not_be_drawn_is_never_accepted() -> None:
+    nothing = torch.zeros(1, 4, dtype=torch.float64)
+    draft = Draft.chain([3], nothing)
+    found = outcome_probs(lambda draws: int(verify(draft, normalized([1, 1, 1, 7]).expand(2, -1), draws).row))
+    assert found == {0: pytest.approx(1.0)}
 
 
 def test_residual() -> None:
-    assert residual(as_law([6, 4]), as_law([2, 8])).tolist() == [1.0, 0.0]
-    assert residual(as_law([5, 3, 2]), as_law([1, 1, 8])).tolist() == pytest.approx(
-        [2 / 3, 1 / 3, 0], abs=0.1
-    )
-    law = as_law([1, 2, 3])
-    assert torch.equal(residual(law, law), law)  # nothing is left: only rounding leads here
+    assert residual(normalized([6, 4])[None], normalized([2, 8])[None])[0].tolist() == [1.0, 0.0]
+    rest = residual(normalized([5, 3, 2])[None], normalized([1, 1, 8])[None])[0]
+    assert rest.tolist() == pytest.approx([2 / 3, 1 / 3, 0], abs=0.1)
+    probs = normalized([1, 2, 3])[None]
+    assert torch.equal(residual(probs, probs), probs)  # nothing is left: only rounding leads here
 
 
-def test_a_sampled_draft_must_report_laws() -> None:
-    with pytest.raises(ValueError, match="laws"):
-        verify_sampled(Draft.chain([1]), torch.ones(2, 4), ScriptedDraws())
-
-
-def test_chain_and_children() -> None:
-    chain = Draft.chain([7, 8, 9])
-    assert list(chain.parents) == [ROOT, 0, 1]
-    assert chain.is_chain and Draft().is_chain
-    assert not Draft([1, 2], [ROOT, ROOT]).is_chain
-    draft = Draft([1, 2, 3, 4], [ROOT, 0, ROOT, 0])
-    assert draft.children(ROOT) == [0, 2]
-    assert draft.children(0) == [1, 3]
-    assert draft.children(3) == []
+def test_trees() -> None:
+    assert Tree.chain(3).parents == (ROOT, 0, 1) and Tree.chain(3).is_chain and Tree().is_chain
+    tree = Tree((ROOT, 0, ROOT, 0))
+    assert not tree.is_chain
+    assert tree.depths == [1, 2, 1, 2]
+    assert tree.ranks == [[0, 1], [2, 3]]
+    assert [tree.path(row) for row in range(5)] == [[], [0], [0, 1], [2], [0, 3]]
+    assert forest([2, 0, 1]).parents == (ROOT, 0, ROOT)
+    # On the way to the second child the eldest was tried and rejected, and below it nothing was tried.
+    assert tree.first_tries([0, 3]) == (1, 1)
+    assert tree.first_tries([]) == (0, 1) and Tree().first_tries([]) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents", "laws"),
+    ("tokens", "parents", "probs"),
     [([1, 2], [ROOT], None), ([1], [0], None), ([1], [-2], None), ([1], [ROOT], torch.ones(2, 4))],
 )
-def test_a_malformed_draft_is_refused(tokens: list[int], parents: list[int], laws: Tensor | None) -> None:
+def test_a_malformed_draft_is_refused(tokens: list[int], parents: list[int], probs: Tensor | None) -> None:
     with pytest.raises(ValueError):
-        Draft(tokens, parents, laws)
+        draft_of(tokens, parents, probs)

@@ -9,7 +9,7 @@ from offload_rt.attention import AttentionBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING, Config, LevelConfig
+from offload_rt.config import DRAFT_STREAMING, LOOKUP, Config, LevelConfig
 from offload_rt.costs import PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
 from offload_rt.drafting.lookup import LookupDrafter
@@ -61,10 +61,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")
     cache: StreamingCache | RetrievedCache
-    if level.name == DRAFT_STREAMING:
-        cache = _streaming(parts, model, None)
-    elif level.name == TARGET_STREAMING:
-        cache = _streaming(parts, model, parts.full)
+    if level.cache == "streaming":
+        cache = _streaming(parts, model, None if level.name == DRAFT_STREAMING else parts.full)
     else:
         cache = RetrievedCache(
             parts.full,
@@ -79,8 +77,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
     first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
     cost = PassCost(model, cache.budget)
     verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
-    if level.name == DRAFT_STREAMING:
-        return SmallModelDrafter(verifier, shape, parts.stop_tokens, first)
+    if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
+        return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
     parts.full.derived.append(cache)
     return ModelDrafter(verifier, shape, parts.stop_tokens, first)
 

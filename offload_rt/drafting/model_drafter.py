@@ -92,14 +92,24 @@ class SmallModelDrafter(ModelDrafter):
     LEAD = 2
     expected_acceptance = SMALL_MODEL_ACCEPTANCE
 
+    def __init__(
+        self,
+        verifier: Verifier,
+        cache: StreamingCache,
+        below: DraftShape = CHAIN,
+        stop_tokens: Collection[int] = (),
+        first_plan: LayerPlan | None = None,
+    ) -> None:
+        super().__init__(verifier, below, stop_tokens, first_plan)
+        self._cache = cache
+
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
         self.verifier.settle(view, exact=self.verifier.plan is None)
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from super().prefill(view)
-        cache, read = self.verifier.cache, self.verifier.read
-        assert isinstance(cache, StreamingCache)
+        cache, read = self._cache, self.verifier.read
         cache.reset()
         end = len(view) - 1
         start = min(cache.sinks, end)

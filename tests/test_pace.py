@@ -1,0 +1,333 @@
+"""Pace as a state machine: rounds of known cost go in, and what to draft comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+import pytest
+import torch
+from small_engine import PARAMS, SIZES
+from small_engine import target as target  # a fixture
+from tiny_models import byte_ids
+from transformers import PreTrainedModel
+
+from offload_rt import LLM
+from offload_rt.drafting.base import Round
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.expectations import DRAFT_LENGTHS, expected_tokens
+from offload_rt.pace import (
+    CLEAR_MARGIN,
+    CLEAR_WINDOW,
+    FIRST_BREAK,
+    FORESEEN_BREAK,
+    LONGEST_BREAK,
+    MARGIN,
+    WINDOW,
+    DraftDepth,
+    Pace,
+    RoundTimes,
+    RunningAcceptance,
+)
+
+DRAFT = 8
+PLAIN_MS = 10.0
+NAN = float("nan")
+
+
+def round_of(tokens: int) -> Round:
+    accepted = tokens - 1
+    return Round([0] * tokens, accepted, accepted, accepted, 0, None, torch.empty(0))
+
+
+def times(asked: int, ms: float, nominal_ms: float, *, proposed: int | None = None) -> RoundTimes:
+    return RoundTimes(
+        started=0.0,
+        ms=ms,
+        draft_ms=0.0,
+        pass_ms=ms,
+        ahead_ms=0.0,
+        verdict_ms=0.0,
+        nominal_ms=nominal_ms,
+        guessed=None,
+        asked=asked,
+        proposed=asked if proposed is None else proposed,
+        accepted=0,
+        drawn=asked,
+    )
+
+
+# ------------------------------------------------------------------------------- stepping down
+
+
+class Table:
+    """A forecast: a plain token costs `PLAIN_MS`, a drafted round `round_ms` at a text length."""
+
+    def __init__(self, round_ms: Callable[[int], float], tokens: float = 5.0) -> None:
+        self._round_ms = round_ms
+        self._tokens = tokens
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        return self._round_ms(length) if shape.depth else PLAIN_MS
+
+    def nominal_pass_ms(self, length: int, nodes: int) -> float:
+        return self._round_ms(length) if nodes else PLAIN_MS
+
+    def expected_tokens(self, count: int) -> float:
+        return 1.0 if count == 0 else self._tokens
+
+
+HOPEFUL = Table(lambda length: 2 * PLAIN_MS)
+
+
+def pace(*, clock: bool, step_down: bool = True, forecast: Table = HOPEFUL, draft: int = DRAFT) -> Pace:
+    made = Pace(forecast, CHAIN.deep(draft) if draft else None, step_down=step_down, clock=clock)
+    made.begin(100)
+    return made
+
+
+def observe(subject: Pace, asked: int, tokens: int, ms: float, nominal_ms: float) -> None:
+    subject.observe(100, round_of(tokens), times(asked, ms, nominal_ms))
+
+
+def drive(subject: Pace, rounds: int, *, tokens: int, cost: float, clock: bool) -> list[int]:
+    """Runs rounds in which a draft yields `tokens` at `cost` ms; returns what was drafted in each."""
+    counts = []
+    for _ in range(rounds):
+        count = subject.shape(1000).depth
+        ms = cost if count else PLAIN_MS
+        # What must not be looked at is not a number: any comparison with it would come out false.
+        observe(subject, count, tokens if count else 1, ms if clock else NAN, NAN if clock else ms)
+        counts.append(count)
+    return counts
+
+
+def runs(counts: list[int]) -> list[tuple[int, int]]:
+    return [(count, len(list(group))) for count, group in groupby(counts)]
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_it_keeps_drafting_while_that_pays(clock: bool) -> None:
+    subject = pace(clock=clock)
+    counts = drive(subject, 300, tokens=4, cost=2 * PLAIN_MS, clock=clock)
+    # The clock needs to see one plain round, the second one; nominal costs are known.
+    assert counts.count(0) == int(clock) and (not clock or counts[1] == 0)
+    assert (subject.steps_down, subject.plain_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_it_steps_down_when_it_loses_and_takes_longer_breaks(clock: bool) -> None:
+    subject = pace(clock=clock)
+    counts = drive(subject, 4000, tokens=1, cost=2 * PLAIN_MS, clock=clock)
+    breaks = [length for count, length in runs(counts) if count == 0 and length > 1]
+    expected = [min(FIRST_BREAK * 2**i, LONGEST_BREAK) for i in range(len(breaks))]
+    assert len(breaks) > 6 and LONGEST_BREAK in expected
+    assert breaks[:-1] == expected[:-1]  # the last one is cut by the end of the script
+    trials = [length for count, length in runs(counts) if count > 0]
+    assert set(trials[2:-1]) == {CLEAR_WINDOW}  # a loss as clear as this needs no whole window
+    assert subject.steps_down == len(breaks)
+    assert subject.plain_tokens == sum(breaks)
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_it_comes_back_when_speculation_pays_again(clock: bool) -> None:
+    subject = pace(clock=clock)
+    drive(subject, 200, tokens=1, cost=2 * PLAIN_MS, clock=clock)
+    assert subject.steps_down > 1
+    drive(subject, 1000, tokens=5, cost=2 * PLAIN_MS, clock=clock)
+    counts = drive(subject, 100, tokens=5, cost=2 * PLAIN_MS, clock=clock)
+    assert set(counts) == {DRAFT}
+    # A window that paid makes the next break short again.
+    counts = drive(subject, 2 * WINDOW + FIRST_BREAK, tokens=1, cost=3 * PLAIN_MS, clock=clock)
+    assert runs(counts)[1] == (0, FIRST_BREAK)
+
+
+@pytest.mark.parametrize("clock", [True, False])
+@pytest.mark.parametrize(("excess", "steps"), [(0.0, False), (MARGIN - 1.001, False), (MARGIN - 0.999, True)])
+def test_what_hardly_loses_is_noise(clock: bool, excess: float, steps: bool) -> None:
+    subject = pace(clock=clock)
+    drive(subject, 60, tokens=3, cost=3 * PLAIN_MS * (1 + excess), clock=clock)
+    assert (subject.steps_down > 0) == steps
+
+
+@pytest.mark.parametrize(
+    ("cost", "rounds"), [(CLEAR_MARGIN * 1.01, CLEAR_WINDOW), (CLEAR_MARGIN * 0.99, WINDOW)]
+)
+def test_a_clear_loss_is_seen_sooner(cost: float, rounds: int) -> None:
+    subject = pace(clock=False)
+    counts = drive(subject, WINDOW + 2, tokens=3, cost=3 * PLAIN_MS * cost, clock=False)
+    assert runs(counts)[0] == (DRAFT, 1 + rounds)  # the first round is not judged
+
+
+def test_the_first_round_is_not_judged() -> None:
+    subject = pace(clock=True)
+    observe(subject, subject.shape(1000).depth, 1, 1e9, NAN)
+    drive(subject, 50, tokens=4, cost=2 * PLAIN_MS, clock=True)
+    assert subject.steps_down == 0
+
+
+def test_a_plain_round_is_measured_though_the_second_one_was_drafted_ahead_of() -> None:
+    subject = pace(clock=True)
+    observe(subject, subject.shape(1000).depth, 5, 2 * PLAIN_MS, NAN)
+    observe(subject, DRAFT, 5, 2 * PLAIN_MS, NAN)  # its draft was ready, whatever was wanted
+    assert drive(subject, 7, tokens=5, cost=2 * PLAIN_MS, clock=True) == [0, *[DRAFT] * 6]
+    assert subject.steps_down == 0
+
+
+def test_the_clock_is_measured_against_the_median_plain_round() -> None:
+    subject = pace(clock=True)
+    drive(subject, 2 + CLEAR_WINDOW, tokens=1, cost=2 * PLAIN_MS, clock=True)
+    assert subject.steps_down == 1
+    for i in range(FIRST_BREAK):  # one slow round, as when the machine hesitates, is not the cost of a token
+        assert subject.shape(1000).depth == 0
+        observe(subject, 0, 1, 1e6 if i == FIRST_BREAK - 1 else PLAIN_MS, NAN)
+    drive(subject, CLEAR_WINDOW, tokens=1, cost=2 * PLAIN_MS, clock=True)
+    assert subject.steps_down == 2
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_without_stepping_down_it_drafts_whatever_it_costs(clock: bool) -> None:
+    subject = pace(clock=clock, step_down=False)
+    assert drive(subject, 100, tokens=1, cost=1e6, clock=clock) == [DRAFT] * 100
+    assert subject.steps_down == 0
+
+
+def test_a_plain_composition_has_nothing_to_watch() -> None:
+    subject = pace(clock=True, draft=0)
+    assert drive(subject, 50, tokens=1, cost=1e6, clock=True) == [0] * 50
+    assert (subject.steps_down, subject.plain_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_it_begins_plainly_where_speculation_is_not_expected_to_pay(clock: bool) -> None:
+    subject = pace(clock=clock, forecast=Table(lambda length: 5 * PLAIN_MS * 1.01))
+    counts = drive(subject, FORESEEN_BREAK + 1, tokens=9, cost=2 * PLAIN_MS, clock=clock)
+    assert counts == [0] * FORESEEN_BREAK + [DRAFT]
+    assert (subject.steps_down, subject.plain_tokens) == (1, FORESEEN_BREAK)
+    hopeful = pace(clock=False, forecast=Table(lambda length: 5 * PLAIN_MS * 0.99))
+    assert drive(hopeful, 3, tokens=9, cost=PLAIN_MS, clock=False) == [DRAFT] * 3
+
+
+def test_it_foresees_by_the_length_of_the_text() -> None:
+    for length, drafts in ((100, 0), (100_000, DRAFT)):
+        forecast = Table(lambda length: 1e5 * PLAIN_MS / length)
+        subject = Pace(forecast, CHAIN.deep(DRAFT), clock=False)
+        subject.begin(length)
+        assert subject.shape(1000).depth == drafts
+
+
+def test_a_draft_is_no_deeper_than_there_is_room() -> None:
+    subject = pace(clock=False)
+    assert [subject.shape(room).depth for room in (1000, 3, 0, -1)] == [DRAFT, 3, 0, 0]
+
+
+def test_what_was_asked_for_and_not_found_is_no_plain_round() -> None:
+    """A look-up without a match: speculation is judged by it."""
+    subject = pace(clock=False)
+    for _ in range(1 + CLEAR_WINDOW):  # the first round is not judged
+        subject.observe(100, round_of(1), times(DRAFT, NAN, 2 * PLAIN_MS, proposed=0))
+    assert subject.steps_down == 1
+
+
+# ------------------------------------------------------------------------------ depth of drafts
+
+
+class Shapes:
+    """Nominal costs: a pass of `pass_ms` and `query_ms` for each node, drafts of `step_ms` a level."""
+
+    def __init__(self, pass_ms: float, query_ms: float, step_ms: float) -> None:
+        self.pass_ms = pass_ms
+        self.query_ms = query_ms
+        self.step_ms = step_ms
+
+    def nominal_pass_ms(self, length: int, nodes: int) -> float:
+        return self.pass_ms + self.query_ms * nodes
+
+    def draft_ms(self, depth: int) -> float:
+        return self.step_ms * depth
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        return self.nominal_pass_ms(length, shape.size) + self.draft_ms(shape.depth)
+
+    def expected_tokens(self, count: int) -> float:
+        raise AssertionError("of no matter for the depth")
+
+
+def best(shapes: Shapes, acceptance: float) -> int:
+    """The depth with the most tokens a ms, by the definition."""
+
+    def rate(count: int) -> float:
+        return expected_tokens(acceptance, count) / (
+            shapes.nominal_pass_ms(0, count) + shapes.draft_ms(count)
+        )
+
+    return max(DRAFT_LENGTHS, key=rate)
+
+
+def depth(shapes: Shapes, acceptance: float, *, clock: bool, ahead: bool = False) -> DraftDepth:
+    return DraftDepth(shapes, CHAIN, RunningAcceptance(acceptance), clock=clock, ahead=ahead)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize("step_ms", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("clock", [True, False])
+def test_before_anything_is_seen_shapes_decide(step_ms: float, acceptance: float, clock: bool) -> None:
+    shapes = Shapes(100.0, 1.0, step_ms)
+    assert depth(shapes, acceptance, clock=clock).choose(0).depth == best(shapes, acceptance)
+
+
+def test_it_learns_what_the_machine_takes() -> None:
+    nominal, true = Shapes(100.0, 1.0, 1.0), Shapes(40.0, 3.0, 0.5)
+    subject = depth(nominal, 0.9, clock=True)
+    for count in (4, 8, 12, 4, 16, 6, 12, 8) * 4:
+        subject.observe_pass(0, count, true.nominal_pass_ms(0, count))
+        subject.observe_draft(0, count, true.draft_ms(count))
+    chosen = DRAFT_LENGTHS.index(subject.choose(0).depth)
+    assert abs(chosen - DRAFT_LENGTHS.index(best(true, 0.9))) <= 1
+    assert best(true, 0.9) != best(nominal, 0.9)
+
+
+def test_where_no_clock_may_decide_measured_times_count_for_nothing() -> None:
+    shapes = Shapes(100.0, 1.0, 1.0)
+    subject = depth(shapes, 0.9, clock=False)
+    for count in (4, 8, 12):
+        subject.observe_pass(0, count, NAN)
+        subject.observe_draft(0, count, NAN)
+    assert subject.choose(0).depth == best(shapes, 0.9)
+
+
+def test_it_learns_how_many_are_accepted() -> None:
+    seen = RunningAcceptance(0.9)
+    assert seen.rate == pytest.approx(0.9)
+    for _ in range(60):
+        seen.observe(2, 1)
+    assert seen.rate == pytest.approx(2 / 3, abs=0.03)
+    before = seen.rate
+    seen.observe(0, 0)  # a plain round says nothing
+    assert seen.rate == before
+    for _ in range(200):
+        seen.observe(8, 0)
+    assert seen.rate > 0.999
+
+
+def test_a_draft_that_is_hidden_is_as_deep_as_the_pass() -> None:
+    shapes = Shapes(100.0, 0.0, 10.0)
+    alone, ahead = depth(shapes, 0.97, clock=True), depth(shapes, 0.97, clock=True, ahead=True)
+    assert alone.choose(0).depth * 10.0 > 100.0 >= ahead.choose(0).depth * 10.0
+
+
+def test_a_draft_that_costs_nothing_by_its_shapes() -> None:
+    shapes = Shapes(1.0, 0.01, 0.0)
+    subject = depth(shapes, 0.3, clock=True)
+    for _ in range(3):
+        subject.observe_pass(0, 4, shapes.nominal_pass_ms(0, 4))
+        subject.observe_draft(0, 4, 0.1)
+    assert subject.choose(0).depth == best(shapes, 0.3)
+
+
+def test_lookup_chooses_its_depth_by_the_clock(target: PreTrainedModel) -> None:
+    prompt = byte_ids(20) * 6
+    overrides = SIZES | {"speculation.gamma2": 0}
+    with LLM.from_models(target, config="lookup", overrides=overrides) as llm:
+        assert llm.generate(prompt, PARAMS).timings.draft_n > 0
+        assert llm.last_result.tokens == llm.plain(PARAMS).tokens
