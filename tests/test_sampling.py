@@ -1,4 +1,4 @@
-"""Laws against transformers' own logits processors; draws against their law and their seed."""
+"""Probabilities against transformers' own logits processors; draws against them and their seed."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from offload_rt.errors import UsageError
-from offload_rt.sampling import GeneratorDraws, SamplingLaw, accepted_before, choices, pick
+from offload_rt.sampling import GeneratorDraws, Sampler, choices, pick
+from offload_rt.trees import Tree
 
 
-def transformers_laws(law: SamplingLaw, logits: Tensor) -> Tensor:
+def transformers_probs(sampler: Sampler, logits: Tensor) -> Tensor:
     """In the order in which its `generate` applies them."""
-    processors = LogitsProcessorList([TemperatureLogitsWarper(law.temperature)])
-    if law.top_k > 0:
-        processors.append(TopKLogitsWarper(law.top_k))
-    if law.top_p < 1:
-        processors.append(TopPLogitsWarper(law.top_p))
+    processors = LogitsProcessorList([TemperatureLogitsWarper(sampler.temperature)])
+    if sampler.top_k > 0:
+        processors.append(TopKLogitsWarper(sampler.top_k))
+    if sampler.top_p < 1:
+        processors.append(TopPLogitsWarper(sampler.top_p))
     ids: Any = torch.zeros(len(logits), 1, dtype=torch.long)
     warped: Tensor = processors(ids, logits)
     return warped.softmax(-1)
 
 
 SAMPLING = st.builds(
-    SamplingLaw,
+    Sampler,
     temperature=st.sampled_from([0.2, 0.6, 1.0, 1.7]),
     top_p=st.sampled_from([1e-6, 0.1234, 0.5017, 0.8003, 0.9507, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 40, 1000]),
 )
 
 
-@given(law=SAMPLING, seed=st.integers(0, 10**6), spread=st.sampled_from([0.1, 1.0, 5.0]))
+@given(sampler=SAMPLING, seed=st.integers(0, 10**6), spread=st.sampled_from([0.1, 1.0, 5.0]))
 @settings(derandomize=True, deadline=None, max_examples=80)
-def test_laws_are_those_of_transformers(law: SamplingLaw, seed: int, spread: float) -> None:
+def test_probs_are_those_of_transformers(sampler: Sampler, seed: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(3, 50, generator=generator, dtype=torch.float64)
-    found = law.laws(logits)
-    torch.testing.assert_close(found, transformers_laws(law, logits), rtol=1e-9, atol=1e-12)
+    found = sampler.probs(logits)
+    torch.testing.assert_close(found, transformers_probs(sampler, logits), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found.sum(-1), torch.ones(3, dtype=torch.float64))
 
 
-@given(law=SAMPLING, seed=st.integers(0, 10**6))
+@given(sampler=SAMPLING, seed=st.integers(0, 10**6))
 @settings(derandomize=True, deadline=None, max_examples=80)
-def test_laws_with_ties(law: SamplingLaw, seed: int) -> None:
+def test_probs_with_ties(sampler: Sampler, seed: int) -> None:
     """Top-p may cut between equals, and which of them stay is nobody's promise: how many is."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(0, 4, (3, 50), generator=generator).double()
-    found, expected = law.laws(logits), transformers_laws(law, logits)
+    found, expected = sampler.probs(logits), transformers_probs(sampler, logits)
     torch.testing.assert_close(found.sort(-1).values, expected.sort(-1).values, rtol=1e-9, atol=1e-12)
-    if law.top_p == 1.0:
+    if sampler.top_p == 1.0:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_narrow_logits_give_wide_laws(dtype: torch.dtype) -> None:
+def test_narrow_logits_give_wide_probs(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1)).to(dtype)
-    laws = SamplingLaw(0.7, 0.9, 20).laws(logits)
-    assert laws.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    wide = SamplingLaw(0.7, 0.9, 20).laws(logits.double())
-    torch.testing.assert_close(laws.double(), wide, rtol=1e-5, atol=1e-6)
+    probs = Sampler(0.7, 0.9, 20).probs(logits)
+    assert probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    wide = Sampler(0.7, 0.9, 20).probs(logits.double())
+    torch.testing.assert_close(probs.double(), wide, rtol=1e-5, atol=1e-6)
 
 
 def test_greedy_choices() -> None:
-    assert SamplingLaw().greedy and not SamplingLaw(0.1).greedy
+    assert Sampler().greedy and not Sampler(0.1).greedy
     assert choices(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])).tolist() == [1, 0]
 
 
@@ -86,13 +87,17 @@ def test_greedy_choices() -> None:
 )
 def test_values_out_of_range_are_refused_by_name(values: dict[str, float], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        SamplingLaw(**values)  # type: ignore[arg-type]
+        Sampler(**values)  # type: ignore[arg-type]
 
 
 def drawn(seed: int) -> list[int]:
     draws = GeneratorDraws(seed)
-    law = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    return [value for _ in range(50) for value in (int(draws.categorical(law)), int(draws.accept(0.5)))]
+    probs, coin = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.5])
+    return [
+        value
+        for _ in range(50)
+        for value in (int(draws.categorical(probs)), int(draws.descend(Tree.chain(1), coin)))
+    ]
 
 
 def test_a_seed_repeats_its_draws() -> None:
@@ -103,28 +108,27 @@ def test_a_seed_repeats_its_draws() -> None:
 
 
 def test_coins_leave_the_tokens_alone() -> None:
-    law = torch.ones(1000)
+    probs = torch.ones(1000)
     tossing, plain = GeneratorDraws(3), GeneratorDraws(3)
     for _ in range(20):
-        tossing.accept(0.5)
-        assert tossing.categorical(law) == plain.categorical(law)
+        tossing.descend(Tree.chain(2), torch.tensor([0.5, 0.5]))
+        assert tossing.categorical(probs) == plain.categorical(probs)
 
 
-def test_draws_follow_their_law() -> None:
+def test_draws_have_their_distribution() -> None:
     """Hoeffding: a fair source strays so far with probability 2 exp(-2 n d^2) < 1e-8, ten times over."""
     draws, n, allowed = GeneratorDraws(0), 20_000, 0.022
-    law = torch.tensor([1.0, 0.0, 3.0, 2.0])  # need not be normalised
-    tokens = [int(draws.categorical(law)) for _ in range(n)]
-    for token, weight in enumerate(law.tolist()):
+    probs = torch.tensor([1.0, 0.0, 3.0, 2.0])  # need not be normalized
+    tokens = draws.categorical(probs.expand(n, -1)).tolist()
+    for token, weight in enumerate(probs.tolist()):
         assert abs(tokens.count(token) / n - weight / 6) < allowed
     assert 1 not in tokens
-    runs = [int(draws.accepted(torch.tensor([0.5, 1.5, 0.2]))) for _ in range(n)]
-    for count, weight in enumerate((0.5, 0.0, 0.4, 0.1)):
-        assert abs(runs.count(count) / n - weight) < allowed
-    assert 1 not in runs
-    for probability in (0.0, 0.25, 1.0, 1.5):
-        share = sum(draws.accept(probability) for _ in range(n)) / n
-        assert share == min(1.0, probability) if probability != 0.25 else abs(share - 0.25) < allowed
+    # Two children of the root, and one below the first of them.
+    tree, chances = Tree((-1, -1, 0)), torch.tensor([0.5, 0.4, 1.5])
+    ends = [int(draws.descend(tree, chances)) for _ in range(n)]
+    for row, weight in enumerate((0.3, 0.0, 0.2, 0.5)):
+        assert abs(ends.count(row) / n - weight) < allowed
+    assert 1 not in ends
 
 
 def float64(value: float) -> Tensor:
@@ -138,33 +142,22 @@ def float64(value: float) -> Tensor:
 @settings(derandomize=True, deadline=None, max_examples=60)
 def test_a_share_of_the_uniform_numbers_picks_each_token(weights: list[float], steps: int) -> None:
     """So long as its probability is; none picks a token that has none."""
-    law = torch.tensor(weights)
-    picked = [int(pick(law, float64((step + 0.5) / steps))) for step in range(steps)]
-    for token, weight in enumerate(law.double() / law.double().sum()):
+    probs = torch.tensor(weights)
+    uniforms = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    picked = pick(probs.expand(steps, -1), uniforms).tolist()
+    for token, weight in enumerate(probs.double() / probs.double().sum()):
         assert abs(picked.count(token) - steps * float(weight)) <= 1
         assert weight > 0 or token not in picked
 
 
 def test_the_ends_of_the_uniform_numbers() -> None:
     nearly_one = math.nextafter(1.0, 0.0)
-    for law in (
+    for probs in (
         torch.tensor([0.0, 2.0, 1.0, 0.0]),
         torch.rand(100_000, generator=torch.Generator().manual_seed(0)).softmax(-1),
     ):
-        padded = torch.nn.functional.pad(law, (2, 3))
+        padded = torch.nn.functional.pad(probs, (2, 3))
         assert float(padded[int(pick(padded, float64(0.0)))]) > 0
         assert float(padded[int(pick(padded, float64(nearly_one)))]) > 0
     nan = torch.full((4,), torch.nan)
     assert 0 <= int(pick(nan, float64(0.5))) < 4  # reported elsewhere; here it must not break an embedding
-
-
-def test_trials_up_to_the_first_failure() -> None:
-    uniforms = torch.tensor([0.5, 0.0, 0.9, 0.2], dtype=torch.float64)
-    for probabilities, expected in (
-        ([1.0, 1.0, 1.0, 1.0], 4),
-        ([0.6, 0.1, 0.9, 0.3], 2),
-        ([0.5, 1.0, 1.0, 1.0], 0),
-        ([9.0, 0.0, 1.0, 1.0], 1),
-        ([0.6, 0.1, 0.95, math.nan], 3),
-    ):
-        assert int(accepted_before(uniforms, torch.tensor(probabilities, dtype=torch.float64))) == expected
