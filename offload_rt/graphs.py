@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel, Output, Part, part_ids
@@ -116,8 +116,8 @@ class _CacheGraphs:
 class GraphedModel(CausalModel):
     """A model whose recurring short passes over bounded caches are recorded and replayed.
 
-    Long passes, those of several texts and those over the full cache run as they come, and everything does
-    where nothing can be captured: on a CPU, or after a capture has failed.
+    Long passes, those of several texts, those over the full cache and those over very much speculation run
+    as they come, and everything does where nothing can be captured: on a CPU, or after a capture has failed.
 
     Args:
         on_notice: told, once, why nothing is captured.
@@ -148,7 +148,8 @@ class GraphedModel(CausalModel):
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
         part, cache = parts[0], parts[0].cache
-        short = part.new.count <= self.LONGEST
+        told = len(cache.held) + part.new.count <= FIXED_SPECULATION
+        short = part.new.count <= self.LONGEST and told
         if self._capture is None or len(parts) > 1 or not isinstance(cache, BoundedCache) or not short:
             return super().forward(parts, plan)
         cache.begin(part.new)

@@ -15,12 +15,13 @@ from torch import Tensor
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention import AttentionBackend, ReferenceBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.graphs import GraphedModel
-from offload_rt.model import CausalModel
+from offload_rt.layers import LayerPlan
+from offload_rt.model import CausalModel, Part
+from offload_rt.verification import Tokens
 
-CPU = torch.device("cpu")
 SINKS, WINDOW = 2, 14
 
 
@@ -49,18 +50,37 @@ class Walk:
         self.model = model
         self.cache = cache
 
-    def run(self, tokens: Sequence[int], *, parents: Sequence[int] = (), on_device: int = 0) -> Tensor:
-        """Logits of all new tokens: a chain, below it a tree; the last of them given on the device alone."""
-        chain = len(tokens) - len(parents)
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        start = self.cache.length
-        positions = [*range(start, start + chain), *(start + chain - 1 + depth for depth in depths)]
-        new = NewTokens.chain_and_tree(chain, parents, self.model.device, self.model.dtype)
-        host = len(tokens) - on_device
-        drawn = torch.tensor(tokens[host:], device=self.model.device) if on_device else None
-        return self.model.forward(self.cache, tokens[:host], positions, new, len(tokens), drawn)
+    def part(self, tokens: Sequence[int], parents: Sequence[int] | None, on_device: int, rows: int) -> Part:
+        held = len(self.cache.held)
+        if parents is None:
+            parents = range(-1, len(tokens) - 1)
+        known = tokens[: len(tokens) - on_device]
+        drawn = Tokens(tensor=torch.tensor(tokens[len(known) :], device=self.model.device))
+        below = [held + parent for parent in parents]
+        new = NewTokens.below(self.cache.held, below, known, drawn if on_device else None)
+        return Part(self.cache, new, rows, hidden=True)
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+        *,
+        on_device: int = 0,
+        rows: int = 0,
+        plan: LayerPlan | None = None,
+    ) -> Tensor:
+        """Logits of new tokens; the last `on_device` of them are given on the device alone.
+
+        Args:
+            parents: counted from the first of the pass, below 0 those it follows; None: a chain.
+            rows: 0: of all.
+        """
+        part = self.part(tokens, parents, on_device, rows or len(tokens))
+        (output,) = self.model.forward([part], plan)
+        assert output.hidden is not None
+        with torch.inference_mode():
+            close(self.model.logits(output.hidden[None]), output.logits)
+        return output.logits
 
 
 def twins(
@@ -69,12 +89,11 @@ def twins(
     """The same model with and without graphs, each over a cache of its own."""
     plain = CausalModel(tiny_target(arch).to(dtype), arch)
     graphed = GraphedModel(tiny_target(arch).to(dtype), arch, no_notice, capture)
-    backend = ReferenceBackend() if dtype == torch.float64 else TorchCpuBackend()
-    return (
-        Walk(plain, streaming_cache(plain, backend)),
-        Walk(graphed, streaming_cache(graphed, backend)),
-        graphed,
-    )
+    return Walk(plain, streaming_cache(plain)), Walk(graphed, streaming_cache(graphed)), graphed
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -90,24 +109,26 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
-        tokens = text[sliced.length : sliced.length + count]
-        positions = torch.arange(sliced.length, sliced.length + count)
-        new = NewTokens.chain_and_tree(count, (), CPU, dtype)
+        held = len(sliced.held)
+        tokens = torch.tensor(text[sliced.verified_length + held :][:count])
+        # Every other pass a tree, whose new tokens follow the first of the pass or each other.
+        parents = [max(0, at - 2) + held if step % 2 and at > 1 else held + at - 1 for at in range(count)]
+        new = NewTokens.below(sliced.held, parents, tokens.tolist())
+        positions = torch.tensor([sliced.verified_length + depth - 1 for depth in new.depths])
         sliced.begin(new)
-        expected = model.compute(sliced, torch.tensor(tokens), positions, count)
+        expected = model.compute(sliced, tokens, positions, None, range(count))
         fixed.begin(new)
-        fixed.fix(torch.tensor(fixed.end))
-        found = model.compute(fixed, torch.tensor(tokens), positions, count)
-        torch.testing.assert_close(
-            found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
-        )
+        fixed.fix(torch.tensor(fixed.numbers(new)))
+        found = model.compute(fixed, tokens, positions, None, range(count))
+        close(found, expected, tolerance)
         assert fixed._frame is not None and fixed._frame.mask is not None
         shapes.add(tuple(fixed._frame.mask.shape))
         for cache in (sliced, fixed):
             cache.commit(range(count))
             if step % 3 == 1:
-                cache.truncate(max(cache.verified_length, cache.length - 2))
+                cache.keep(range(max(0, len(cache.held) - 2)))
             elif step % 3 == 2:
+                cache.keep([at for at in range(len(cache.held)) if cache.held.sees[-1] >> at & 1])
                 cache.settle()
     assert sliced.entries == SINKS + WINDOW < sliced.verified_length
     assert len(shapes) == 7  # as many as there are counts
@@ -116,7 +137,7 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
 def test_fixed_shapes_need_a_pass() -> None:
     model = CausalModel(tiny_target("llama"), "llama")
     with pytest.raises(RuntimeError, match="call begin first"):
-        streaming_cache(model).fix(torch.tensor(0))
+        streaming_cache(model).fix(torch.zeros(5))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -125,12 +146,10 @@ def test_a_replay_computes_what_the_pass_would(arch: str) -> None:
     plain, graphed, _ = twins(arch, capture)
     text = byte_ids(400)
     at = 0
-    for step in range(40):
+    for step in range(28):
         count = (1, 2, 1, 3)[step % 4]
         tokens = text[at : at + count]
-        expected = plain.run(tokens)
-        found = graphed.run(tokens, on_device=step % 2)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        close(graphed.run(tokens, on_device=step % 2), plain.run(tokens))
         kept = count - (step % 5 == 4 and count > 1)
         for walk in (plain, graphed):
             walk.cache.commit(range(kept))
@@ -139,7 +158,59 @@ def test_a_replay_computes_what_the_pass_would(arch: str) -> None:
         at += kept
     torch.testing.assert_close(graphed.cache.keys, plain.cache.keys, rtol=1e-4, atol=1e-5)
     assert capture.captured == 3  # one for each number of new tokens
-    assert capture.replayed == 40 - 3 * GraphedModel.RARE
+    assert capture.replayed == 28 - 3 * GraphedModel.RARE
+
+
+TREES = [
+    [-1, 0, 1, 2, 3],
+    [-1, -1, -1, -1, -1],
+    [-3, 0, 0, 1, 1],
+    [-2, -1, 0, 1, 1],
+    [-1, -3, 0, 1, 3],
+    [-2, -2, 1, -1, 0],
+]
+"""Five new tokens each, below three that the cache holds."""
+
+
+def test_one_graph_serves_every_tree_of_as_many_tokens() -> None:
+    capture = RecordingCapture()
+    plain, graphed, _ = twins("llama-gqa", capture)
+    text = byte_ids(100)
+    for walk in (plain, graphed):
+        walk.run(text[:20])
+        walk.cache.commit(range(20))
+        walk.cache.settle()
+        walk.run(text[20:23])
+        walk.cache.commit(range(3))
+    for turn in range(2):
+        for number, parents in enumerate(TREES):
+            tokens = text[30 + 5 * number :][:5]
+            close(graphed.run(tokens, parents, on_device=3 * turn), plain.run(tokens, parents))
+    assert (capture.captured, capture.replayed) == (1, 2 * len(TREES) - GraphedModel.RARE)
+    # The tree that stays is where every later pass looks for it.
+    for walk in (plain, graphed):
+        walk.cache.commit([0, 3, 4])
+        walk.cache.keep([0, 1, 3])
+    tokens = text[60:65]
+    close(graphed.run(tokens, TREES[-1]), plain.run(tokens, TREES[-1]))
+    assert capture.captured == 1
+
+
+def test_more_speculation_than_fixed_shapes_tell_of_runs_as_it_comes() -> None:
+    capture = RecordingCapture()
+    plain, graphed, _ = twins("llama", capture)
+    text = byte_ids(400)
+    for walk in (plain, graphed):
+        walk.run(text[:FIXED_SPECULATION])
+        walk.cache.commit(range(FIXED_SPECULATION))
+    for _ in range(GraphedModel.RARE + 2):
+        assert torch.equal(graphed.run([7]), plain.run([7]))
+    assert capture.captured == 0
+    for walk in (plain, graphed):
+        walk.cache.keep(range(FIXED_SPECULATION - 1))
+    for _ in range(GraphedModel.RARE + 1):
+        close(graphed.run([7]), plain.run([7]))
+    assert (capture.captured, capture.replayed) == (1, 1)
 
 
 def test_a_result_outlives_the_next_replay() -> None:
@@ -154,37 +225,44 @@ def test_a_result_outlives_the_next_replay() -> None:
 
 def test_rows_are_the_last_ones() -> None:
     capture = RecordingCapture()
-    _, graphed, model = twins("llama", capture)
-    new = NewTokens.chain_and_tree(4, (), CPU, torch.float32)
+    _, graphed, _ = twins("llama", capture)
     for _ in range(GraphedModel.RARE + 1):
         whole = graphed.run(byte_ids(4))
     assert capture.replayed == 1
-    last = model.forward(graphed.cache, byte_ids(4), range(4), new, 2)
-    assert torch.equal(last, whole[-2:])
+    assert torch.equal(graphed.run(byte_ids(4), rows=2), whole[-2:])
 
 
 def test_what_is_not_recorded() -> None:
     capture = RecordingCapture()
-    plain, graphed, _ = twins("llama", capture)
+    plain, graphed, model = twins("llama", capture)
     text = byte_ids(200)
     long = GraphedModel.LONGEST + 1
     for walk in (plain, graphed):
         walk.run(text[:3])
         walk.cache.commit(range(3))
+    other = Walk(model, streaming_cache(model))
     for _ in range(GraphedModel.RARE + 2):
-        for tokens, parents in ((text[:5], (-1, -1, 0)), (text[:long], ())):
-            expected = plain.run(tokens, parents=parents)
-            assert torch.equal(graphed.run(tokens, parents=parents), expected)
+        assert torch.equal(graphed.run(text[:long]), plain.run(text[:long]))
+        # Of several texts.
+        output, _ = model.forward([graphed.part(text[:5], None, 0, 5), other.part(text[:2], None, 0, 2)])
+        close(output.logits, plain.run(text[:5]))
     assert capture.captured == 0
     for _ in range(GraphedModel.RARE):
         graphed.run(text[:5])
     assert capture.captured == 0  # so rare
     graphed.run(text[:5])
     assert capture.captured == 1
-    # A tree of as many tokens is not taken for the chain.
-    expected = plain.run(text[:5], parents=(-1, -1, 0))
-    assert torch.equal(graphed.run(text[:5], parents=(-1, -1, 0)), expected)
-    assert capture.replayed == 1
+
+
+def test_orders_of_layers_are_told_apart() -> None:
+    capture = RecordingCapture()
+    plain, graphed, model = twins("llama", capture)
+    plans = [None, *(model.layer_plan(text) for text in ("skip:1", "skip:0m"))]
+    tokens = byte_ids(3)
+    for _ in range(GraphedModel.RARE + 1):
+        for plan in plans:
+            close(graphed.run(tokens, plan=plan), plain.run(tokens, plan=plan))
+    assert (capture.captured, capture.replayed) == (3, 3)
 
 
 def replays(walk: Walk, tokens: Sequence[int], times: int) -> Tensor:
@@ -232,8 +310,7 @@ def test_a_cache_that_grows_is_captured_anew() -> None:
         walk.cache.commit(range(room))
     for count in (1, 1, 1, 1, 2):
         expected = plain.run(text[room : room + count])
-        found = graphed.run(text[room : room + count])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        close(graphed.run(text[room : room + count]), expected)
     assert graphed.cache.keys.shape[2] > room
     assert (capture.captured, capture.replayed) == (3, 6)
     assert len(model._of_cache[graphed.cache].graphs) == 1  # those of the old buffer are gone
@@ -306,7 +383,7 @@ SMALL = {
 @pytest.mark.parametrize("config", ["naive", "streaming", "retrieval", "triforce"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_decoding_with_graphs(config: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.api.choose_backend", lambda device: TorchCpuBackend())
+    monkeypatch.setattr("offload_rt.engine.choose_backend", lambda device: TorchCpuBackend())
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
     target = tiny_target("llama-gqa")
     found = []

@@ -13,10 +13,10 @@ import torch
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from offload_rt import LLM, SamplingParams
-from offload_rt.drafting import verifier
-from offload_rt.drafting.base import Text
+from offload_rt import LLM, SamplingParams, passes
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device, to_host
+from offload_rt.passes import run_alone
 
 OVERRIDES = {
     "retrieval.budget": 64,
@@ -67,7 +67,7 @@ class Reads:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     found = Reads()
-    monkeypatch.setattr(verifier, "to_host", found.to_host)
+    monkeypatch.setattr(passes, "to_host", found.to_host)
     for way in READS:
         monkeypatch.setattr(Tensor, way, found.watch(way))
     yield found
@@ -81,20 +81,20 @@ def test_the_host_waits_once_a_verified_step(config: str, temperature: float, re
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
     with LLM.from_models(target, noisy_copy(target), config=config, overrides=OVERRIDES) as llm:
         events = llm.stream(byte_ids(300), params)
-        assert llm._session is not None
-        levels = llm._session.verifier.levels
-        before = {level.name: level.host_reads for level in levels}  # a small model read the prompt
+        (session,) = llm._engine._sessions
+        levels = session.verifier.levels
+        before = {level.name: (level.host_reads, level.passes) for level in levels}  # those of the prompt
         reads.others.clear()
         tokens = [event.token for event in events]
-        waits = {level.name: level.host_reads - before[level.name] for level in levels}
+        waits = {level.name: level.host_reads - before[level.name][0] for level in levels}
+        passed = {level.name: level.passes - before[level.name][1] for level in levels}
     assert len(tokens) == 60
     assert reads.others == []
     assert len(reads.brought) >= sum(waits.values())
-    rounds = {level.name: level.rounds for level in levels}
     verified = {"target:full"} | ({"target:retrieved"} if config == "triforce" else set())
     assert {name for name in waits if waits[name]} == verified
     for name in verified:
-        assert waits[name] == rounds[name] > 0
+        assert waits[name] == passed[name] > 0
 
 
 def test_there_and_back() -> None:
@@ -137,13 +137,13 @@ def test_drafting_waits_for_nothing_else_on_a_gpu(
         events = llm.stream(byte_ids(300), params)
         for _ in range(24):  # until what recurs is captured
             next(events)
-        session = llm._session
-        assert session is not None
-        monkeypatch.setattr(verifier, "to_host", allowed)
+        (session,) = llm._engine._sessions
+        monkeypatch.setattr(passes, "to_host", allowed)
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.inference_mode():
-                drafted = session.verifier.drafter.propose(Text(session.text), 5)
+                proposal = session.verifier.drafter.proposal(session.view, DraftShape(depth=5))
+                drafted = run_alone(proposal.complete())
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert len(drafted.tokens) >= 5

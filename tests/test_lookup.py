@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.drafting.base import Text
+from offload_rt.drafting.base import Round, TokenView
 from offload_rt.drafting.lookup import LookupDrafter
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.passes import run_alone
+from offload_rt.verification import Draft
+
+ROUND = Round([], 0, 0, 0, 0, None, torch.empty(0))
+"""What a look-up is told beside the text, and does not need."""
+
+
+def prefilled(text: list[int], max_ngram: int, min_ngram: int) -> LookupDrafter:
+    drafter = LookupDrafter(max_ngram, min_ngram)
+    run_alone(drafter.prefill(TokenView(text)))
+    return drafter
+
+
+def drafted(drafter: LookupDrafter, view: TokenView, count: int) -> Draft:
+    return run_alone(drafter.proposal(view, DraftShape(depth=count)).complete())
+
+
+def proposed(
+    drafter: LookupDrafter, text: list[int], count: int, speculated: Sequence[int] = ()
+) -> list[int]:
+    return drafted(drafter, TokenView(text, speculated), count).tokens.known
 
 
 def searched(settled: int, text: list[int], max_ngram: int, min_ngram: int, count: int) -> list[int]:
@@ -37,50 +61,49 @@ def test_it_finds_what_a_search_finds(
     prompt: list[int], portions: list[list[int]], speculated: list[int], sizes: list[int], count: int
 ) -> None:
     smallest, largest = sizes
-    drafter = LookupDrafter(largest, smallest)
     text = list(prompt)
-    drafter.prefill(Text(text))
+    drafter = prefilled(text, largest, smallest)
     for portion in [[], *portions]:
         text += portion
-        drafter.settle(Text(text))
-        drafter.settle(Text(text))  # twice says nothing new
-        for grown in (Text(text), Text(text, speculated)):
-            draft = drafter.propose(grown, count)
-            assert draft.laws is None and draft.is_chain
-            assert list(draft.tokens) == searched(len(text), grown.part(0), largest, smallest, count)
+        drafter.observe(TokenView(text), ROUND)
+        drafter.observe(TokenView(text), ROUND)  # twice says nothing new
+        for grown in (TokenView(text), TokenView(text, speculated)):
+            draft = drafted(drafter, grown, count)
+            assert draft.probs is None and draft.tree.is_chain
+            assert draft.tokens.known == searched(len(text), grown.part(0), largest, smallest, count)
 
 
 def test_a_prefill_forgets_the_text_before() -> None:
-    drafter = LookupDrafter(3, 1)
-    drafter.prefill(Text([1, 2, 3, 1, 2]))
-    assert list(drafter.propose(Text([1, 2, 3, 1, 2]), 2).tokens) == [3, 1]
-    drafter.prefill(Text([9, 1, 2]))
-    assert list(drafter.propose(Text([9, 1, 2]), 2).tokens) == []
+    drafter = prefilled([1, 2, 3, 1, 2], 3, 1)
+    assert proposed(drafter, [1, 2, 3, 1, 2], 2) == [3, 1]
+    run_alone(drafter.prefill(TokenView([9, 1, 2])))
+    assert proposed(drafter, [9, 1, 2], 2) == []
 
 
 def test_speculation_leaves_no_trace() -> None:
-    drafter = LookupDrafter(2, 1)
-    text = [5, 6, 7]
-    drafter.prefill(Text(text))
-    drafter.propose(Text(text, [8, 9, 8]), 3)
-    drafter.settle(Text([5, 6, 7, 1]))
-    assert list(drafter.propose(Text([5, 6, 7, 1], [8]), 3).tokens) == []
+    drafter = prefilled([5, 6, 7], 2, 1)
+    proposed(drafter, [5, 6, 7], 3, [8, 9, 8])
+    drafter.observe(TokenView([5, 6, 7, 1]), ROUND)
+    assert proposed(drafter, [5, 6, 7, 1], 3, [8]) == []
 
 
 def test_the_longest_match_wins_over_the_newest() -> None:
-    drafter = LookupDrafter(3, 1)
     text = [1, 2, 3, 4, 0, 3, 9, 1, 2, 3]
-    drafter.prefill(Text(text))
-    assert list(drafter.propose(Text(text), 1).tokens) == [4]
+    assert proposed(prefilled(text, 3, 1), text, 1) == [4]
+
+
+def test_where_nothing_is_asked_for_nothing_is_looked_up() -> None:
+    drafter = prefilled([1, 2, 1], 3, 1)
+    assert proposed(drafter, [1, 2, 1], 0) == []
+    assert [level.passes for level in drafter.levels] == [0]
 
 
 def test_a_long_text_in_portions() -> None:
     source = random.Random(1)
     text = [source.randrange(20) for _ in range(2000)]
-    drafter = LookupDrafter(4, 1)
-    drafter.prefill(Text(text[:700]))
+    drafter = prefilled(text[:700], 4, 1)
     at = 700
     while at < len(text):
         at = min(len(text), at + source.randint(1, 17))
-        drafter.settle(Text(text[:at]))
-        assert list(drafter.propose(Text(text[:at]), 5).tokens) == searched(at, text[:at], 4, 1, 5)
+        drafter.observe(TokenView(text[:at]), ROUND)
+        assert proposed(drafter, text[:at], 5) == searched(at, text[:at], 4, 1, 5)

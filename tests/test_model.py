@@ -20,9 +20,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
+from offload_rt.attention import TorchCpuBackend
+from offload_rt.caches.base import NewTokens
+from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
-from offload_rt.model import ATTENTION_NAME, CausalModel, NotANumber, _attention_through
+from offload_rt.model import ATTENTION_NAME, CausalModel, NotANumber, Part, _attention_through
 
 SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
@@ -260,6 +264,80 @@ def test_a_nan_in_the_draft_names_the_draft() -> None:
         pytest.raises(NotANumber, match=r"^the/draft: .*weight lm_head\.weight"),
     ):
         llm.generate(byte_ids(30), SHORT)
+
+
+class Breakable(StreamingCache):
+    """Attention fails in the layer `fails_in`."""
+
+    fails_in: int | None = None
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        if layer == self.fails_in:
+            raise CopyFailed(f"layer {layer}")
+        return super().attend(layer, queries, keys, values, scale)
+
+
+def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) -> Part:
+    """A part over a cache that holds the start of `text`; the rest, in a forest, is new."""
+    cache = Breakable(
+        model.layers,
+        model.kv_heads,
+        model.head_dim,
+        model.dtype,
+        model.device,
+        sinks=2,
+        window=60,
+        inverse_frequencies=model.rotary_frequencies,
+        backend=TorchCpuBackend(),
+    )
+    old = len(text) - len(parents)
+    if old:
+        start = NewTokens.below(cache.held, range(-1, old - 1), text[:old])
+        model.forward([Part(cache, start, rows=1)])
+        cache.commit(range(old))
+        cache.settle()
+    return Part(cache, NewTokens.below(cache.held, parents, text[old:]), rows, hidden=rows > 1)
+
+
+PARTS = [
+    (byte_ids(40), [-1], 1),
+    (byte_ids(9, start=100), [-1, 0, 0, 1, 1, -1], 6),
+    (byte_ids(25, start=200), list(range(-1, 24)), 3),
+    (byte_ids(31, start=300), [-1, 0, 1], 1),
+]
+
+
+@pytest.mark.parametrize("arch", ["llama-gqa", "qwen3"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_texts_of_one_pass_do_not_see_each_other(arch: str, count: int) -> None:
+    model = CausalModel(tiny_target(arch), arch)
+    alone = [model.forward([part_of(model, *part)])[0] for part in PARTS[:count]]
+    together = [part_of(model, *part) for part in PARTS[:count]]
+    for part, found, expected in zip(together, model.forward(together), alone, strict=True):
+        assert found.logits.shape == (part.rows, model.vocabulary) and found.error is None
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        assert (found.hidden is None) == (expected.hidden is None) == (not part.hidden)
+        if found.hidden is not None and expected.hidden is not None:
+            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("failing", range(4))
+def test_a_text_that_fails_in_a_pass_fails_alone(failing: int, layer: int) -> None:
+    model = CausalModel(tiny_target("llama"), "llama")
+    alone = [model.forward([part_of(model, *part)])[0] for part in PARTS]
+    together = [part_of(model, *part) for part in PARTS]
+    broken = together[failing].cache
+    assert isinstance(broken, Breakable)
+    broken.fails_in = layer
+    for number, (found, expected) in enumerate(zip(model.forward(together), alone, strict=True)):
+        if number == failing:
+            assert isinstance(found.error, CopyFailed) and str(found.error) == f"layer {layer}"
+        else:
+            assert found.error is None
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(CopyFailed, match=f"layer {layer}"):  # nobody else is in the pass
+        model.forward([together[failing]])
 
 
 def test_a_second_runner_is_made_while_another_thread_is_in_a_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,13 +11,15 @@ import torch
 from tiny_models import ARCHITECTURES, byte_ids, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from uneven_link import LateTicket
 
-from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
+from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, Ticket, TransferEngine
+from cpu_kv.link import Pairs
 from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.engine import kv_layout
 from offload_rt.model import CausalModel
 from offload_rt.prefill import prefill
-from offload_rt.session import kv_layout
 
 TOLERANCE = 1e-4
 
@@ -42,7 +45,7 @@ def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[DynamicCache, 
 
 
 def check_store(cache: FullCache, expected: DynamicCache, length: int) -> None:
-    assert cache.length == length
+    assert cache.verified_length == length
     keys, values = cache.read(0, length)
     for number, layer in enumerate(expected.layers):
         torch.testing.assert_close(keys[number], layer.keys[0], rtol=0, atol=TOLERANCE)
@@ -99,6 +102,45 @@ def test_every_byte_crosses_the_link_once(chunk: int) -> None:
         prefill(model, cache, byte_ids(150), chunk)
         assert cache.engine.counters.bytes_to_host == cache.layout.kv_bytes(150)
         assert cache.engine.counters.bytes_to_device == 0
+
+
+class LazyLink(PacedLink):
+    """Makes a copy when somebody waits for it, and not before."""
+
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        return LateTicket(self, list(pairs))
+
+
+def live_kv_bytes(head_dim: int) -> dict[int, int]:
+    """Bytes of every live tensor of heads, by address."""
+    found = {}
+    for tensor in gc.get_objects():
+        if type(tensor) is Tensor and tensor.ndim >= 3 and tensor.shape[-1] == head_dim:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def test_one_layer_is_on_the_device_at_a_time() -> None:
+    """However late what was computed is written back."""
+    model = CausalModel(tiny_target("llama-gqa", layers=5), "tiny")
+    tokens, seen = byte_ids(250), []
+    with empty_cache(model, LazyLink(1e9)) as cache:
+        cache.sequence.reserve(len(tokens))
+        memory = [cache.sequence.slots(layer, len(tokens)) for layer in range(model.layers)]
+        before = live_kv_bytes(model.head_dim)  # the store, which is the host's, and the tail
+
+        def count(done: int, of: int) -> None:
+            now = live_kv_bytes(model.head_dim)
+            seen.append(sum(nbytes for address, nbytes in now.items() if address not in before))
+
+        prefill(model, cache, tokens, 50, count)
+        del memory
+    layer_bytes = cache.layout.kv_bytes(len(tokens)) // model.layers
+    assert len(seen) == 25
+    assert layer_bytes <= min(seen[:-1]) and max(seen) < 1.5 * layer_bytes
 
 
 def test_a_model_that_needs_no_link_moves_nothing() -> None:

@@ -34,10 +34,12 @@ class LateLink(PacedLink):
     def copy(
         self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
     ) -> Ticket:
-        return _Late(self, list(pairs)) if urgent else super().copy(pairs, after, to_host=to_host)
+        return LateTicket(self, list(pairs)) if urgent else super().copy(pairs, after, to_host=to_host)
 
 
-class _Late:
+class LateTicket:
+    """A copy that is made when it is waited for."""
+
     def __init__(self, link: PacedLink, pairs: Pairs) -> None:
         self._link = link
         self._pairs = pairs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.attention import AttentionBackend, attend
-from offload_rt.caches.base import NewTokens, seen
+from offload_rt.caches.base import WORD_BITS, NewTokens, seen
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
 
@@ -28,6 +28,9 @@ SPECULATIVE_ENTRIES = 128
 
 WORDS = 3
 """Numbers that tell what a new token sees of them and of its pass, `WORD_BITS` entries each."""
+
+FIXED_SPECULATION = WORDS * WORD_BITS
+"""Speculative entries, those of the pass included, that the numbers of `fix` tell of."""
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,14 @@ class HeldTokens:
 
         A token that never came to the host matches nothing: nobody has asked for it.
         """
-        path: list[int] = []
+        ends = [-1]  # of independent sequences several may start alike
         for token in tokens:
-            entry = self.child(path[-1] if path else -1, token)
-            if entry is None:
+            longer = [e for e in range(len(self)) if self.parents[e] in ends and self._is(e, token)]
+            if not longer:
                 break
-            path.append(entry)
-        return path
+            ends = longer
+        line = self.sees[ends[0]] if ends[0] >= 0 else 0
+        return [entry for entry in range(len(self)) if line >> entry & 1]
 
     def child(self, entry: int, token: int) -> int | None:
         """The entry below `entry` that holds `token`."""
