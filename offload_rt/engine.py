@@ -125,14 +125,23 @@ class Engine:
     def stop(self, session: Session) -> None:
         """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
         with self._lock:
-            session.stop()
+            if session in self._sessions:
+                self._end_pass(session)
+                session.stop()
 
     def close_session(self, session: Session) -> None:
         """Gives the memory of a text back. Idempotent."""
         with self._lock:
             if session in self._sessions:
                 self._sessions.remove(session)
+                self._end_pass(session)
                 session.close()
+
+    def _end_pass(self, session: Session) -> None:
+        """Ends a pass that a second interrupt kept the first one from waiting for."""
+        if self._thread is not None:
+            session.full.cancel()
+            self._thread.join()
 
     def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
         """Sizes and shares for such a text; the planner keeps what the config gives."""
