@@ -51,6 +51,7 @@ from offload_rt.timeline import Timeline
 NO_DRAFT = "none"
 PLAIN = "plain"
 GREEDY = SamplingParams()
+OPENED = TokenEvent(-1, "", False)  # a stream's first event, which `LLM.stream` takes itself
 
 Prompt = str | Sequence[int]
 
@@ -276,14 +277,27 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Generator[TokenEvent]:
         """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands.
 
-        Several streams may be open: each is a text of its own.
+        Several streams may be open: each is a text of its own. The newest one that has ended is kept.
         """
         tokens = self._check_prompt(prompt, params)
-        before, self._last = self._last, None
+        before = self._last
+        self._engine.check_room(len(tokens), params.max_tokens, instead_of=before)
+        self._last = self._result = None
         if before is not None:
             self._engine.close_session(before)
-        self._result = None
-        return self._run(self._open(tokens, params))
+        events = self._run(self._open(tokens, params))
+        next(events)  # from here on closing it ends the text
+        return events
+
+    def _keep(self, session: Session, result: GenerationResult) -> None:
+        """Keeps a text that has ended, unless a newer one has."""
+        kept = self._last
+        if kept is not None and session.opened < kept.opened:
+            self._engine.close_session(session)
+            return
+        self._last, self._result = session, result
+        if kept is not None and kept is not session:
+            self._engine.close_session(kept)
 
     def _open(self, tokens: list[int], params: SamplingParams) -> _Writer:
         if params.seed is None:
@@ -313,7 +327,7 @@ class LLM:
         settings = session.planned
         if config is not None:
             settings = self._engine.available(load_config(config, overrides))
-        self._engine.check_room(session.prompt_tokens, params.max_tokens)
+        self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         session.rerun(settings, self._continuation(params))
@@ -341,8 +355,9 @@ class LLM:
         )
 
     def _run(self, writer: _Writer) -> Generator[TokenEvent]:
-        session = self._last = writer.session
+        session = writer.session
         try:
+            yield OPENED
             while not writer.ended:
                 (round,) = self._engine.step([session])
                 if isinstance(round, Exception):
@@ -350,10 +365,7 @@ class LLM:
                 yield from writer.write(round)
         finally:
             self._engine.stop(session)  # the link would go on into a pass that nobody asks for
-            if self._last is session:
-                self._result = writer.result()
-            else:
-                self._engine.close_session(session)
+            self._keep(session, writer.result())
 
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         target = self._engine.target

@@ -161,7 +161,7 @@ class LevelConfig:
             value = {"model": model, "cache": cache}
         types = get_type_hints(cls)
         if not isinstance(value, Mapping):
-            raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
+            raise InvalidValue(key, value, f"must be a name ({', '.join(LEVELS)}) or a table")
         for name, item in value.items():
             _require(name in types, f"{key}.{name}", item, f"is no key of a level{_nearest(name, types)}")
             _require(type(item) is types[name], f"{key}.{name}", item, f"must be a {types[name].__name__}")
@@ -398,7 +398,8 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Conf
         }
         return Config(name=path.stem, **sections)
     except InvalidValue as error:
-        raise UsageError(f"{sources.get(error.key, 'default')}: {error}") from None
+        section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
+        raise UsageError(f"{sources.get(section_key, 'default')}: {error}") from None
 
 
 def parse_override(text: str) -> tuple[str, object]:

@@ -103,7 +103,6 @@ class Engine:
     def open(self, prompt: Sequence[int], continuation: Continuation) -> Session:
         """Reads a prompt, so that `step` can continue it. Others may be under way."""
         with self._lock:
-            self._check_open()
             self.check_room(len(prompt), continuation.max_tokens)
             config, shares = self._plan(len(prompt), continuation.max_tokens)
             shared = Shared(self.target, self.draft, self.store, self._link, self._backend, self.timeline)
@@ -126,14 +125,23 @@ class Engine:
     def stop(self, session: Session) -> None:
         """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
         with self._lock:
-            session.stop()
+            if session in self._sessions:
+                self._end_pass(session)
+                session.stop()
 
     def close_session(self, session: Session) -> None:
         """Gives the memory of a text back. Idempotent."""
         with self._lock:
             if session in self._sessions:
                 self._sessions.remove(session)
+                self._end_pass(session)
                 session.close()
+
+    def _end_pass(self, session: Session) -> None:
+        """Ends a pass that a second interrupt kept the first one from waiting for."""
+        if self._thread is not None:
+            session.full.cancel()
+            self._thread.join()
 
     def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
         """Sizes and shares for such a text; the planner keeps what the config gives."""
@@ -161,12 +169,16 @@ class Engine:
                 cpu = plan.placement.cpu_tokens // page * page
         return config, Shares(resident, cpu)
 
-    def check_room(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> None:
+    def check_room(
+        self, prompt_tokens: int, new_tokens: int, texts: int = 1, instead_of: Session | None = None
+    ) -> None:
         """Refuses a text that has more tokens than the model has positions, or than memory holds.
 
         Args:
             texts: how many of them together.
+            instead_of: an open text that gives its memory back first.
         """
+        self._check_open()
         total, limit = prompt_tokens + new_tokens, self.target.max_positions
         if total > limit:
             raise UsageError(
@@ -182,6 +194,8 @@ class Engine:
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.
         available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
+        if instead_of is not None:
+            available += instead_of.full.sequence.length * layout.token_bytes
         needed = total * token_bytes * texts
         if needed > available:
             raise UsageError(

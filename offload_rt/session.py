@@ -65,6 +65,7 @@ class Session:
         verifier: the composition; the target over its full cache.
         ready: a draft that was begun for the text as it is now.
         rounds: times of the rounds so far.
+        opened: seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Session:
         self.planned = config  # stays, whatever it is recomposed to
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
+        self.opened = perf_counter()
         self.prefill_ms = 0.0
         self.timeline = shared.timeline
         self.ready: Proposal | None = None

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from small_engine import CONFIGS, SIZES
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, SamplingParams, api, decoding, devices, governor
-from offload_rt.drafting import lookup, verifier
+from offload_rt import LLM, SamplingParams, api, devices, pace, passes, rounds
+from offload_rt.drafting import lookup
 from offload_rt.errors import UsageError
 
 ASCII = 128
@@ -110,9 +111,9 @@ def test_more_tokens_than_positions(make: Any) -> None:
 
 def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = tiny_target("llama", max_position_embeddings=10**7)
-    with LLM.from_models(wide, config="plain") as llm:
+    with LLM.from_models(wide, config="plain", overrides={"store.slab_tokens": 256}) as llm:
         before = llm.generate(byte_ids(20), SamplingParams(max_tokens=5))
-        reserved = llm._store.reserved_bytes
+        reserved = llm._engine.store.reserved_bytes
         monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
         # 1.25 KiB a token: 2 layers, 4 heads of 16, keys and values in float32, and 64 hidden states.
         with pytest.raises(
@@ -122,9 +123,13 @@ def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         found = re.search(r"longest context that fits is (\d+) tokens", str(caught.value))
         assert found is not None and int(found[1]) == (2**30 + reserved) // 1280
         # Nothing was taken, and what was there is still there.
-        assert llm._store.reserved_bytes == reserved
+        assert llm._engine.store.reserved_bytes == reserved
         assert llm.last_result == before
+        monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
         assert llm.plain(SamplingParams(max_tokens=5)).tokens == before.tokens
+        # It takes the place of the text before, and needs no more than that.
+        llm.generate(byte_ids(170), SamplingParams(max_tokens=5))
+        assert llm.plain(SamplingParams(max_tokens=5)).tokens == llm.last_result.tokens
 
 
 def test_nothing_was_generated_yet(make: Any) -> None:
@@ -257,14 +262,45 @@ def test_a_closed_stream_is_an_interrupted_text(make: Any, plain_tokens: list[in
     assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
 
 
-def test_an_abandoned_stream_gives_way_to_the_next(make: Any, plain_tokens: list[int]) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_streams_in_turns_are_texts_of_their_own(make: Any, plain_tokens: list[int], config: str) -> None:
+    llm, other_prompt = make(config), byte_ids(70, start=500, vocabulary=ASCII)
+    alone = llm.generate(other_prompt, PARAMS)
+    first, second = llm.stream(PROMPT, PARAMS), llm.stream(other_prompt, PARAMS)
+    turns = [(a.token, b.token) for a, b in zip(first, second, strict=True)]
+    assert turns == list(zip(plain_tokens, alone.tokens, strict=True))
+    assert llm.last_result.tokens == alone.tokens
+
+
+def test_a_stream_is_opened_in_the_middle_of_another(make: Any, plain_tokens: list[int]) -> None:
+    llm, others = make(), byte_ids(70, start=500, vocabulary=ASCII)
+    first = llm.stream(PROMPT, PARAMS)
+    begun = [next(first).token for _ in range(5)]
+    second = llm.stream(others, PARAMS)
+    assert [*begun, *(event.token for event in first)] == plain_tokens == llm.last_result.tokens
+    assert llm.rerun(PARAMS).tokens == plain_tokens, "the newest that has ended"
+    written = [event.token for event in second]
+    assert llm.last_result.tokens == written == llm.plain(PARAMS).tokens
+    assert len(llm._engine._sessions) == 1
+
+
+def test_the_newest_text_that_has_ended_is_kept(make: Any, plain_tokens: list[int]) -> None:
     llm = make()
-    abandoned = llm.stream(PROMPT, PARAMS)
+    abandoned = llm.stream(byte_ids(70, start=500, vocabulary=ASCII), PARAMS)
     next(abandoned)
     result = llm.generate(PROMPT, PARAMS)
-    assert result.tokens == plain_tokens
-    del abandoned
-    assert llm.last_result.tokens == plain_tokens
+    abandoned.close()
+    assert llm.last_result == result
+    assert llm.rerun(PARAMS).tokens == plain_tokens == result.tokens
+    assert len(llm._engine._sessions) == 1
+
+
+def test_a_stream_that_never_began_ends_as_any_other(make: Any, plain_tokens: list[int]) -> None:
+    llm = make()
+    llm.stream(byte_ids(70, start=500, vocabulary=ASCII), PARAMS).close()
+    assert llm.last_result.tokens == [] and llm.last_result.finish_reason == "interrupted"
+    assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+    assert len(llm._engine._sessions) == 1
 
 
 def test_one_prompt_after_another_owes_nothing_to_the_first(make: Any) -> None:
@@ -297,9 +333,9 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     make: Any, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Left alone, so small a model does without drafts from the start: here it never ceases to reconsider.
-    monkeypatch.setattr(governor.Governor, "begin", lambda self, length: None)
-    monkeypatch.setattr(governor, "FIRST_BREAK", 4)
-    monkeypatch.setattr(governor, "LONGEST_BREAK", 4)
+    monkeypatch.setattr(pace.StepDown, "begin", lambda *_: None)
+    monkeypatch.setattr(pace, "FIRST_BREAK", 4)
+    monkeypatch.setattr(pace, "LONGEST_BREAK", 4)
     params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, seed=11)
     expected = make(config, step_down=True).generate(PROMPT, params)
     if config != "plain":
@@ -314,7 +350,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
             return now
 
         with monkeypatch.context() as patch:
-            for module in (decoding, verifier, lookup, api):
+            for module in (rounds, passes, lookup, api):
                 patch.setattr(module, "perf_counter", wild)
             assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
 
@@ -328,18 +364,16 @@ def test_another_seed_is_another_text(make: Any) -> None:
     assert len(texts) == 3
 
 
-def test_without_a_seed_every_text_is_another(make: Any) -> None:
-    llm, params = make(), SamplingParams(temperature=1.5, max_tokens=30, seed=None)
-    first = llm.generate(PROMPT, params)
-    assert first.seed is None
-    assert first.tokens != llm.generate(PROMPT, params).tokens
+def test_without_a_seed_one_is_drawn_and_told(make: Any) -> None:
+    llm, params = make(), SamplingParams(temperature=1.5, max_tokens=30)
+    first, second = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
+    assert first.seed != second.seed and first.tokens != second.tokens
+    assert llm.rerun(replace(params, seed=first.seed)).tokens == first.tokens
+    (member,) = llm.generate([PROMPT], params)
+    assert llm.generate(PROMPT, replace(params, seed=member.seed)).tokens == member.tokens
 
 
-def test_greedy_needs_no_seed(make: Any, plain_tokens: list[int]) -> None:
-    assert make().generate(PROMPT, SamplingParams(max_tokens=60, seed=None)).tokens == plain_tokens
-
-
-# --- again, plainly
+# --- once more, plainly
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -397,7 +431,7 @@ def test_json_has_exactly_the_fields_of_the_contract(make: Any) -> None:
     assert values["prompt_tokens"] == values["timings"]["prompt_n"] == 100
     assert values["timings"]["predicted_n"] == len(values["tokens"]) == 60
     assert (values["config"], values["device"], values["dtype"]) == ("triforce", "cpu", "float32")
-    assert values["seed"] == 0 and values["draft"] is not None
+    assert values["seed"] == result.seed and values["draft"] is not None
     assert values["memory"]["kv_reserved_bytes"] >= values["memory"]["kv_bytes"] > 0
 
 
@@ -422,10 +456,10 @@ def test_close_gives_everything_back(target: PreTrainedModel, draft: PreTrainedM
     before = set(threading.enumerate())
     llm = LLM.from_models(target, draft, config="triforce", overrides=SIZES)
     llm.generate(PROMPT, PARAMS)
-    assert llm._store.reserved_bytes > 0
+    assert llm._engine.store.reserved_bytes > 0
     llm.close()
     llm.close()
-    assert llm._store.reserved_bytes == llm._store.used_bytes == 0
+    assert llm._engine.store.reserved_bytes == llm._engine.store.used_bytes == 0
     assert set(threading.enumerate()) == before
 
 

@@ -11,7 +11,16 @@ from zipfile import ZipFile
 
 import pytest
 
-from offload_rt.config import Config, RefreshPolicy, config_names, load_config, parse_override
+from offload_rt.config import (
+    LEVELS,
+    Config,
+    LevelConfig,
+    RefreshPolicy,
+    config_names,
+    load_config,
+    parse_override,
+)
+from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +36,7 @@ COMPOSITIONS = {
 
 
 def test_the_shipped_configs_are_the_known_compositions() -> None:
-    assert {name: load_config(name).speculation.levels for name in config_names()} == COMPOSITIONS
+    assert {name: load_config(name).speculation.names for name in config_names()} == COMPOSITIONS
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
@@ -44,7 +53,7 @@ def test_a_shipped_config_states_only_what_differs(name: str) -> None:
 def test_triforce_states_what_was_measured_best() -> None:
     config = load_config("triforce")
     assert config.name == "triforce"
-    assert config.speculation.levels == ("draft:streaming", "target:retrieved")
+    assert config.speculation.names == ("draft:streaming", "target:retrieved")
     assert config.retrieval.refresh == RefreshPolicy("stride", 32)
     assert (config.speculation.gamma1, config.speculation.gamma2) == (2, 0)
 
@@ -64,7 +73,7 @@ def test_a_file_is_named_by_its_stem_and_overrides_win(tmp_path: Path) -> None:
         {"retrieval.budget": 1024, "speculation.step_down": False, "lookup.max_ngram": 7},
     )
     assert config.name == "mine"
-    assert config.speculation.levels == ("lookup",)
+    assert config.speculation.names == ("lookup",)
     assert config.speculation.gamma2 == 5
     assert config.retrieval.budget == 1024
     assert config.retrieval.refresh == RefreshPolicy("stride", 4)
@@ -98,12 +107,11 @@ def written(folder: Path, text: str, overrides: dict[str, object]) -> Config:
         ("retrieval.refresh", "every:2", ["'every:2'"]),
         ("retrieval.refresh", "acceptance:1.5", ["'acceptance:1.5'", "(0, 1]"]),
         ("retrieval.refresh", "acceptance:nan", ["'acceptance:nan'"]),
-        ("speculation.levels", "lookup", ["'lookup'", "list of strings"]),
-        ("speculation.levels", [1], ["[1]", "list of strings"]),
+        ("speculation.levels", "lookup", ["'lookup'", "list of names", "tables"]),
+        ("speculation.levels", [1], ["= 1", "must be a name", "or a table"]),
         ("speculation.levels", ["look-up"], ["'look-up'", "did you mean lookup?"]),
         ("speculation.levels", ["target:retrieved", "draft:streaming"], ["cheaper", "draft:streaming"]),
         ("speculation.levels", ["lookup", "lookup"], ["cheaper"]),
-        ("speculation.levels", ["lookup", "draft:streaming", "target:streaming"], ["at most 2"]),
         ("speculation.gamma1", 0, ["= 0", "at least 1"]),
         ("speculation.gamma2", -3, ["= -3", "at least 0"]),
         ("speculation.step_down", 1, ["= 1", "true or false"]),
@@ -135,6 +143,73 @@ def test_a_bad_value_is_named_with_its_key_and_the_remedy(
     with pytest.raises(UsageError) as file_error:
         written(tmp_path, f"{levels}{key} = {shown}", {})
     assert str(file_error.value) == message.replace("override", str(tmp_path / "mine.toml"), 1)
+
+
+def test_levels_are_names_or_tables(tmp_path: Path) -> None:
+    text = """
+    [[speculation.levels]]
+    model = "draft"
+    cache = "streaming"
+    layers = "groups:4"
+    calibrate = false
+    draft = "tree:4,2"
+
+    [[speculation.levels]]
+    model = "target"
+    cache = "retrieved"
+    """
+    small, middle = written(tmp_path, text, {}).speculation.levels
+    assert small == LevelConfig("draft", "streaming", "groups:4", calibrate=False, draft="tree:4,2")
+    assert small.shape == DraftShape("tree", widths=(4, 2))
+    assert middle == LevelConfig("target", "retrieved") == load_config("retrieval").speculation.levels[0]
+    assert middle.calibrate and middle.layers == "all" and middle.shape == CHAIN
+    mixed = load_config(
+        "plain", {"speculation.levels": ["lookup", {"model": "target", "cache": "streaming"}]}
+    )
+    assert mixed.speculation.names == ("lookup", "target:streaming")
+    # What was read is taken again.
+    again = load_config("plain", {"speculation.levels": mixed.speculation.levels})
+    assert again.speculation == mixed.speculation
+
+
+def test_a_level_may_stand_below_each_dearer_one() -> None:
+    speculation = load_config("plain", {"speculation.levels": LEVELS}).speculation
+    assert (
+        speculation.names == LEVELS == ("lookup", "draft:streaming", "target:streaming", "target:retrieved")
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"cache": "streaming"}, ["names no model"]),
+        ({"model": "target"}, ["'target'", "is not a level", "target:streaming"]),
+        ({"model": "target", "cache": "retreived"}, ["did you mean target:retrieved?"]),
+        ({"model": "lookup", "cache": "streaming"}, ["'lookup:streaming'", "is not a level"]),
+        ({"model": "draft", "cache": "streaming", "drafts": "chain"}, [".drafts", "did you mean draft?"]),
+        ({"model": "draft", "cache": "streaming", "calibrate": 1}, [".calibrate = 1", "must be a bool"]),
+        ({"model": "draft", "cache": "streaming", "layers": 4}, [".layers = 4", "must be a str"]),
+        ({"model": "draft", "cache": "streaming", "draft": "bush:3"}, [".draft = 'bush:3'", "tree:W,W,..."]),
+        ({"model": "draft", "cache": "streaming", "draft": "tree:2,0"}, [".draft = 'tree:2,0'", "grown:N"]),
+        ({"model": "draft", "cache": "streaming", "draft": "sequences:2,2"}, ["sequences:K"]),
+        ({"model": "lookup", "draft": "tree:2"}, [".draft = 'tree:2'", "must be chain for lookup"]),
+        ({"model": "lookup", "layers": "skip:1"}, [".layers = 'skip:1'", "must be all for lookup"]),
+    ],
+)
+def test_a_bad_table_is_named(table: dict[str, object], said: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        load_config("plain", {"speculation.levels": [table]})
+    for part in ["override: speculation.levels", *said]:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("shape", ["tree:2,2", "grown:12"])
+def test_rounds_over_a_level_below_yield_no_trees(shape: str) -> None:
+    middle = {"model": "target", "cache": "retrieved", "draft": shape}
+    with pytest.raises(UsageError, match=r"^override: speculation.levels.* chain or sequences:K"):
+        load_config("triforce", {"speculation.levels": ["draft:streaming", middle]})
+    load_config("triforce", {"speculation.levels": [middle]})
+    load_config("triforce", {"speculation.levels": ["draft:streaming", middle | {"draft": "sequences:2"}]})
 
 
 @pytest.mark.parametrize(

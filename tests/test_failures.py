@@ -71,10 +71,10 @@ def test_a_prefill_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(KeyboardInterrupt):
             llm.generate(byte_ids(50), SamplingParams(max_tokens=3))
         monkeypatch.undo()
-        reserved = llm._store.reserved_bytes
-        assert llm._store.used_bytes == 0
+        reserved = llm._engine.store.reserved_bytes
+        assert llm._engine.store.used_bytes == 0
         assert len(llm.generate(byte_ids(50), SamplingParams(max_tokens=3)).tokens) == 3
-        assert llm._store.reserved_bytes == reserved  # its pages were free
+        assert llm._engine.store.reserved_bytes == reserved  # its pages were free
 
 
 def test_a_session_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,10 +86,10 @@ def test_a_session_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyP
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no composition"):
                 llm.generate(byte_ids(5000), SamplingParams(max_tokens=3))
-            reserved = llm._store.reserved_bytes
+            reserved = llm._engine.store.reserved_bytes
         monkeypatch.undo()
         assert len(llm.generate(byte_ids(5000), SamplingParams(max_tokens=3)).tokens) == 3
-        assert llm._store.reserved_bytes == reserved  # its pages were free
+        assert llm._engine.store.reserved_bytes == reserved  # its pages were free
 
 
 def test_a_draft_with_other_tokens_of_the_same_number(

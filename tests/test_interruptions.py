@@ -24,11 +24,13 @@ from uneven_link import UnevenLink
 
 from cpu_kv import CopyFailed, PacedLink, TransferStalled
 from cpu_kv.link import Pairs
-from offload_rt import LLM
+from offload_rt import LLM, SamplingParams, rounds
 from offload_rt.caches.full import FullCache, PassCancelled
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.errors import UsageError
-from offload_rt.schedule import PassLane, Schedule
+from offload_rt.passes import PassThread, Work
+
+SHORT = SamplingParams(max_tokens=12)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,7 @@ def watched_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield seen
 
 
-@pytest.mark.parametrize("place", ["drafting", "start", "callback", "give up"])
+@pytest.mark.parametrize("place", ["drafting", "start", "callback", "join"])
 def test_an_interrupt_between_a_pass_and_who_waits_for_it(
     target: PreTrainedModel, plain_tokens: list[int], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,11 +72,11 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
                 time.sleep(2e-3)  # the pass has begun
             raise KeyboardInterrupt
 
-    start, callback = PassLane.start, Future.add_done_callback
-    ahead, give_up = Schedule._draft_ahead, PassLane.give_up
+    start, callback = PassThread.start, Future.add_done_callback
+    ahead, join = rounds.draft_ahead, PassThread.join
 
-    def started(lane: PassLane, begin: Any, **how: Any) -> Any:
-        begun = start(lane, begin, **how)
+    def started(thread: PassThread, *arguments: Any) -> Any:
+        begun = start(thread, *arguments)
         interrupt()
         return begun
 
@@ -82,27 +84,27 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
         callback(future, function)
         interrupt()
 
-    def drafting(*arguments: Any) -> None:
+    def drafting(*arguments: Any) -> Work[Any]:
         interrupt()
-        ahead(*arguments)
+        return (yield from ahead(*arguments))
 
-    interrupts = 0
+    joins = 0
 
-    def given_up(lane: PassLane) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts == 1:
+    def joined(thread: PassThread) -> None:
+        nonlocal joins
+        joins += 1
+        if joins == 1:
             raise KeyboardInterrupt
-        give_up(lane)
+        join(thread)
 
     if place == "start":
-        monkeypatch.setattr(PassLane, "start", started)
+        monkeypatch.setattr(PassThread, "start", started)
     elif place == "callback":
         monkeypatch.setattr(Future, "add_done_callback", called)
     else:
-        monkeypatch.setattr(Schedule, "_draft_ahead", drafting)
-    if place == "give up":
-        monkeypatch.setattr(PassLane, "give_up", given_up)
+        monkeypatch.setattr(rounds, "draft_ahead", drafting)
+    if place == "join":
+        monkeypatch.setattr(PassThread, "join", joined)
     overrides, link = engine_overrides(ahead=2), PacedLink(1e9, latency_s=3e-3)
     with (
         watched_passes(monkeypatch) as seen,
@@ -138,7 +140,7 @@ def breaking(fails_at: int) -> UnevenLink:
     return link
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 4, 5, 9, 20, 30, 33, 47])
+@pytest.mark.parametrize("fails_at", [1, 2, 5, 9, 20, 33])
 @pytest.mark.parametrize(
     ("config", "offload"),
     [
@@ -159,8 +161,8 @@ def test_a_copy_that_fails_is_named_and_can_be_lived_with(
     overrides, link = engine_overrides(**offload), breaking(fails_at)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
         with pytest.raises(CopyFailed, match=r"copy to the (host|device) of [\d,]+ bytes .*cable was pulled"):
-            llm.generate(PROMPT, PARAMS)
-        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+            llm.generate(PROMPT, SHORT)
+        assert llm.generate(PROMPT, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
 
 
 def test_a_write_that_failed_after_the_last_token_is_told_once(
@@ -171,18 +173,18 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         stream = llm.stream(PROMPT, PARAMS)
         for _ in range(PARAMS.max_tokens - 1):
             next(stream)
-        assert llm._session is not None
-        llm._session.engine.flush()
+        (session,) = llm._engine._sessions
+        session.engine.flush()
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
-        layout = llm._store.layout
+        layout = llm._engine.store.layout
         some = torch.zeros(layout.kv_heads, 1, layout.head_dim, dtype=layout.dtype)
-        llm._session.engine.write_back(0, some, some)
+        session.engine.write_back(0, some, some)
         with pytest.raises(CopyFailed, match="cable was pulled"):
             llm.generate(PROMPT, PARAMS)
         link.failing = working
         with pytest.raises(UsageError, match="generate first"):
-            llm.again(PARAMS)
+            llm.rerun(PARAMS)
         assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
 
 
@@ -241,12 +243,9 @@ def test_a_text_given_up_while_chunks_are_chosen(
     overrides = engine_overrides(ahead=2)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         stream = llm.stream(PROMPT, PARAMS)
-        for _ in stream:
-            assert llm._session is not None
-            lane = llm._session._lane
-            break
-        assert lane is not None
-        cancelled = threading.Thread(target=lambda: choosing.wait(10) and lane.give_up())
+        next(stream)
+        (session,) = llm._engine._sessions
+        cancelled = threading.Thread(target=lambda: choosing.wait(10) and session.full.cancel())
         cancelled.start()
         with pytest.raises(PassCancelled):
             list(stream)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES
+from small_engine import CONFIGS, PAGE, PROMPT, SIZES
 from small_engine import draft as draft  # a fixture
 from small_engine import target as target
 from transformers import PreTrainedModel
 
 from cpu_kv import LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
+from offload_rt.results import GenerationResult
 
+PARAMS = SamplingParams(max_tokens=24)
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head_dim, float32
 
 
@@ -31,12 +33,23 @@ def generate(target: Any, draft: Any, config: str, link: Any, params: SamplingPa
         return llm.generate(PROMPT, params)
 
 
+@pytest.fixture(scope="module")
+def in_place(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, GenerationResult]:
+    """What every config writes without a link."""
+    return {config: generate(target, draft, config, None, PARAMS) for config in CONFIGS}
+
+
 @pytest.mark.parametrize(("ring", "segment"), [(2, 16), (3, 32), (4, 4096)])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_tokens_are_those_of_the_run_in_place(
-    target: PreTrainedModel, draft: PreTrainedModel, config: str, ring: int, segment: int
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    in_place: dict[str, GenerationResult],
+    config: str,
+    ring: int,
+    segment: int,
 ) -> None:
-    expected = generate(target, draft, config, None, PARAMS)
+    expected = in_place[config]
     found = generate(target, draft, config, PacedLink(1e9), PARAMS, ring=ring, segment=segment)
     assert found.tokens == expected.tokens
     assert (found.rounds, found.timings.draft_n) == (expected.rounds, expected.timings.draft_n)
@@ -52,7 +65,7 @@ def test_a_slow_link_changes_no_token(
     target: PreTrainedModel, draft: PreTrainedModel, config: str, temperature: float
 ) -> None:
     """A write-back that is still under way when the next round begins counts as done."""
-    params = SamplingParams(temperature=temperature, max_tokens=12)
+    params = SamplingParams(temperature=temperature, max_tokens=12, seed=0)
     expected = generate(target, draft, config, None, params)
     found = generate(target, draft, config, PacedLink(1e9, latency_s=2e-3), params, segment=4096)
     assert found.tokens == expected.tokens

@@ -1,0 +1,162 @@
+"""Batches: every member is the text that it would be alone, and passes are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_engine import CONFIGS, PROMPT, engine_overrides
+from small_engine import draft as draft  # a fixture
+from small_engine import target as target
+from tiny_models import byte_ids, byte_tokenizer
+from transformers import PreTrainedModel
+
+from cpu_kv import Link, PacedLink
+from offload_rt import LLM, SamplingParams, rounds
+from offload_rt.drafting.base import Round
+from offload_rt.drafting.model_drafter import ModelDrafter
+from offload_rt.engine import Engine
+from offload_rt.errors import UsageError
+from offload_rt.model import CausalModel, Output, Part
+from offload_rt.results import GenerationResult
+from offload_rt.session import Session
+
+PROMPTS = [PROMPT, byte_ids(70, start=500), byte_ids(1), byte_ids(37, start=900)]
+LENGTHS = (24, 9, 17, 20)
+LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+
+
+@pytest.fixture(params=LINKS)
+def make(target: PreTrainedModel, draft: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Makes LLMs in place or over a link, and closes them."""
+    made: list[LLM] = []
+
+    def llm(config: str) -> LLM:
+        link, overrides = LINKS[request.param](), engine_overrides(ahead=2)
+        options: dict[str, Any] = {"config": config, "overrides": overrides, "link": link}
+        made.append(LLM.from_models(target, draft, byte_tokenizer(), **options))
+        return made[-1]
+
+    yield llm
+    for each in made:
+        each.close()
+
+
+def told(result: GenerationResult) -> tuple[object, ...]:
+    """What a text is."""
+    return result.tokens, result.text, result.finish_reason, result.seed, result.prompt_tokens
+
+
+def letter_inside(tokens: list[int]) -> str:
+    """A printable one that comes in the middle of the text for the first time."""
+    new = (token for at, token in enumerate(tokens) if at > 4 and token not in tokens[:at])
+    return chr(next(token for token in new if 33 <= token < 127))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_members_are_their_single_runs(make: Any, config: str) -> None:
+    llm = make(config)
+    params = [SamplingParams(max_tokens=count, seed=count) for count in LENGTHS]
+    whole = llm.generate(PROMPTS[3], params[3])
+    params[3] = SamplingParams(max_tokens=20, seed=1, stop=(letter_inside(whole.tokens),))
+    alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    assert alone[3].finish_reason == "stop"
+    together = llm.generate(PROMPTS, params)
+    assert [told(member) for member in together] == [told(one) for one in alone]
+    if config not in ("plain", "lookup"):
+        assert all(member.timings.draft_n for member in together)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_seeds_repeat_the_tokens_of_single_runs(make: Any, config: str) -> None:
+    llm = make(config)
+    params = [SamplingParams(temperature=0.8, max_tokens=count, seed=count) for count in LENGTHS]
+    alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    together = llm.generate(PROMPTS, params)
+    assert [told(member) for member in together] == [told(one) for one in alone]
+
+
+def test_one_pass_serves_all_members(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+    forward = CausalModel.forward
+
+    def counted(model: CausalModel, asked: Sequence[Part], *how: Any) -> list[Output]:
+        parts.append(len(asked))
+        return forward(model, asked, *how)
+
+    monkeypatch.setattr(CausalModel, "forward", counted)
+    make("plain").generate(PROMPTS, [SamplingParams(max_tokens=count) for count in LENGTHS])
+    assert parts == [sum(count > at for count in LENGTHS) for at in range(max(LENGTHS))]
+
+
+@pytest.mark.parametrize("cache", ["full", "derived"])
+def test_a_member_that_fails_ends_alone(make: Any, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("retrieval")
+    params = [SamplingParams(max_tokens=count, seed=0) for count in LENGTHS]
+    alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    step, steps = Engine.step, 0
+
+    def broken(layer: int, *arguments: Any) -> torch.Tensor:
+        raise MemoryError("no room for this text")
+
+    def breaking(engine: Engine, sessions: Sequence[Session]) -> list[Round | Exception]:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            drafter = sessions[0].verifier.drafter
+            assert isinstance(drafter, ModelDrafter)
+            failing = sessions[0].full if cache == "full" else drafter.verifier.cache
+            monkeypatch.setattr(failing, "attend", broken)
+        return step(engine, sessions)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", breaking)
+        failed, *others = llm.generate(PROMPTS, params)
+    assert (failed.finish_reason, failed.error) == ("error", "no room for this text")
+    assert 0 < len(failed.tokens) < LENGTHS[0]
+    assert failed.tokens == alone[0].tokens[: len(failed.tokens)]
+    assert [told(member) for member in others] == [told(one) for one in alone[1:]]
+    assert all(member.error is None for member in others)
+    assert [told(member) for member in llm.generate(PROMPTS, params)] == [told(one) for one in alone]
+
+
+def test_an_interrupt_ends_all_members(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("retrieval")
+    params = SamplingParams(max_tokens=12, seed=0)
+    expected = llm.generate(PROMPTS, params)
+    calls, ahead = 0, rounds.draft_ahead
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # in the middle of a round, after some members have begun it
+            raise KeyboardInterrupt
+        return (yield from ahead(*arguments))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "draft_ahead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params)
+    assert [told(one) for one in llm.generate(PROMPTS, params)] == [told(one) for one in expected]
+
+
+def test_a_batch_gives_its_memory_back(make: Any) -> None:
+    llm = make("triforce")
+    kept = llm.generate(PROMPT, SamplingParams(max_tokens=12))
+    used = llm._engine.store.used_bytes
+    llm.generate(PROMPTS, SamplingParams(max_tokens=3))
+    assert llm._engine.store.used_bytes == used
+    # The text before is still there.
+    assert llm.last_result == kept and llm.plain(SamplingParams(max_tokens=12)).tokens == kept.tokens
+
+
+def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None:
+    with LLM.from_models(target, config="plain") as llm:
+        with pytest.raises(UsageError, match="4 prompts but 2 parameters"):
+            llm.generate(PROMPTS, [SamplingParams(), SamplingParams()])
+        with pytest.raises(UsageError, match="belongs to a list of prompts"):
+            llm.generate(PROMPT, [SamplingParams()])  # type: ignore[call-overload]
+        with pytest.raises(UsageError, match="the prompt is empty"):
+            llm.generate([PROMPT, []])

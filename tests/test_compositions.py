@@ -1,0 +1,158 @@
+"""Levels as tables: trees and orders of layers at every level yield the greedy tokens of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from small_engine import PROMPT, engine_overrides
+from small_engine import draft as draft  # a fixture
+from small_engine import plain_tokens as plain_tokens
+from small_engine import target as target
+from tiny_models import noisy_copy, tiny_target
+from transformers import PreTrainedModel
+
+from cpu_kv import Link, PacedLink
+from offload_rt import LLM, SamplingParams
+from offload_rt.layers import LayerPlan
+from offload_rt.model import CausalModel, Output, Part
+from offload_rt.results import GenerationResult
+
+PARAMS = SamplingParams(max_tokens=24)
+DEPTH = 3
+LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+
+Tables = list[dict[str, object]]
+
+
+def run(
+    target: PreTrainedModel, draft: PreTrainedModel, levels: Sequence[Mapping[str, object]], link: str
+) -> GenerationResult:
+    sizes = {"speculation.levels": levels, "speculation.gamma1": 2, "speculation.gamma2": DEPTH}
+    overrides, place = engine_overrides(ahead=2) | sizes, LINKS[link]()
+    with LLM.from_models(target, draft, config="retrieval", overrides=overrides, link=place) as llm:
+        result = llm.generate(PROMPT, PARAMS)
+        assert llm.rerun(PARAMS).tokens == result.tokens
+        return result
+
+
+LEVELS: dict[str, Callable[[str], Tables]] = {
+    "retrieved": lambda shape: [{"model": "target", "cache": "retrieved", "draft": shape}],
+    "streaming": lambda shape: [{"model": "target", "cache": "streaming", "draft": shape}],
+    "draft": lambda shape: [{"model": "draft", "cache": "streaming", "draft": shape}],
+    "both": lambda shape: [
+        {"model": "draft", "cache": "streaming", "draft": shape},
+        {"model": "target", "cache": "retrieved", "draft": "sequences:3"},
+    ],
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("shape", ["tree:3,2", "sequences:3", "grown:12"])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_trees_yield_the_tokens_of_plain_decoding(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    plain_tokens: list[int],
+    levels: str,
+    shape: str,
+    link: str,
+) -> None:
+    result = run(target, draft, LEVELS[levels](shape), link)
+    assert result.tokens == plain_tokens[: PARAMS.max_tokens]
+    assert all(level.accepted for level in result.levels[:-1])
+    # More than chains propose.
+    below = result.levels[-2]
+    assert below.proposed > DEPTH * result.rounds
+    assert below.accepted <= DEPTH * result.rounds
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("shape", ["chain", "tree:3,2", "sequences:3", "grown:12"])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_a_draft_that_sees_everything_is_accepted_to_its_end(
+    target: PreTrainedModel, levels: str, shape: str, link: str
+) -> None:
+    """Every cache below holds the whole text, and the small model is the target itself."""
+    tables = LEVELS[levels](shape)
+    everything = {"retrieval.budget": 512, "draft.window": 512, "speculation.levels": tables}
+    overrides = engine_overrides(ahead=2) | everything | {"speculation.gamma2": DEPTH}
+    options: dict[str, Any] = {"config": "retrieval", "overrides": overrides, "link": LINKS[link]()}
+    with LLM.from_models(target, noisy_copy(target, noise=0.0), **options) as llm:
+        llm.generate(PROMPT, PARAMS)
+        assert llm._last is not None
+        rounds = [times for times in llm._last.rounds if times.asked == DEPTH]
+        assert len(rounds) == PARAMS.max_tokens // (DEPTH + 1)
+        assert [times.accepted for times in rounds] == [DEPTH] * len(rounds)
+
+
+@pytest.mark.parametrize("shape", ["tree:3,2", "grown:12"])
+def test_trees_accept_more_than_chains(target: PreTrainedModel, draft: PreTrainedModel, shape: str) -> None:
+    chains, trees = (run(target, draft, LEVELS["draft"](kind), "in place") for kind in ("chain", shape))
+    assert trees.rounds < chains.rounds
+
+
+@pytest.fixture(scope="module")
+def deep() -> PreTrainedModel:
+    """Five layers, of which the third and the fourth are a group."""
+    return tiny_target("llama-gqa", layers=5)
+
+
+@pytest.fixture(scope="module")
+def deep_draft(deep: PreTrainedModel) -> PreTrainedModel:
+    return noisy_copy(deep)
+
+
+@pytest.fixture(scope="module")
+def deep_tokens(deep: PreTrainedModel) -> list[int]:
+    with LLM.from_models(deep, config="plain") as llm:
+        return llm.generate(PROMPT, PARAMS).tokens
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("calibrate", [True, False])
+@pytest.mark.parametrize("layers", ["groups:2", "skip:1a"])
+@pytest.mark.parametrize("model", ["draft", "target", "both"])
+def test_orders_of_layers_yield_the_tokens_of_plain_decoding(
+    deep: PreTrainedModel,
+    deep_draft: PreTrainedModel,
+    deep_tokens: list[int],
+    model: str,
+    layers: str,
+    calibrate: bool,
+    link: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: set[LayerPlan | None] = set()
+    forward = CausalModel.forward
+
+    def noted(self: CausalModel, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        plans.add(plan)
+        return forward(self, parts, plan)
+
+    monkeypatch.setattr(CausalModel, "forward", noted)
+    order: dict[str, Any] = {"layers": layers, "calibrate": calibrate}
+    tables = [
+        {"model": "draft", "cache": "streaming", **order},
+        {"model": "target", "cache": "retrieved", **order},
+    ]
+    chosen = tables if model == "both" else [table for table in tables if table["model"] == model]
+    result = run(deep, deep_draft, chosen, link)
+    assert result.tokens == deep_tokens
+    assert all(level.proposed for level in result.levels[:-1])
+    plan = LayerPlan.parse(layers, 5)
+    assert plan is not None and plans == {None, plan} | ({LayerPlan.whole(5)} if calibrate else set())
+
+
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_a_calibrated_draft_begins_as_the_target_would(deep: PreTrainedModel, calibrate: bool) -> None:
+    table = {"model": "target", "cache": "retrieved", "layers": "skip:1", "calibrate": calibrate}
+    everything = {"retrieval.budget": 512, "speculation.gamma2": DEPTH, "speculation.levels": [table]}
+    overrides = engine_overrides() | everything
+    with LLM.from_models(deep, config="retrieval", overrides=overrides) as llm:
+        llm.generate(PROMPT, PARAMS)
+        assert llm._last is not None
+        accepted = [times.accepted for times in llm._last.rounds if times.proposed]
+    assert all(accepted) == calibrate
+    assert min(accepted) < DEPTH, "without a layer, the rest is a guess"
