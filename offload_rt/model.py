@@ -74,17 +74,24 @@ class _Together:
     """Attention of several parts: each over its own cache. A part that fails does not stop the others."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._caches = [part.cache for part in parts]
+        self._parts = parts
         self._counts = [part.new.count for part in parts]
         self.errors: list[Exception | None] = [None] * len(parts)
+
+    def begin(self) -> None:
+        for number, part in enumerate(self._parts):
+            try:
+                part.cache.begin(part.new)
+            except Exception as error:
+                self.errors[number] = error
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         split = (tensor.split(self._counts, dim=1) for tensor in (queries, keys, values))
         outs = []
-        for number, (cache, asked, key, value) in enumerate(zip(self._caches, *split, strict=True)):
+        for number, (part, asked, key, value) in enumerate(zip(self._parts, *split, strict=True)):
             if self.errors[number] is None:
                 try:
-                    outs.append(cache.attend(layer, asked, key, value, scale))
+                    outs.append(part.cache.attend(layer, asked, key, value, scale))
                     continue
                 except Exception as error:
                     self.errors[number] = error
@@ -274,18 +281,20 @@ class CausalModel:
         Args:
             plan: the order of layers; None: all of them, as the model does it.
         """
-        for part in parts:
-            part.cache.begin(part.new)
+        together, alone = _Together(parts), parts[0].cache if len(parts) == 1 else None
+        if alone is not None:
+            alone.begin(parts[0].new)
+        else:
+            together.begin()
         ids = torch.cat([part_ids(part, self.device) for part in parts])
         positions = to_device([at for part in parts for at in part.positions], self.device)
-        together: AttentionPass = parts[0].cache if len(parts) == 1 else _Together(parts)
         rows: list[int] = []
         start = 0
         for part in parts:
             start += part.new.count
             rows += range(start - part.rows, start)
-        hidden = self.compute(together, ids, positions, plan, rows)
-        return self._outputs(parts, hidden, together.errors if isinstance(together, _Together) else [None])
+        hidden = self.compute(together if alone is None else alone, ids, positions, plan, rows)
+        return self._outputs(parts, hidden, together.errors)
 
     def compute(
         self,

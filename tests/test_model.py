@@ -267,9 +267,14 @@ def test_a_nan_in_the_draft_names_the_draft() -> None:
 
 
 class Breakable(StreamingCache):
-    """Attention fails in the layer `fails_in`."""
+    """Attention fails in the layer `fails_in`; -1: no pass begins."""
 
     fails_in: int | None = None
+
+    def begin(self, new: NewTokens) -> None:
+        if self.fails_in == -1:
+            raise CopyFailed("layer -1")
+        super().begin(new)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if layer == self.fails_in:
@@ -321,7 +326,7 @@ def test_texts_of_one_pass_do_not_see_each_other(arch: str, count: int) -> None:
             torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layer", [-1, 0, 1])
 @pytest.mark.parametrize("failing", range(4))
 def test_a_text_that_fails_in_a_pass_fails_alone(failing: int, layer: int) -> None:
     model = CausalModel(tiny_target("llama"), "llama")

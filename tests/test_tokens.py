@@ -1,0 +1,247 @@
+"""Tokens that are drafted on the device: when the host learns of them, and what becomes of their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import byte_ids, noisy_copy, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.drafting.model_drafter import ModelDrafter
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.engine import Engine
+from offload_rt.model import NotANumber
+from offload_rt.passes import LevelStats, run_alone
+from offload_rt.session import Session
+from offload_rt.verification import Draft, Tokens
+
+
+def on_device(*ids: int, **given: Any) -> Tokens:
+    return Tokens(tensor=torch.tensor(ids), **given)
+
+
+def test_tokens_that_the_host_knows_need_no_read() -> None:
+    tokens = Tokens([5, 6])
+    assert (len(tokens), tokens.arrived, tokens.known, tokens.pending()) == (2, True, [5, 6], [])
+    tokens.arrive([])
+    sent = tokens.on(torch.device("cpu"))
+    assert sent.tolist() == [5, 6] and tokens.on(torch.device("cpu")) is sent
+    with pytest.raises(ValueError, match="known or stand on a device"):
+        Tokens()
+
+
+def test_tokens_on_the_device_are_known_once_they_are_read() -> None:
+    tokens = on_device(5, 6)
+    assert (len(tokens), tokens.arrived) == (2, False)
+    with pytest.raises(RuntimeError, match="read them first"):
+        _ = tokens.known
+    (ids,) = tokens.pending()
+    tokens.arrive([ids])
+    assert (tokens.known, tokens.pending()) == ([5, 6], [])
+
+
+def test_what_arrives_for_all_arrives_for_each() -> None:
+    parts = [Tokens([1, 2]), on_device(3), on_device(4, 5)]
+    parts[2].arrive(parts[2].pending())
+    whole = Tokens.joined(parts)
+    assert not whole.arrived and whole.on(torch.device("cpu")).tolist() == [1, 2, 3, 4, 5]
+    deeper = Tokens.joined([whole, on_device(6)])
+    deeper.arrive(deeper.pending())
+    assert deeper.known == [1, 2, 3, 4, 5, 6]
+    assert [part.known for part in (whole, *parts)] == [[1, 2, 3, 4, 5], [1, 2], [3], [4, 5]]
+    assert Tokens.joined(parts).arrived  # nothing is left to read
+    assert Tokens.joined(parts[:1]) is parts[0]
+
+
+@pytest.mark.parametrize("bad", [None, 0, 2])
+def test_tokens_drawn_from_nan_are_refused(bad: int | None) -> None:
+    """Together with those of other passes, whichever of them it was; their ids are known then."""
+
+    def refuse() -> None:
+        raise NotANumber(str(whole.known))
+
+    nan = [torch.tensor(number == bad) for number in range(3)]
+    whole = Tokens.joined([on_device(7 + n, nan=nan[n], on_nan=refuse) for n in range(3)])
+    read = whole.pending()
+    assert len(read) == 2
+    if bad is None:
+        whole.arrive(read)
+    else:
+        with pytest.raises(NotANumber, match=r"\[7, 8, 9\]"):
+            whole.arrive(read)
+    assert whole.known == [7, 8, 9]
+
+
+def test_a_draft_has_a_token_a_node() -> None:
+    with pytest.raises(ValueError, match="2 tokens but 0 parents"):
+        Draft(Tokens([1, 2]))
+    with pytest.raises(ValueError, match=r"2 tokens but probs of shape \[3, 4\]"):
+        Draft.chain([1, 2], torch.ones(3, 4))
+
+
+SIZES: dict[str, object] = {
+    "retrieval.budget": 64,
+    "retrieval.recent": 16,
+    "draft.sinks": 4,
+    "draft.window": 252,
+    "speculation.gamma1": 2,
+    "speculation.gamma2": 3,
+    "speculation.step_down": False,
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa")
+
+
+class Setting:
+    """A text, and the drafter below its target.
+
+    Attributes:
+        passed: new tokens of each pass of the small model.
+    """
+
+    def __init__(self, engine: Engine, session: Session) -> None:
+        self.engine = engine
+        self.session = session
+        self.passed: list[int] = []
+        self.verifier = session.verifier
+        assert isinstance(self.verifier.drafter, ModelDrafter)
+        self.drafter = self.verifier.drafter
+
+    @property
+    def stats(self) -> LevelStats:
+        return self.drafter.verifier.stats
+
+    def draft(self, shape: DraftShape) -> Draft:
+        return run_alone(self.drafter.proposal(self.session.view, shape).complete())
+
+    def round(self) -> int:
+        """How many drafted tokens were accepted."""
+        (result,) = self.engine.step([self.session])
+        assert not isinstance(result, Exception)
+        return result.accepted
+
+
+@contextmanager
+def opened(
+    target: PreTrainedModel, config: str, temperature: float = 0.0, **overrides: object
+) -> Iterator[Setting]:
+    params = SamplingParams(max_tokens=200, temperature=temperature, seed=1)
+    with LLM.from_models(target, noisy_copy(target), config=config, overrides=SIZES | overrides) as llm:
+        setting = Setting(llm._engine, llm._engine.open(byte_ids(90), llm._continuation(params)))
+        small = llm._engine.draft
+        if small is not None:
+            forward = small.forward
+
+            def counted(parts: Any, plan: Any = None) -> Any:
+                setting.passed += [part.new.count for part in parts]
+                return forward(parts, plan)
+
+            small.forward = counted  # type: ignore[method-assign]
+        yield setting
+
+
+def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> None:
+    seen: set[int] = set()
+    with opened(target, "naive") as setting:
+        cache, text = setting.drafter.verifier.cache, setting.session.tokens
+        for _ in range(30):
+            setting.passed.clear()
+            held = cache.verified_length
+            accepted = setting.round()
+            seen.add(accepted)
+            # What the cache lacked of the text goes first, then one drawn token after the other.
+            assert setting.passed == [len(text) - accepted - 1 - held, 1, 1]
+            # Accepted tokens stay, but for the last one drawn, whose KV was never computed.
+            assert cache.verified_length == len(text) - accepted - 1 + min(accepted, 2)
+            assert len(cache.held) == 0
+    assert seen == {0, 1, 2, 3}
+
+
+def test_a_small_model_below_a_middle_level_does_too(target: PreTrainedModel) -> None:
+    """Round after round of the middle level, before anything is verified."""
+    seen = set()
+    with opened(target, "triforce") as setting:
+        middle, view = setting.drafter.verifier, setting.session.view
+        due = 1
+        for _ in range(20):
+            setting.passed.clear()
+            result = run_alone(middle.round(view, DraftShape(depth=2)))
+            assert setting.passed == [due, 1]
+            view = view.extended(result.tokens)
+            due = 2 if result.accepted == 2 else 1  # the last one drawn is lacking too
+            seen.add(result.accepted)
+    assert seen == {0, 1, 2}
+
+
+SHAPES = [DraftShape(depth=3), DraftShape("sequences", 3, (2,)), DraftShape("tree", 2, (3, 2))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", ["naive", "retrieval"])
+def test_a_draft_is_not_waited_for(
+    target: PreTrainedModel, config: str, shape: DraftShape, temperature: float
+) -> None:
+    with opened(target, config, temperature) as setting:
+        before = setting.stats.host_reads
+        for _ in range(3):
+            setting.draft(shape)  # thrown away
+        draft = setting.draft(shape)
+        assert len(draft) == shape.size and not draft.tokens.arrived
+        verifier, view = setting.verifier, setting.session.view
+        verification = verifier.verification(view, draft)
+        (output,) = verifier.model.forward([verification.forward.part])
+        result = run_alone(verifier.verdict(view, verification, output))
+        assert setting.stats.host_reads == before
+        assert verifier.stats.host_reads == 1
+        assert draft.tokens.arrived  # the verdict brought them
+        path = [draft.tokens.known.index(token) for token in result.tokens[:-1]]
+        assert len(path) == result.accepted
+        # What was accepted is in the drafter's cache: adopted, or found but for leaves, which nothing passed.
+        cache, text = setting.drafter.verifier.cache, view.extended(result.tokens[:-1])
+        found = cache.held.match(text.part(cache.verified_length))
+        computed = result.accepted if config == "retrieval" else min(result.accepted, shape.depth - 1)
+        assert cache.verified_length + len(found) == len(view) + computed
+
+
+def test_tokens_of_a_draft_made_step_by_step_are_known(target: PreTrainedModel) -> None:
+    with opened(target, "retrieval") as setting:
+        proposal = setting.drafter.proposal(setting.session.view, DraftShape(depth=3))
+        for steps in (1, 2, 3):
+            assert run_alone(proposal.step())
+            assert len(proposal.draft().tokens.known) == setting.stats.host_reads == steps
+        assert not run_alone(proposal.step())
+        assert setting.stats.host_reads == 3
+
+
+NAN = SIZES | {"draft.window": 28, "speculation.gamma2": 4}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("config", ["naive", "triforce"])
+def test_nan_in_drawn_tokens_names_the_draft(
+    target: PreTrainedModel, config: str, temperature: float
+) -> None:
+    """It comes up after the prompt was read, where nobody looks at each pass."""
+    draft = noisy_copy(target)
+    draft.config._name_or_path = "the/draft"
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=1)
+
+    def spoiled(module: object, inputs: object, output: Tensor) -> Tensor:
+        return torch.full_like(output, torch.nan)
+
+    with LLM.from_models(target, draft, config=config, overrides=NAN) as llm:
+        events = llm.stream(byte_ids(60), params)
+        next(events)
+        draft.model.layers[1].mlp.register_forward_hook(spoiled)
+        with pytest.raises(NotANumber, match=r"^the/draft: .*output of layer 1"):
+            list(events)
