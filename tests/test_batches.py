@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, PROMPT, engine_overrides
+from small_engine import CONFIGS, PAGE, PROMPT, engine_overrides
 from small_engine import draft as draft  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer
 from transformers import PreTrainedModel
 
-from cpu_kv import Link, PacedLink
+from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, rounds
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.model_drafter import ModelDrafter
@@ -24,18 +24,22 @@ from offload_rt.results import GenerationResult
 from offload_rt.session import Session
 
 PROMPTS = [PROMPT, byte_ids(70, start=500), byte_ids(1), byte_ids(37, start=900)]
-LENGTHS = (24, 9, 17, 20)
-LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+LENGTHS = (14, 6, 9, 12)
+PLACES: dict[str, dict[str, object]] = {
+    "in place": {},
+    "link": {"resident_tokens": 2 * PAGE, "cpu_tokens": PAGE},
+}
 
 
-@pytest.fixture(params=LINKS)
+@pytest.fixture(params=PLACES)
 def make(target: PreTrainedModel, draft: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes LLMs in place or over a link, and closes them."""
     made: list[LLM] = []
 
-    def llm(config: str) -> LLM:
-        link, overrides = LINKS[request.param](), engine_overrides(ahead=2)
-        options: dict[str, Any] = {"config": config, "overrides": overrides, "link": link}
+    def llm(config: str, **overrides: object) -> LLM:
+        sizes = engine_overrides(**({"ahead": 2} | PLACES[request.param])) | overrides
+        link = None if request.param == "in place" else PacedLink(1e9)
+        options: dict[str, Any] = {"config": config, "overrides": sizes, "link": link}
         made.append(LLM.from_models(target, draft, byte_tokenizer(), **options))
         return made[-1]
 
@@ -59,7 +63,7 @@ def letter_inside(tokens: list[int]) -> str:
 def test_members_are_their_single_runs(make: Any, config: str) -> None:
     llm = make(config)
     params = [SamplingParams(max_tokens=count, seed=count) for count in LENGTHS]
-    whole = llm.generate(PROMPTS[3], params[3])
+    whole = llm.generate(PROMPTS[3], SamplingParams(max_tokens=20))
     params[3] = SamplingParams(max_tokens=20, seed=1, stop=(letter_inside(whole.tokens),))
     alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
     assert alone[3].finish_reason == "stop"
@@ -76,6 +80,27 @@ def test_seeds_repeat_the_tokens_of_single_runs(make: Any, config: str) -> None:
     alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
     together = llm.generate(PROMPTS, params)
     assert [told(member) for member in together] == [told(one) for one in alone]
+
+
+@pytest.mark.parametrize("shape", ["tree:3,2", "sequences:3", "grown:12"])
+def test_members_draft_trees(make: Any, shape: str) -> None:
+    small = {"model": "draft", "cache": "streaming", "draft": shape}
+    middle = {"model": "target", "cache": "retrieved", "draft": "sequences:2", "layers": "skip:1a"}
+    llm = make("triforce", **{"speculation.levels": [small, middle]})
+    params = [SamplingParams(max_tokens=count, seed=0) for count in LENGTHS]
+    alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    assert [told(member) for member in llm.generate(PROMPTS, params)] == [told(one) for one in alone]
+
+
+@pytest.mark.parametrize("config", ["plain", "triforce", "lookup"])
+def test_streams_and_a_batch_in_turns(make: Any, config: str) -> None:
+    llm, params = make(config), SamplingParams(max_tokens=14, seed=0)
+    alone = [llm.generate(prompt, params).tokens for prompt in PROMPTS]
+    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:2]]
+    turns = [[next(stream).token for stream in streams] for _ in range(6)]
+    assert [member.tokens for member in llm.generate(PROMPTS, params)] == alone
+    turns += [[next(stream).token for stream in streams] for _ in range(8)]
+    assert [list(tokens) for tokens in zip(*turns, strict=True)] == alone[:2]
 
 
 def test_one_pass_serves_all_members(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel, Output, Part
 from offload_rt.results import GenerationResult
 
-PARAMS = SamplingParams(max_tokens=24)
+PARAMS = SamplingParams(max_tokens=16)
 DEPTH = 3
 LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
 
@@ -32,9 +32,7 @@ def run(
     sizes = {"speculation.levels": levels, "speculation.gamma1": 2, "speculation.gamma2": DEPTH}
     overrides, place = engine_overrides(ahead=2) | sizes, LINKS[link]()
     with LLM.from_models(target, draft, config="retrieval", overrides=overrides, link=place) as llm:
-        result = llm.generate(PROMPT, PARAMS)
-        assert llm.rerun(PARAMS).tokens == result.tokens
-        return result
+        return llm.generate(PROMPT, PARAMS)
 
 
 LEVELS: dict[str, Callable[[str], Tables]] = {
@@ -61,7 +59,7 @@ def test_trees_yield_the_tokens_of_plain_decoding(
 ) -> None:
     result = run(target, draft, LEVELS[levels](shape), link)
     assert result.tokens == plain_tokens[: PARAMS.max_tokens]
-    assert all(level.accepted for level in result.levels[:-1])
+    assert result.levels[0].accepted
     # More than chains propose.
     below = result.levels[-2]
     assert below.proposed > DEPTH * result.rounds
@@ -72,7 +70,7 @@ def test_trees_yield_the_tokens_of_plain_decoding(
 @pytest.mark.parametrize("shape", ["chain", "tree:3,2", "sequences:3", "grown:12"])
 @pytest.mark.parametrize("levels", LEVELS)
 def test_a_draft_that_sees_everything_is_accepted_to_its_end(
-    target: PreTrainedModel, levels: str, shape: str, link: str
+    target: PreTrainedModel, plain_tokens: list[int], levels: str, shape: str, link: str
 ) -> None:
     """Every cache below holds the whole text, and the small model is the target itself."""
     tables = LEVELS[levels](shape)
@@ -80,11 +78,23 @@ def test_a_draft_that_sees_everything_is_accepted_to_its_end(
     overrides = engine_overrides(ahead=2) | everything | {"speculation.gamma2": DEPTH}
     options: dict[str, Any] = {"config": "retrieval", "overrides": overrides, "link": LINKS[link]()}
     with LLM.from_models(target, noisy_copy(target, noise=0.0), **options) as llm:
-        llm.generate(PROMPT, PARAMS)
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens[: PARAMS.max_tokens]
         assert llm._last is not None
         rounds = [times for times in llm._last.rounds if times.asked == DEPTH]
         assert len(rounds) == PARAMS.max_tokens // (DEPTH + 1)
         assert [times.accepted for times in rounds] == [DEPTH] * len(rounds)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree:3,2", "sequences:3", "grown:12"])
+@pytest.mark.parametrize("levels", LEVELS)
+def test_nothing_is_drafted_where_one_token_is_left(
+    target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int], levels: str, shape: str
+) -> None:
+    options: dict[str, Any] = {"config": "retrieval", "overrides": engine_overrides()}
+    options["overrides"] |= {"speculation.levels": LEVELS[levels](shape)}
+    with LLM.from_models(target, draft, **options) as llm:
+        result = llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    assert result.tokens == plain_tokens[:1] and result.timings.draft_n == 0
 
 
 @pytest.mark.parametrize("shape", ["tree:3,2", "grown:12"])

@@ -131,7 +131,7 @@ class Rounds:
         self._drafter = drafter
         self._view = view
         self._depth = shape.depth
-        self._missing = shape.width(0)  # chains that are not complete
+        self._missing = shape.width(0) if shape.depth else 0  # chains that are not complete
         self._chains: list[list[int]] = [[]]
         self._probs: list[Tensor] = []
         self._logits: list[Tensor] = []
