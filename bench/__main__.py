@@ -12,13 +12,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import bench.attention
+import bench.drafts
 import bench.model_card
 import bench.offload.command
 import bench.offload.plan_truth
 import bench.speedup
 from offload_rt.errors import UsageError
 
-COMMANDS = (bench.speedup, bench.model_card, bench.attention, bench.offload.command, bench.offload.plan_truth)
+COMMANDS = (
+    bench.speedup,
+    bench.drafts,
+    bench.model_card,
+    bench.attention,
+    bench.offload.command,
+    bench.offload.plan_truth,
+)
 
 
 class _Parser(argparse.ArgumentParser):

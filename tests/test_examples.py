@@ -44,7 +44,6 @@ def test_compare_prints_the_ratio_and_equal_tokens(book: Path) -> None:
     assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding; tokens equal: True\n", printed)
 
 
-@pytest.mark.skip(reason="LLM.generate does not take a list of prompts yet")
 def test_batch_continues_every_prompt(book: Path) -> None:
     first, second = output("batch.py", book, book).splitlines()
     assert first == second

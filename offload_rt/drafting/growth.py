@@ -255,7 +255,6 @@ class _Node:
 
     number: int
     value: float
-    depth: int
     chances: list[float]
     tokens: list[int]
     row: int
@@ -293,23 +292,19 @@ class BestFirst(Growth):
             return False
         if self._steps == 0:
             logits = yield from self.foresee()
-            yield from self._opened([(ROOT, 1.0, 0)], logits, None)
-        chosen = self._choose(self._shape.per_pass)
+            yield from self._opened([ROOT], [], logits)
+        chosen = self._choose(min(self._shape.per_pass, self._shape.nodes - len(self._parents)))
         if not chosen:
             self._steps = self._shape.depth
             return False
         self._steps += 1
         first = len(self._parents)
-        reached = self._draw(chosen)
-        newest = range(first, len(self._parents))
+        self._draw(chosen)
         if self._steps == self._shape.depth:
             yield from self._arrive(Tokens.joined(self._pieces[-1:]))
             return True
-        logits = yield from self._pass(len(newest))
-        nodes = [
-            (node, value, parent.depth + 1) for node, (parent, value) in zip(newest, reached, strict=True)
-        ]
-        yield from self._opened(nodes, logits, self._pieces[-1])
+        logits = yield from self._pass(len(chosen))
+        yield from self._opened([first + at for at in range(len(chosen))], chosen, logits)
         return True
 
     def complete(self) -> Work[Draft]:
@@ -335,12 +330,12 @@ class BestFirst(Growth):
         # The eldest children of all first: a sibling is drawn from what they leave.
         return sorted(chosen, key=lambda one: one[1])
 
-    def _draw(self, chosen: list[tuple[_Node, int, float]]) -> list[tuple[_Node, float]]:
-        """Adds these children to the draft; returns each one's parent and chance to be accepted."""
+    def _draw(self, chosen: list[tuple[_Node, int, float]]) -> None:
+        """Adds these children to the draft."""
         parents = [parent.number for parent, _, _ in chosen]
         if self._verifier.sampling.sampler.greedy:
             self._add(parents, Tokens([parent.tokens[which] for parent, which, _ in chosen]), None)
-            return [(parent, promise) for parent, _, promise in chosen]
+            return
         tokens, drawn_from = [], []
         for rank in sorted({which for _, which, _ in chosen}):
             rows = torch.tensor([parent.row for parent, which, _ in chosen if which == rank])
@@ -349,12 +344,13 @@ class BestFirst(Growth):
             tokens.append(self._verifier.sampling.draws.categorical(drawn_from[-1]))
             self._left[rows] = without(drawn_from[-1], tokens[-1])
         self._add(parents, Tokens(tensor=torch.cat(tokens)), torch.cat(drawn_from))
-        return [(parent, promise) for parent, _, promise in chosen]
 
-    def _opened(
-        self, nodes: list[tuple[int, float, int]], logits: Tensor, tokens: Tokens | None
-    ) -> Work[None]:
-        """Notes what the children of new nodes are drawn from, and how likely each is to be accepted."""
+    def _opened(self, nodes: list[int], chosen: list[tuple[_Node, int, float]], logits: Tensor) -> Work[None]:
+        """Notes what the children of new nodes are drawn from, and how likely each is to be accepted.
+
+        Args:
+            chosen: the nodes as they were chosen; none for the root.
+        """
         sampler = self._verifier.sampling.sampler
         most = min(self.CHILDREN, logits.shape[1])
         if sampler.greedy:
@@ -367,19 +363,29 @@ class BestFirst(Growth):
             self._left = probs if not len(self._left) else torch.cat([self._left, probs])
             # Chance that two draws agree, and how many tokens can be drawn at all.
             told = [(probs * probs).sum(-1, keepdim=True), (probs > 0).sum(-1, keepdim=True)]
-        nan = told[0].isnan().any()
-        pending = tokens or Tokens([])
-        read = yield from self._arrive(pending, [nan, *told])
-        if read[0]:
+        newest = self._pieces[-1] if chosen else Tokens([])
+        drawn_with = torch.ones(len(nodes))
+        if chosen and not sampler.greedy:
+            drawn_with = self._probs[-1].gather(1, newest.on(logits.device)[:, None])[:, 0]
+        nan, sure, what, sampled = yield from self._arrive(newest, [told[0].isnan().any(), *told, drawn_with])
+        if nan:
             self._trace_nan()
-        for (number, value, depth), sure, what in zip(nodes, read[1].tolist(), read[2].tolist(), strict=True):
-            self._doubts.append(1.0 - sure[0])
+        for at, number in enumerate(nodes):
+            value = self._value(chosen[at], float(sampled[at])) if chosen else 1.0
+            self._doubts.append(1.0 - float(sure[at, 0]))
             if sampler.greedy:
-                chances, known = self._greedy_chances(sure), what
+                chances, known = self._greedy_chances(sure[at].tolist()), what[at].tolist()
             else:
-                chances, known = self._sampled_chances(sure[0], min(what[0], most)), []
-            self._open.append(_Node(number, value, depth, chances, known, self._rows))
+                chances, known = self._sampled_chances(float(sure[at, 0]), min(int(what[at, 0]), most)), []
+            self._open.append(_Node(number, value, chances, known, self._rows))
             self._rows += 1
+
+    def _value(self, chosen: tuple[_Node, int, float], sampled: float) -> float:
+        """Chance that a node is accepted, now that its token and the probability it had are known."""
+        parent, which, promise = chosen
+        if which or self._verifier.sampling.sampler.greedy:
+            return promise
+        return promise * self._first_chance(1.0 - sampled) / parent.chances[which]
 
     def _first_chance(self, doubt: float) -> float:
         return 1.0 - min(0.9, doubt_scale(self._doubts, self._shape.acceptance) * doubt)
