@@ -4,7 +4,7 @@ from cpu_kv.chunks import ChunkSummaries
 from cpu_kv.layout import KVLayout
 from cpu_kv.link import CopyFailed, CpuLink, CudaLink, Link, PacedLink, Ticket, TransferStalled
 from cpu_kv.pinned import PageLocking, SlabAllocator
-from cpu_kv.selection import chunk_scores, exact_top_k, heavy_hitters, retrieval, sinks_and_recent
+from cpu_kv.selection import chunk_scores, exact_top_k, retrieval
 from cpu_kv.staging import StagingRing, StagingSlot
 from cpu_kv.store import PagedKVStore, SequenceKV
 from cpu_kv.transfer import LayerStream, TransferCounters, TransferEngine
@@ -30,7 +30,5 @@ __all__ = [
     "TransferStalled",
     "chunk_scores",
     "exact_top_k",
-    "heavy_hitters",
     "retrieval",
-    "sinks_and_recent",
 ]

@@ -48,33 +48,6 @@ def exact_top_k(queries: Tensor, keys: Tensor, count: int, scale: float) -> Tens
     return _largest(_attention(queries, keys, scale).sum(dim=1), count)
 
 
-def heavy_hitters(mass: Tensor, count: int, recent: int) -> Tensor:
-    """The last ``recent`` tokens and the heaviest of the others, ``count`` in all (H2O, section 4).
-
-    ``mass`` ``[kv_heads, tokens]`` is the attention accumulated so far; returns token numbers
-    ``[kv_heads, count]``, rising. Raises ValueError unless recent <= count <= tokens.
-    """
-    tokens = mass.shape[1]
-    _check_count(count, tokens)
-    if not 0 <= recent <= count:
-        raise ValueError(f"recent must lie between 0 and count = {count}, not {recent}")
-    heavy = _largest(mass[:, : tokens - recent], count - recent).sort(dim=1).values
-    window = torch.arange(tokens - recent, tokens, device=mass.device).expand(mass.shape[0], -1)
-    return torch.cat([heavy, window], dim=1)
-
-
-def sinks_and_recent(length: int, sinks: int, recent: int) -> Tensor:
-    """The first ``sinks`` and the last ``recent`` of ``length`` tokens (StreamingLLM).
-
-    Returns token numbers ``[n]``, rising, each once. Raises ValueError for a negative number.
-    """
-    for name, value in (("length", length), ("sinks", sinks), ("recent", recent)):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, not {value}")
-    sinks = min(sinks, length)
-    return torch.cat([torch.arange(sinks), torch.arange(max(length - recent, sinks), length)])
-
-
 def _attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     logits = scale * (queries.float() @ keys.float().mT)
     return logits.softmax(dim=-1)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import resource
 import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import cast, overload
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import Link
 from offload_rt.config import DRAFT_STREAMING, Config, load_config
-from offload_rt.drafting.base import Round
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
@@ -33,20 +29,12 @@ from offload_rt.loading import (
 )
 from offload_rt.planning.fitting import fitting_plan
 from offload_rt.planning.shapes import find_shape
-from offload_rt.results import (
-    FinishReason,
-    GenerationResult,
-    Level,
-    Memory,
-    SamplingParams,
-    Timings,
-    TokenEvent,
-    Transfer,
-)
+from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session
-from offload_rt.text import TextStream, encode
+from offload_rt.text import encode
 from offload_rt.timeline import Timeline
+from offload_rt.writer import Writer
 
 NO_DRAFT = "none"
 PLAIN = "plain"
@@ -299,11 +287,14 @@ class LLM:
         if kept is not None and kept is not session:
             self._engine.close_session(kept)
 
-    def _open(self, tokens: list[int], params: SamplingParams) -> _Writer:
+    def _open(self, tokens: list[int], params: SamplingParams) -> Writer:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         session = self._engine.open(tokens, self._continuation(params))
-        return _Writer(self, session, params)
+        return self._writer(session, params)
+
+    def _writer(self, session: Session, params: SamplingParams) -> Writer:
+        return Writer(self._engine, session, params, self._tokenizer, self._notices)
 
     def rerun(
         self,
@@ -333,7 +324,7 @@ class LLM:
         session.rerun(settings, self._continuation(params))
         first = self._result
         try:
-            for _ in self._run(_Writer(self, session, params)):
+            for _ in self._run(self._writer(session, params)):
                 pass
             return self.last_result
         finally:
@@ -354,7 +345,7 @@ class LLM:
             clock=sampler.greedy,
         )
 
-    def _run(self, writer: _Writer) -> Generator[TokenEvent]:
+    def _run(self, writer: Writer) -> Generator[TokenEvent]:
         session = writer.session
         try:
             yield OPENED
@@ -393,108 +384,6 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Writer:
-    """Turns the rounds of one text into events and, at the end, into a result."""
-
-    def __init__(self, llm: LLM, session: Session, params: SamplingParams) -> None:
-        self.session = session
-        self._llm = llm
-        self._params = params
-        self._stream = TextStream(llm._tokenizer, params.stop)
-        self._tokens: list[int] = []
-        self._finish: FinishReason = "interrupted"
-        self._error: str | None = None
-        self._started = perf_counter()
-        self._ms = 0.0
-
-    @property
-    def ended(self) -> bool:
-        return self._finish != "interrupted"
-
-    def write(self, round: Round | Exception) -> Generator[TokenEvent]:
-        """Events of a round's tokens, up to the end of the text."""
-        if isinstance(round, Exception):
-            self._finish, self._error = "error", str(round) or type(round).__name__
-        else:
-            yield from self._events(round)
-
-    def _events(self, round: Round) -> Generator[TokenEvent]:
-        ends = self.session.stop_tokens
-        for number, token in enumerate(round.tokens):
-            self._tokens.append(token)
-            text = "" if token in ends else self._stream.push(token)
-            if token in ends:
-                self._finish = "eos"
-            elif self._stream.stopped:
-                self._finish = "stop"
-            elif len(self._tokens) == self._params.max_tokens:
-                self._finish = "length"
-            if self.ended and not self._stream.stopped:
-                text += self._stream.finish()
-            self._ms = 1e3 * (perf_counter() - self._started)
-            yield TokenEvent(token, text, number < round.accepted)
-            if self.ended:
-                return
-
-    def result(self) -> GenerationResult:
-        """The text and how it came about."""
-        if not self.ended:
-            self._stream.finish()
-        llm, session, params, ms = self._llm, self.session, self._params, self._ms
-        engine = llm._engine
-        target, draft, stats = engine.target, engine.draft, session.verifier.levels
-        accepted = [above.accepted for above in stats[1:]] + [0]
-        proposed = [above.proposed for above in stats[1:]] + [0]
-        notices = list(llm._notices)
-        if session.pace.steps_down:
-            notices.append(
-                f"speculation did not pay {session.pace.steps_down} time(s): {session.pace.plain_tokens} of "
-                f"{len(self._tokens)} tokens were decoded plainly"
-            )
-        counters, on_gpu = session.engine.counters, target.device.type == "cuda"
-        return GenerationResult(
-            model=target.name,
-            draft=None if draft is None else draft.name,
-            config=session.config.name,
-            device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
-            seed=params.seed,
-            prompt_tokens=session.prompt_tokens,
-            tokens=self._tokens,
-            text=self._stream.text,
-            finish_reason=self._finish,
-            timings=Timings(
-                prompt_n=session.prompt_tokens,
-                prompt_ms=session.prefill_ms,
-                predicted_n=len(self._tokens),
-                predicted_ms=ms,
-                predicted_per_second=1e3 * len(self._tokens) / ms if ms > 0 else 0.0,
-                draft_n=stats[-1].proposed,
-                draft_n_accepted=stats[-1].accepted,
-            ),
-            rounds=len(session.rounds),
-            levels=[
-                Level(level.name, level.passes, offered, kept, level.ms)
-                for level, offered, kept in zip(stats, proposed, accepted, strict=True)
-            ],
-            transfer=Transfer(
-                counters.bytes_to_device,
-                counters.bytes_to_host,
-                counters.bytes_abandoned,
-                counters.wait_ms,
-            ),
-            memory=Memory(
-                kv_bytes=engine.store.used_bytes,
-                kv_reserved_bytes=engine.store.reserved_bytes,
-                host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-                device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
-            ),
-            plain_tokens=session.pace.plain_tokens,
-            notices=notices,
-            error=self._error,
-        )
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -3,6 +3,8 @@
 A config file states only what differs from the defaults below. The same keys, written `section.key`, are
 accepted as overrides from Python and from the command line. Every mistake is a `UsageError` that names
 where the value came from, the key, the value and what is allowed.
+
+Longer than other files: it is the one place that lists every key.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ class LevelConfig:
         layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
             (see `layers.LayerPlan`).
         calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.
-        draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...` or `grown:N`
+        draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `grown:N` or `auto`
             (see `drafting.shapes.DraftShape`).
     """
 

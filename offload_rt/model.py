@@ -9,30 +9,26 @@ is no global state.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from offload_rt.attention_hook import (
+    ATTENTION_NAME,
+    AttentionPass,
+    attention_through,
+    kind_of,
+    refuse_unsupported,
+    switch_of,
+)
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
-
-ATTENTION_NAME = "offload_rt"
-
-
-class AttentionPass(Protocol):
-    """What attends for the layers of one forward pass: a cache, or one layer of a prefill."""
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -101,33 +97,6 @@ class _Together:
 
 class NotANumber(UsageError):
     """Logits contain NaN; the message names the first layer whose output does."""
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    attention_pass: AttentionPass | None = None,
-    **extra: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
-    if attention_pass is None:
-        raise RuntimeError(f"attention {ATTENTION_NAME!r} works only for a model that offload_rt runs")
-    # What would change the result and is not asked for by name must not be dropped in silence.
-    unknown = [name for name in _CHANGES_ATTENTION if extra.get(name) is not None]
-    if unknown:
-        raise ValueError(f"its attention uses {', '.join(unknown)}")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = attention_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
-    return out.transpose(0, 1)[None], None
-
-
-_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "sliding_window")
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
 
 class CausalModel:
@@ -206,7 +175,7 @@ class CausalModel:
             "attention_pass": attention_pass,
         }
         # Switched for the pass alone: between passes the model is its owner's, and other LLMs may share it.
-        with _attention_through(self.module, ATTENTION_NAME):
+        with attention_through(self.module, ATTENTION_NAME):
             for group in groups:
                 if len(group) == 1 and (plan is None or plan.exact(group[0])):
                     hidden = self._blocks[group[0]](hidden, **given)
@@ -256,13 +225,13 @@ class CausalModel:
             "attention_pass": probe,
         }
         try:
-            with _attention_through(self.module, ATTENTION_NAME):
+            with attention_through(self.module, ATTENTION_NAME):
                 blocks = self._run_group((0,), hidden, given, None)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
         if not torch.allclose(whole, blocks, rtol=1e-2, atol=1e-3):
             raise UsageError(
-                f"layers {text!r}: {self.name} ({_kind(self.module)}) does more in a layer than attention "
+                f"layers {text!r}: {self.name} ({kind_of(self.module)}) does more in a layer than attention "
                 "and an MLP, each added to its input; use layers all"
             )
 
@@ -356,7 +325,7 @@ class CausalModel:
         not declared anywhere; running both is the only honest test that the runner fits. Once for a model:
         while another thread is in a pass of it, its own attention cannot be had.
         """
-        switch = _switch_of(self.module)
+        switch = switch_of(self.module)
         if switch.checked:
             return
         tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
@@ -364,22 +333,22 @@ class CausalModel:
         probe = _Probe(self.kv_heads, self.head_dim)
         try:
             with torch.inference_mode():
-                with _attention_through(self.module, "sdpa"):
+                with attention_through(self.module, "sdpa"):
                     expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
                 layers = ((layer,) for layer in range(self.layers))
                 found = self.logits(self._run(layers, self.embed(tokens), positions, probe))
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise UsageError(f"{self.name}: {_kind(self.module)} is not supported: {error}") from error
+            raise UsageError(f"{self.name}: {kind_of(self.module)} is not supported: {error}") from error
         if bool(expected.isnan().any()):
             return  # reported where it matters, by layer, at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = float(expected.abs().max())
         if probe.calls != self.layers or float((found - expected).abs().max()) > tolerance * max(scale, 1.0):
             raise UsageError(
-                f"{self.name}: {_kind(self.module)} is not supported: it does more than plain full attention "
-                "between its embedding, decoder layers, norm and head"
+                f"{self.name}: {kind_of(self.module)} is not supported: it does more than plain full "
+                "attention between its embedding, decoder layers, norm and head"
             )
         switch.checked = True
 
@@ -407,90 +376,3 @@ class _Probe:
         return torch.nn.functional.scaled_dot_product_attention(
             queries[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
         )[0]
-
-
-@contextmanager
-def _attention_through(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model's attention goes through the registered function `name`, afterwards as before.
-
-    Passes of one model may overlap in two threads: the first one switches, the last one switches back.
-    """
-    switch = _switch_of(model)
-    with switch.lock:
-        if switch.passes == 0:
-            switch.given = model.config._attn_implementation
-            model.config._attn_implementation = name
-        switch.passes += 1
-    try:
-        yield
-    finally:
-        with switch.lock:
-            switch.passes -= 1
-            if switch.passes == 0:
-                model.config._attn_implementation = switch.given
-
-
-@dataclass
-class _Switch:
-    """Of one model's attention: how many passes need it, what it was before, and whether ours fits."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    passes: int = 0
-    given: str | None = None
-    checked: bool = False
-
-
-_SWITCHES: WeakKeyDictionary[PreTrainedModel, _Switch] = WeakKeyDictionary()
-_SWITCHES_LOCK = threading.Lock()
-
-
-def _switch_of(model: PreTrainedModel) -> _Switch:
-    with _SWITCHES_LOCK:
-        return _SWITCHES.setdefault(model, _Switch())
-
-
-def _kind(model: PreTrainedModel) -> str:
-    return type(model).__name__
-
-
-def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
-    """Refuses, by name, what is not plain full attention with rotary positions.
-
-    Raises:
-        UsageError: naming the architecture and what about it does not fit.
-    """
-    kind = _kind(model)
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if layer_types - {"full_attention"}:
-        others = ", ".join(sorted(layer_types - {"full_attention"}))
-        raise UsageError(
-            f"{name}: {kind} has layers of type {others}; only full attention is supported. "
-            "Their KV is not the whole context"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True) and not layer_types:
-        raise UsageError(
-            f"{name}: {kind} attends through a sliding window of {window} tokens, which is not supported; "
-            "use a checkpoint whose config has sliding_window null"
-        )
-    body = getattr(model, "model", None)
-    missing = [
-        part
-        for part, owner in (
-            ("model.embed_tokens", getattr(body, "embed_tokens", None)),
-            ("model.layers", getattr(body, "layers", None)),
-            ("model.norm", getattr(body, "norm", None)),
-            ("model.rotary_emb", getattr(body, "rotary_emb", None)),
-            ("lm_head", getattr(model, "lm_head", None)),
-        )
-        if owner is None
-    ]
-    if missing:
-        raise UsageError(f"{name}: {kind} is not supported: it has no {', '.join(missing)}")
-    rope = getattr(body.rotary_emb, "rope_type", "default")  # type: ignore[union-attr]
-    if rope in ("dynamic", "longrope"):
-        raise UsageError(
-            f"{name}: {kind} changes its rotary frequencies with the length of the text ({rope}), which is "
-            "not supported: KV in the store never changes"
-        )

@@ -19,7 +19,6 @@ from typing import Protocol
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.expectations import DRAFT_LENGTHS, expected_tokens
 from offload_rt.passes import Running
 
 WINDOW = 6  # rounds that are judged together
@@ -186,11 +185,11 @@ class RunningAcceptance:
 
 
 class DraftDepth:
-    """Chooses the depth of a draft, round by round.
+    """Chooses the depth of a draft, or its shape too, round by round.
 
     Args:
         forecast: costs of passes and drafts by their shapes.
-        shape: whose depth is chosen.
+        shape: whose depth is chosen; `auto`: chains and grown trees compete.
         clock: whether measured times count, or nominal ones alone.
         ahead: drafts are made while the pass before runs, where its outcome is guessed.
     """
@@ -208,7 +207,7 @@ class DraftDepth:
         self._acceptance = acceptance
         self._clock = clock
         self._ahead = ahead and clock
-        self._shapes = [shape.deep(depth) for depth in DRAFT_LENGTHS]
+        self._shapes = shape.candidates()
         self._passes: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # nominal, measured
         self._drafts: deque[tuple[float, float]] = deque(maxlen=MEMORY)
 
@@ -242,7 +241,7 @@ class DraftDepth:
         if self._ahead:
             guessed = acceptance ** (shape.depth + 1)
             round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
-        return expected_tokens(acceptance, shape.depth) / round_ms
+        return shape.expected_tokens(acceptance) / round_ms
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:

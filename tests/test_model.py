@@ -23,10 +23,11 @@ from transformers import (
 from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention import TorchCpuBackend
+from offload_rt.attention_hook import ATTENTION_NAME, attention_through
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
-from offload_rt.model import ATTENTION_NAME, CausalModel, NotANumber, Part, _attention_through
+from offload_rt.model import CausalModel, NotANumber, Part
 
 SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
@@ -348,9 +349,9 @@ def test_a_text_that_fails_in_a_pass_fails_alone(failing: int, layer: int) -> No
 def test_a_second_runner_is_made_while_another_thread_is_in_a_pass() -> None:
     module = tiny_target("llama-gqa")
     first = CausalModel(module, "tiny")
-    with _attention_through(module, ATTENTION_NAME):
+    with attention_through(module, ATTENTION_NAME):
         second = CausalModel(module, "tiny")
     assert second.layers == first.layers
     other = tiny_target("llama-gqa")
-    with _attention_through(other, ATTENTION_NAME), pytest.raises(UsageError, match="tiny"):
+    with attention_through(other, ATTENTION_NAME), pytest.raises(UsageError, match="tiny"):
         CausalModel(other, "tiny")  # which nobody has checked: its own attention cannot be had

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from offload_rt import LLM
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.errors import UsageError
 from offload_rt.expectations import DRAFT_LENGTHS, expected_tokens
 from offload_rt.pace import (
     CLEAR_MARGIN,
@@ -314,6 +315,29 @@ def test_a_draft_that_is_hidden_is_as_deep_as_the_pass() -> None:
     shapes = Shapes(100.0, 0.0, 10.0)
     alone, ahead = depth(shapes, 0.97, clock=True), depth(shapes, 0.97, clock=True, ahead=True)
     assert alone.choose(0).depth * 10.0 > 100.0 >= ahead.choose(0).depth * 10.0
+
+
+@pytest.mark.parametrize(("query_ms", "kind"), [(0.0, "grown"), (20.0, "chain")])
+def test_a_tree_is_drafted_where_wide_passes_cost_little(query_ms: float, kind: str) -> None:
+    """As over a link, where a pass takes as long for 64 tokens as for 4."""
+    shapes = Shapes(100.0, query_ms, 4.0)
+    subject = DraftDepth(shapes, DraftShape.parse("auto"), RunningAcceptance(0.85), clock=True)
+    chosen = subject.choose(0)
+    assert chosen.kind == kind
+    if kind == "grown":
+        assert chosen.size >= 32
+        assert chosen.expected_tokens(0.85) > CHAIN.deep(chosen.depth).expected_tokens(0.85)
+
+
+def test_shapes() -> None:
+    sizes = {"chain": 3, "sequences:4": 12, "tree:3,2": 15, "grown:10": 10}
+    for text, size in sizes.items():
+        shape = DraftShape.parse(text)
+        assert (str(shape), shape.size, shape.deep(3).size) == (text, 0, size)
+    assert [DraftShape.parse(text).deep(3).per_pass for text in sizes] == [1, 4, 6, 4]
+    for text in ("", "tree", "tree:", "tree:0", "tree:2,x", "grown:-1", "grown:2,3", "sequences", "forest:2"):
+        with pytest.raises(UsageError, match="must be auto, chain"):
+            DraftShape.parse(text)
 
 
 def test_a_draft_that_costs_nothing_by_its_shapes() -> None:

@@ -18,6 +18,7 @@ from offload_rt.drafting.base import Outcome, TokenView
 from offload_rt.drafting.outcomes import LIKELY, doubt_scale, likely_outcomes, ranked
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
+from offload_rt.expectations import SECOND_CHOICE
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
 from offload_rt.model import Output
@@ -25,9 +26,6 @@ from offload_rt.passes import Forward, Read, Work
 from offload_rt.sampling import choices
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
-
-SECOND_CHOICE = 0.4
-"""Chance that a sampled sibling is accepted once its elder ones were rejected."""
 
 
 class GrowsFrom(Protocol):

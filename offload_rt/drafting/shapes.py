@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from offload_rt.errors import UsageError
-from offload_rt.expectations import SAME_MODEL_ACCEPTANCE
+from offload_rt.expectations import DRAFT_LENGTHS, SAME_MODEL_ACCEPTANCE, SECOND_CHOICE, expected_tokens
 
-RULE = "must be chain, sequences:K, tree:W,W,... (children of a node by depth) or grown:N (nodes)"
+RULE = "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth) or grown:N (nodes)"
+
+AUTO: Final = "auto"
+"""A chain or a grown tree, whichever yields more tokens a second."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class DraftShape:
     - `chain`: one token after the other.
     - `sequences`: independent chains side by side (TriForce, section 5.4).
     - `tree`: fixed numbers of children at each depth, drawn without replacement.
+    - `auto`: a chain or a grown tree, chosen round by round (see `pace.DraftDepth`).
     - `grown`: best first, where the draft's own probabilities promise most, a batch of nodes a pass
       (as EAGLE-2, arXiv 2406.16858, and SpecExec, arXiv 2406.02532).
 
@@ -28,7 +32,7 @@ class DraftShape:
         acceptance: `grown`: chance that the likeliest child of a node is accepted, by what has been seen.
     """
 
-    kind: Literal["chain", "sequences", "tree", "grown"] = "chain"
+    kind: Literal["auto", "chain", "sequences", "tree", "grown"] = "chain"
     depth: int = 0
     widths: tuple[int, ...] = ()
     nodes: int = 0
@@ -36,7 +40,7 @@ class DraftShape:
 
     @classmethod
     def parse(cls, text: str) -> DraftShape:
-        """`chain`, `sequences:4`, `tree:4,2,2` or `grown:64`, of no depth yet.
+        """`auto`, `chain`, `sequences:4`, `tree:4,2,2` or `grown:64`, of no depth yet.
 
         Raises:
             UsageError: for anything else.
@@ -45,6 +49,8 @@ class DraftShape:
         numbers = tuple(int(part) if part.isdecimal() else 0 for part in given.split(",")) if given else ()
         if text == "chain":
             return cls()
+        if text == AUTO:
+            return cls(AUTO)
         if numbers and min(numbers) >= 1:
             if kind == "tree":
                 return cls("tree", widths=numbers)
@@ -83,6 +89,27 @@ class DraftShape:
         if self.kind == "grown":
             return -(-self.nodes // max(1, self.depth))
         return max((self.deep(d + 1).size - self.deep(d).size for d in range(self.depth)), default=0)
+
+    def candidates(self) -> list[DraftShape]:
+        """Shapes to choose among where the depth, or more, is chosen as it runs."""
+        kinds = [self]
+        if self.kind == AUTO:
+            kinds = [CHAIN, *(DraftShape("grown", nodes=nodes) for nodes in (16, 32, 64))]
+        return [
+            kind.deep(depth)
+            for kind in kinds
+            for depth in DRAFT_LENGTHS
+            if kind.nodes >= depth or not kind.nodes
+        ]
+
+    def expected_tokens(self, acceptance: float) -> float:
+        """What a verification of it yields where the likeliest child of a node is accepted so often.
+
+        Siblings save `SECOND_CHOICE` of the rejections that they stand beside.
+        """
+        beside = 1.0 - 1.0 / max(1, self.per_pass)
+        saved = SECOND_CHOICE * beside if self.kind != "chain" else 0.0
+        return expected_tokens(acceptance + (1.0 - acceptance) * saved, self.depth)
 
 
 CHAIN = DraftShape()

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cpu_kv import KVLayout
+from offload_rt.attention_hook import refuse_unsupported
 from offload_rt.errors import UsageError
 from offload_rt.loading import DEMO, demo_model, model_config
-from offload_rt.model import refuse_unsupported
 
 DEMO_DRAFT = "demo-draft"
 DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_kv import chunk_scores, exact_top_k, heavy_hitters, retrieval, sinks_and_recent
+from cpu_kv import chunk_scores, exact_top_k, retrieval
 
 
 def plain_attention(queries: Tensor, keys: Tensor, scale: float) -> list[list[list[float]]]:
@@ -53,9 +53,7 @@ TIED = st.lists(st.sampled_from([-0.5, -0.25, -0.0, 0.0, 0.25]), min_size=3, max
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(values=TIED, data=st.data())
-def test_retrieval_and_heavy_hitters_choose_the_lower_number_of_equals(
-    values: list[float], data: st.DataObject
-) -> None:
+def test_retrieval_chooses_the_lower_number_of_equals(values: list[float], data: st.DataObject) -> None:
     scores = torch.tensor([values, values[::-1]])
     first = data.draw(st.integers(0, 2))
     last = data.draw(st.integers(0, len(values) - first))
@@ -66,45 +64,15 @@ def test_retrieval_and_heavy_hitters_choose_the_lower_number_of_equals(
     ]
     assert retrieval(scores, count, first, last).tolist() == expected
 
-    count = data.draw(st.integers(0, len(values)))
-    recent = data.draw(st.integers(0, count))
-    rest = len(values) - recent
-    expected = [
-        sorted(plain_largest(row[:rest], count - recent)) + list(range(rest, len(values)))
-        for row in scores.tolist()
-    ]
-    assert heavy_hitters(scores, count, recent).tolist() == expected
-
 
 def test_equal_keys_are_chosen_in_order() -> None:
     keys = torch.ones(1, 300, 8)
     assert exact_top_k(torch.ones(1, 1, 8), keys, 300, 1.0)[0].tolist() == list(range(300))
 
 
-@pytest.mark.parametrize(
-    ("length", "sinks", "recent", "expected"),
-    [
-        (10, 2, 3, [0, 1, 7, 8, 9]),
-        (4, 2, 3, [0, 1, 2, 3]),
-        (1, 2, 3, [0]),
-        (0, 2, 3, []),
-        (5, 0, 2, [3, 4]),
-        (5, 2, 0, [0, 1]),
-    ],
-)
-def test_sinks_and_recent(length: int, sinks: int, recent: int, expected: list[int]) -> None:
-    assert sinks_and_recent(length, sinks, recent).tolist() == expected
-
-
 def test_errors() -> None:
     scores = torch.zeros(2, 10)
     with pytest.raises(ValueError, match="8 are left of 10"):
         retrieval(scores, 9, first=1, last=1)
-    with pytest.raises(ValueError, match="cannot choose 11 of 10"):
-        heavy_hitters(scores, 11, 2)
-    with pytest.raises(ValueError, match="recent"):
-        heavy_hitters(scores, 3, 4)
     with pytest.raises(ValueError, match="cannot choose 5 of 4"):
         exact_top_k(torch.zeros(2, 1, 8), torch.zeros(2, 4, 8), 5, 1.0)
-    with pytest.raises(ValueError, match="sinks"):
-        sinks_and_recent(5, -1, 2)

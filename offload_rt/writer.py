@@ -1,0 +1,139 @@
+"""From the rounds of a text to what a user sees of it: events as tokens are made, and a result at the end."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Generator, Sequence
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.drafting.base import Round
+from offload_rt.engine import Engine
+from offload_rt.results import (
+    FinishReason,
+    GenerationResult,
+    Level,
+    Memory,
+    SamplingParams,
+    Timings,
+    TokenEvent,
+    Transfer,
+)
+from offload_rt.session import Session
+from offload_rt.text import TextStream
+
+
+class Writer:
+    """Turns the rounds of one text into events and, at the end, into a result.
+
+    Args:
+        notices: what the user was told so far; it may grow.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase | None,
+        notices: Sequence[str],
+    ) -> None:
+        self.session = session
+        self._engine = engine
+        self._params = params
+        self._notices = notices
+        self._stream = TextStream(tokenizer, params.stop)
+        self._tokens: list[int] = []
+        self._finish: FinishReason = "interrupted"
+        self._error: str | None = None
+        self._started = perf_counter()
+        self._ms = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete."""
+        return self._finish != "interrupted"
+
+    def write(self, round: Round | Exception) -> Generator[TokenEvent]:
+        """Events of a round's tokens, up to the end of the text."""
+        if isinstance(round, Exception):
+            self._finish, self._error = "error", str(round) or type(round).__name__
+        else:
+            yield from self._events(round)
+
+    def _events(self, round: Round) -> Generator[TokenEvent]:
+        ends = self.session.stop_tokens
+        for number, token in enumerate(round.tokens):
+            self._tokens.append(token)
+            text = "" if token in ends else self._stream.push(token)
+            if token in ends:
+                self._finish = "eos"
+            elif self._stream.stopped:
+                self._finish = "stop"
+            elif len(self._tokens) == self._params.max_tokens:
+                self._finish = "length"
+            if self.ended and not self._stream.stopped:
+                text += self._stream.finish()
+            self._ms = 1e3 * (perf_counter() - self._started)
+            yield TokenEvent(token, text, number < round.accepted)
+            if self.ended:
+                return
+
+    def result(self) -> GenerationResult:
+        """The text and how it came about."""
+        if not self.ended:
+            self._stream.finish()
+        engine, session, params, ms = self._engine, self.session, self._params, self._ms
+        target, draft, stats = engine.target, engine.draft, session.verifier.levels
+        accepted = [above.accepted for above in stats[1:]] + [0]
+        proposed = [above.proposed for above in stats[1:]] + [0]
+        notices = list(self._notices)
+        if session.pace.steps_down:
+            notices.append(
+                f"speculation did not pay {session.pace.steps_down} time(s): {session.pace.plain_tokens} of "
+                f"{len(self._tokens)} tokens were decoded plainly"
+            )
+        counters, on_gpu = session.engine.counters, target.device.type == "cuda"
+        return GenerationResult(
+            model=target.name,
+            draft=None if draft is None else draft.name,
+            config=session.config.name,
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+            seed=params.seed,
+            prompt_tokens=session.prompt_tokens,
+            tokens=self._tokens,
+            text=self._stream.text,
+            finish_reason=self._finish,
+            timings=Timings(
+                prompt_n=session.prompt_tokens,
+                prompt_ms=session.prefill_ms,
+                predicted_n=len(self._tokens),
+                predicted_ms=ms,
+                predicted_per_second=1e3 * len(self._tokens) / ms if ms > 0 else 0.0,
+                draft_n=stats[-1].proposed,
+                draft_n_accepted=stats[-1].accepted,
+            ),
+            rounds=len(session.rounds),
+            levels=[
+                Level(level.name, level.passes, offered, kept, level.ms)
+                for level, offered, kept in zip(stats, proposed, accepted, strict=True)
+            ],
+            transfer=Transfer(
+                counters.bytes_to_device,
+                counters.bytes_to_host,
+                counters.bytes_abandoned,
+                counters.wait_ms,
+            ),
+            memory=Memory(
+                kv_bytes=engine.store.used_bytes,
+                kv_reserved_bytes=engine.store.reserved_bytes,
+                host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
+            ),
+            plain_tokens=session.pace.plain_tokens,
+            notices=notices,
+            error=self._error,
+        )
