@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 	$(BIN)/offload-rt demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

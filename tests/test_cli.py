@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cpu_kv import CopyFailed, PacedLink, TransferStalled
-from offload_rt import cli
+from offload_rt import cli, loading
 from offload_rt.commands import console as console_module
 from offload_rt.commands import demo, generate
 from offload_rt.commands.console import Console
@@ -29,7 +29,7 @@ TEXT = "".join(WORDS)
 
 
 class FakeLLM:
-    """Encodes a character as a token and always writes `TEXT`, a word a token."""
+    """Always writes `TEXT`, a word a token."""
 
     made: FakeLLM
     interrupted_at: int | None = None
@@ -41,10 +41,6 @@ class FakeLLM:
         self.last_result: SimpleNamespace | None = None
         self.closed = False
         options["on_notice"]("memory is not pinned")
-        options["longest"](self)
-
-    def encode(self, text: str, last: int | None = None) -> list[int]:
-        return [ord(character) for character in text][-(last or 0) :]
 
     def stream(self, prompt: Sequence[int], params: SimpleNamespace) -> Iterator[SimpleNamespace]:
         self.prompt, self.params = prompt, params
@@ -108,7 +104,18 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     api: Any = ModuleType("offload_rt.api")
     api.LLM, api.SamplingParams = LLM, SimpleNamespace
     monkeypatch.setitem(sys.modules, "offload_rt.api", api)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda source: CharacterTokenizer())
     return LLM
+
+
+class CharacterTokenizer:
+    """Encodes a character as a token."""
+
+    model_max_length = 10
+    bos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(
@@ -250,10 +257,10 @@ def test_ctrl_c_while_comparing_keeps_the_result(
 def test_ctrl_c_while_loading(
     llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(self: FakeLLM, text: str) -> None:
+    def encode(self: CharacterTokenizer, text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm, "encode", encode)
+    monkeypatch.setattr(CharacterTokenizer, "__call__", encode)
     assert cli.main(["generate", "--prompt", "abc"]) == 130
     assert capsys.readouterr().err.endswith("offload-rt: interrupted\n")
 
@@ -304,10 +311,10 @@ def test_an_error_of_the_runtime_is_one_line_and_leaves_no_file(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def encode(self: FakeLLM, text: str) -> None:
+    def encode(self: CharacterTokenizer, text: str) -> None:
         raise UsageError("the prompt\nis too long")
 
-    monkeypatch.setattr(llm, "encode", encode)
+    monkeypatch.setattr(CharacterTokenizer, "__call__", encode)
     assert cli.main(["generate", "--prompt", "abc", "--json", str(tmp_path / "out.json"), "--quiet"]) == 2
     assert capsys.readouterr().err == "offload-rt: error: the prompt is too long\n"
     assert not os.listdir(tmp_path)

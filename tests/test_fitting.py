@@ -13,10 +13,11 @@ from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, api
+from offload_rt import LLM, SamplingParams, engine
 from offload_rt.caches.places import Shares
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config, load_config
+from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine.named_hardware import named_hardware
 from offload_rt.planning import fitting
@@ -36,7 +37,7 @@ def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int,
     planned = fitting_plan(shape, None, load_config(config), prompt, new, CPU)
     with LLM.from_models(target, config=config, link=PacedLink(1e9)) as llm:
         stream = llm.stream(byte_ids(prompt), SamplingParams(max_tokens=new))
-        assert llm._store.reserved_bytes == pytest.approx(planned.host["kv"], rel=0.02)
+        assert llm._engine.store.reserved_bytes == pytest.approx(planned.host["kv"], rel=0.02)
         stream.close()
 
 
@@ -62,37 +63,38 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(fitting, "_hardware", lambda *asked: named_hardware("rtx4090"))
         return fitting_plan(LLAMA, None, config, 130_000, 256, CPU)
 
-    monkeypatch.setattr(api, "fitting_plan", planned)
+    monkeypatch.setattr(engine, "fitting_plan", planned)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
-        llm._target.device = torch.device("cuda")
-        config, shares = llm._plan(1000, 24)
+        subject = llm._engine
+        subject.target.device = torch.device("cuda")
+        config, shares = subject._plan(1000, 24)
         assert asked[0][:2] == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
-        assert config.speculation == llm.config.speculation
+        assert config.speculation == subject.config.speculation
         shares.check(config.store.page)
         # What a config says is kept.
-        offload = replace(llm.config.offload, resident_tokens=512, cpu_tokens=-1)
-        llm.config = replace(llm.config, offload=offload)
-        given = llm._plan(1000, 24)[1]
+        offload = replace(subject.config.offload, resident_tokens=512, cpu_tokens=-1)
+        subject.config = replace(subject.config, offload=offload)
+        given = subject._plan(1000, 24)[1]
         assert given.resident_tokens == 512 and given.cpu_tokens > shares.cpu_tokens
-        llm.config = replace(llm.config, offload=replace(offload, cpu_tokens=256))
-        assert llm._plan(1000, 24)[1] == Shares(512, 256)
+        subject.config = replace(subject.config, offload=replace(offload, cpu_tokens=256))
+        assert subject._plan(1000, 24)[1] == Shares(512, 256)
         assert len(asked) == 3, "also what is given has to fit"
-        llm._target.device = CPU
+        subject.target.device = CPU
 
 
-def test_again_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = LLM._plan
+def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Engine._plan
 
-    def smaller(llm: LLM, *arguments: Any) -> Any:
-        config, shares = plan(llm, *arguments)
+    def smaller(subject: Engine, *arguments: Any) -> Any:
+        config, shares = plan(subject, *arguments)
         return replace(config, retrieval=replace(config.retrieval, budget=48)), shares
 
-    monkeypatch.setattr(LLM, "_plan", smaller)
+    monkeypatch.setattr(Engine, "_plan", smaller)
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
         llm.plain(PARAMS)
-        llm.again(PARAMS)
-        assert llm._session is not None
-        (derived,) = llm._session.full.derived
+        llm.rerun(PARAMS)
+        assert llm._last is not None
+        (derived,) = llm._last.full.derived
         assert isinstance(derived, RetrievedCache) and derived.budget == 48

@@ -113,7 +113,7 @@ def test_plain_decoding_has_no_drafts() -> None:
 
 def test_a_missing_draft_model_leaves_its_level_out() -> None:
     planned = plan(request(draft=None))
-    assert planned.config.speculation.levels == ("target:retrieved",)
+    assert planned.config.speculation.names == ("target:retrieved",)
     assert any("no draft model" in said for said in planned.assumptions)
     with pytest.raises(UsageError, match="naive drafts with a small model"):
         request(draft=None, config=load_config("naive"))

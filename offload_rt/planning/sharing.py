@@ -12,6 +12,8 @@ from offload_rt.planning.times import PassTime, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 
+FEW_PAGES = 48  # of a share: every number of them is tried
+
 
 def best_rounds(predictor: Predictor) -> Iterator[RoundTime]:
     """The shortest round for each depth of the ring, draft length and number of outcomes drafted for."""
@@ -77,6 +79,8 @@ def _candidates(
 
 
 def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
-    """The shortest round along a line with one valley."""
-    if places:
+    """The shortest round along a line with one valley; where segments are few, there may be more."""
+    if len(places) <= FEW_PAGES:
+        yield from map(at, places)
+    else:
         yield at(places[bisect_left(places[:-1], True, key=lambda n: at(n).ms <= at(n + 1).ms)])
