@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -136,18 +136,28 @@ class PassThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def start(self, caches: Sequence[FullCache], forward: Callable[[], list[Output]]) -> Future[list[Output]]:
-        """Runs a pass over these caches."""
+    def start(
+        self,
+        caches: Sequence[FullCache],
+        forward: Callable[[], list[Output]],
+        ended: Callable[[], None],
+    ) -> Future[list[Output]]:
+        """Runs a pass over these caches, and calls `ended` before its result is there."""
         fence = None
         if self._stream is not None:
             fence = torch.cuda.Event()
             fence.record(torch.cuda.current_stream(self._device))
-        return self._thread.submit(self._run, caches, forward, fence)
+        return self._thread.submit(self._run, caches, forward, ended, fence)
 
     def _run(
-        self, caches: Sequence[FullCache], forward: Callable[[], list[Output]], fence: torch.cuda.Event | None
+        self,
+        caches: Sequence[FullCache],
+        forward: Callable[[], list[Output]],
+        ended: Callable[[], None],
+        fence: torch.cuda.Event | None,
     ) -> list[Output]:
-        with self._timeline().span("pass", "verify"):
+        with ExitStack() as over, self._timeline().span("pass", "verify"):
+            over.callback(ended)
             if self._stream is None or fence is None:
                 return forward()
             with torch.cuda.stream(self._stream):
@@ -250,6 +260,10 @@ class Together:
         def forward() -> list[Output]:
             return first.model.forward(parts, first.plan)
 
+        def ended() -> None:
+            for one in running:
+                one.ended = perf_counter()
+
         outputs: Future[list[Output]] = Future()
         running = [Running(outputs, number) for number in range(len(parts))]
         if self._thread is None:
@@ -257,12 +271,11 @@ class Together:
                 outputs.set_result(forward())
             except Exception as error:
                 outputs.set_exception(error)
-            _end(running)
+            ended()
         else:
-            outputs = self._thread.start([request.full for request in asked.values()], forward)
+            outputs = self._thread.start([request.full for request in asked.values()], forward, ended)
             for one in running:
                 one.outputs = outputs
-            outputs.add_done_callback(lambda _: _end(running))
         for number, one in zip(asked, running, strict=True):
             progress.answer(number, one)
 
@@ -271,17 +284,10 @@ class Together:
             running = request.running
             try:
                 output = running.outputs.result()[running.number]
-                running.ended = running.ended or perf_counter()  # a future wakes us before its callbacks run
             except Exception as error:
                 progress.fail([number], error)
             else:
                 progress.answer(number, output.error or output)
-
-
-def _end(running: Sequence[Running]) -> None:
-    ended = perf_counter()
-    for one in running:
-        one.ended = ended
 
 
 class _Progress:

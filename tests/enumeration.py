@@ -376,7 +376,7 @@ class BackgroundAtOnce:
         self._draws = draws
         self._clock = clock
 
-    def start(self, caches: Any, forward: Callable[[], list[Output]]) -> Any:
+    def start(self, caches: Any, forward: Callable[[], list[Output]], ended: Callable[[], None]) -> Any:
         outputs, first, clock, draws = forward(), len(self._draws.taken), self._clock, self._draws
 
         class Begun:
@@ -385,9 +385,6 @@ class BackgroundAtOnce:
 
             def result(self) -> list[Output]:
                 return outputs
-
-            def add_done_callback(self, call: Any) -> None:
-                pass
 
         return Begun()
 

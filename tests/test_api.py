@@ -17,7 +17,7 @@ from small_engine import CONFIGS, SIZES
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, SamplingParams, api, devices, pace, passes, rounds
+from offload_rt import LLM, SamplingParams, devices, pace, passes, rounds, writer
 from offload_rt.drafting import lookup
 from offload_rt.errors import UsageError
 
@@ -350,7 +350,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
             return now
 
         with monkeypatch.context() as patch:
-            for module in (rounds, passes, lookup, api):
+            for module in (rounds, passes, lookup, writer):
                 patch.setattr(module, "perf_counter", wild)
             assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
 

@@ -129,7 +129,7 @@ def test_a_draft_of_the_right_outcome_is_used(
 class _AtOnce:
     """A background that is over at the end only."""
 
-    def start(self, caches: Any, forward: Any) -> Any:
+    def start(self, caches: Any, forward: Any, ended: Any) -> Any:
         outputs = forward()
 
         class Begun:
@@ -138,9 +138,6 @@ class _AtOnce:
 
             def result(self) -> Any:
                 return outputs
-
-            def add_done_callback(self, call: Any) -> None:
-                pass
 
         return Begun()
 
