@@ -21,6 +21,7 @@ from bench import inputs, machine, report
 from bench.inputs import Models, say
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
+from offload_rt.layers import LayerPlan
 from offload_rt.results import GenerationResult, SamplingParams
 
 SHAPES = (
@@ -150,7 +151,7 @@ def _shapes(models: Models, prompt: list[int], arguments: argparse.Namespace) ->
 
 def _layers(models: Models, prompt: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    layers = models.target.config.num_hidden_layers
+    count = models.target.config.num_hidden_layers
     with _reader(models, prompt, arguments) as llm:
         for name in LAYERS:
             for calibrate in (True, False) if name.startswith("groups:") else (True,):
@@ -169,8 +170,8 @@ def _layers(models: Models, prompt: list[int], arguments: argparse.Namespace) ->
     by_name = {row["layers"]: row["draft_token_ms"] for row in rows}
     attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
     for row in rows:
-        size = int(row["layers"].partition(":")[2]) if row["layers"].startswith("groups:") else 1
-        spared = layers - 2 - -(-(layers - 2) // size) if layers > 2 else 0
+        plan = LayerPlan.parse(row["layers"], count)
+        spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared
     return rows
 

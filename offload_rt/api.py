@@ -254,6 +254,8 @@ class LLM:
             for tokens, one in zip(checked, wanted, strict=True):
                 writers.append(self._open(tokens, one))
                 closing.callback(self._engine.close_session, writers[-1].session)
+            for writer in writers:
+                writer.begin()
             while going := [writer for writer in writers if not writer.ended]:
                 for writer, round in zip(
                     going, self._engine.step([writer.session for writer in going]), strict=True

@@ -48,8 +48,12 @@ class Writer:
         self._tokens: list[int] = []
         self._finish: FinishReason = "interrupted"
         self._error: str | None = None
-        self._started = perf_counter()
         self._ms = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Decoding begins now; until here other texts of a batch were read."""
+        self._started = perf_counter()
 
     @property
     def ended(self) -> bool:
