@@ -23,6 +23,7 @@ from cpu_kv import PacedLink
 from offload_rt.api import LLM
 from offload_rt.layers import LayerPlan
 from offload_rt.results import GenerationResult, SamplingParams
+from offload_rt.text import encode
 
 SHAPES = (
     "chain@12",
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     models = inputs.load(arguments)
     described = machine.describe(models.target.device)
     path = inputs.destination(arguments.out, "drafts", described)
-    tokens = inputs.encode(models.tokenizer, "\n".join(text.text for text in texts))
+    tokens = encode(models.tokenizer, "\n".join(text.text for text in texts))
     prompt = tokens[: arguments.context]
     found = {
         "benchmark": "drafts",

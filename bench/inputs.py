@@ -159,14 +159,6 @@ def _name(source: str | Path) -> str:
     return path.resolve().name if path.exists() else source
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a whole text."""
-    longest, tokenizer.model_max_length = tokenizer.model_max_length, 10**12  # its warning does not apply
-    tokens: list[int] = tokenizer(text)["input_ids"]
-    tokenizer.model_max_length = longest
-    return tokens
-
-
 def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:
     """Where the JSON goes; checked before anything is measured.
 

@@ -28,6 +28,7 @@ from bench.report import tokens_name
 from offload_rt.config import Config, load_config
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
+from offload_rt.text import encode
 
 PARTS = ("loss", "needle", "acceptance")
 
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     models = inputs.load(arguments)
     described = machine.describe(models.target.device)
     out = inputs.destination(arguments.out, f"model-card-{models.names[0]}", described)
-    encoded = {text.name: inputs.encode(models.tokenizer, text.text) for text in texts}
+    encoded = {text.name: encode(models.tokenizer, text.text) for text in texts}
     needed = case.context + (case.positions if "acceptance" in arguments.parts else 0)
     short = next((name for name, tokens in encoded.items() if len(tokens) < needed), None)
     if short is not None:

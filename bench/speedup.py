@@ -34,6 +34,7 @@ from offload_rt.api import LLM
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.results import GenerationResult, SamplingParams
+from offload_rt.text import encode
 
 OURS, THEIRS = "ours", "transformers"
 REFERENCE = f"{THEIRS} plain"
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     case = _case(arguments)
     texts = inputs.read_texts(arguments.text) if arguments.text else [inputs.demo_text()]
     models = inputs.load(arguments)
-    tokens = inputs.encode(models.tokenizer, "\n".join(text.text for text in texts))
+    tokens = encode(models.tokenizer, "\n".join(text.text for text in texts))
     if case.contexts[-1] > len(tokens):
         raise UsageError(
             f"--contexts {case.contexts[-1]}: the text has {len(tokens)} tokens; give a longer --text, "

@@ -290,8 +290,7 @@ class LLM:
             self._engine.close_session(kept)
 
     def _open(self, tokens: list[int], params: SamplingParams) -> Writer:
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
+        params = _seeded(params)
         session = self._engine.open(tokens, self._continuation(params))
         return self._writer(session, params)
 
@@ -321,8 +320,7 @@ class LLM:
         if config is not None:
             settings = self._engine.available(load_config(config, overrides))
         self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
+        params = _seeded(params)
         session.rerun(settings, self._continuation(params))
         first = self._result
         try:
@@ -386,6 +384,11 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed that is drawn where none is given."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -50,6 +50,7 @@ from bench.offload.rows import times_as_fast
 from offload_rt.config import OffloadConfig
 from offload_rt.errors import UsageError
 from offload_rt.loading import choose_device
+from offload_rt.text import encode
 
 
 def add_parser(commands: Any) -> None:
@@ -147,7 +148,7 @@ def _on_cpu(arguments: argparse.Namespace, picture: Path | None) -> list[dict[st
     real, synthetic = _given(real, arguments), _given(synthetic, arguments)
     models = inputs.load(arguments)
     texts = inputs.read_texts(arguments.text) if arguments.text else [inputs.demo_text()]
-    tokens = inputs.encode(models.tokenizer, "\n".join(text.text for text in texts))
+    tokens = encode(models.tokenizer, "\n".join(text.text for text in texts))
     if real.context > len(tokens):
         raise UsageError(f"--context {real.context}: the text has {len(tokens)} tokens; give a longer --text")
     cases = paced.measure_pair(models, tokens[: real.context], real, arguments.config, picture)
