@@ -26,15 +26,16 @@ from offload_rt.results import GenerationResult, SamplingParams
 from offload_rt.text import encode
 
 SHAPES = (
-    "chain@12",
+    "chain@8",
     "chain@16",
     "chain@24",
     "chain@32",
-    "sequences:4@16",
+    "chain@48",
+    "sequences:4@24",
     "tree:2,2,2@16",
-    "grown:48@16",
+    "grown:32@16",
     "grown:64@16",
-    "grown:64@20",
+    "grown:128@32",
 )
 LAYERS = ("all", "groups:1", "groups:2", "groups:3", "groups:4", "skip:2", "skip:2,3", "skip:1a,2a,3a")
 BATCH = ("plain", "lookup")
@@ -53,11 +54,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--text", type=Path, action="append", metavar="FILE", help="UTF-8 text")
     parser.add_argument("--context", type=inputs.count(256), default=16384, metavar="N")
     parser.add_argument("--rate", type=float, default=2.0, metavar="GB/s", help="of the link (default: 2)")
-    parser.add_argument("--seeds", type=inputs.count(1), default=6, metavar="N", help="texts of each shape")
+    parser.add_argument("--seeds", type=inputs.count(1), default=24, metavar="N", help="texts of each shape")
     parser.add_argument("--temperature", type=float, default=0.6, metavar="T")
     parser.add_argument("-n", "--new-tokens", type=inputs.count(8), default=192, metavar="N")
     parser.add_argument("--batch", type=inputs.count(2), default=4, metavar="N", help="prompts at once")
     parser.add_argument("--batch-context", type=inputs.count(64), default=8192, metavar="N")
+    parser.add_argument(
+        "--parts", type=inputs.names(PARTS), default=tuple(PARTS), metavar="A,B", help="default: all"
+    )
     parser.set_defaults(run=run)
 
 
@@ -67,24 +71,20 @@ def run(arguments: argparse.Namespace) -> None:
     described = machine.describe(models.target.device)
     path = inputs.destination(arguments.out, "drafts", described)
     tokens = encode(models.tokenizer, "\n".join(text.text for text in texts))
-    prompt = tokens[: arguments.context]
-    found = {
+    found: dict[str, Any] = {
         "benchmark": "drafts",
         "machine": described,
         "model": models.names[0],
         "text": [text.name for text in texts],
-        "context": len(prompt),
+        "context": min(arguments.context, len(tokens)),
         "temperature": arguments.temperature,
         "new_tokens": arguments.new_tokens,
         "seeds": arguments.seeds,
         "link_gb_s": arguments.rate,
-        "shapes": _shapes(models, prompt, arguments),
-        "layers": _layers(models, prompt, arguments),
-        "batch": _batch(models, tokens, arguments),
     }
-    report.write_json(path, found)
-    for name in ("shapes", "layers", "batch"):
-        rows: list[dict[str, Any]] = found[name]
+    for name in arguments.parts:
+        found[name] = rows = PARTS[name](models, tokens, arguments)
+        report.write_json(path, found)  # each part as it is done: all of them take an hour
         print(report.table(list(rows[0]), [[_cell(value) for value in row.values()] for row in rows]), "\n")
     print(json.dumps(found))
 
@@ -131,16 +131,16 @@ def _row(results: Sequence[GenerationResult]) -> dict[str, Any]:
     }
 
 
-def _reader(models: Models, prompt: list[int], arguments: argparse.Namespace, **options: Any) -> LLM:
-    """An LLM that has read the prompt."""
+def _reader(models: Models, tokens: list[int], arguments: argparse.Namespace, **options: Any) -> LLM:
+    """An LLM that has read the beginning of the text."""
     llm = LLM.from_models(models.target, None, models.tokenizer, "retrieval", _settings(arguments), **options)
-    llm.generate(prompt, SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
+    llm.generate(tokens[: arguments.context], SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
     return llm
 
 
-def _shapes(models: Models, prompt: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _shapes(models: Models, tokens: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    with _reader(models, prompt, arguments, link=PacedLink(arguments.rate * 1e9)) as llm:
+    with _reader(models, tokens, arguments, link=PacedLink(arguments.rate * 1e9)) as llm:
         for name in SHAPES:
             say(f"shape {name}")
             shape, _, depth = name.partition("@")
@@ -150,10 +150,10 @@ def _shapes(models: Models, prompt: list[int], arguments: argparse.Namespace) ->
     return [row | {"over_best_chain": row["tokens_per_pass"] / best} for row in rows]
 
 
-def _layers(models: Models, prompt: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _layers(models: Models, tokens: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     count = models.target.config.num_hidden_layers
-    with _reader(models, prompt, arguments) as llm:
+    with _reader(models, tokens, arguments) as llm:
         for name in LAYERS:
             for calibrate in (True, False) if name.startswith("groups:") else (True,):
                 say(f"layers {name}{'' if calibrate else ', not calibrated'}")
@@ -207,3 +207,6 @@ def _batch(models: Models, tokens: list[int], arguments: argparse.Namespace) -> 
             }
         )
     return rows
+
+
+PARTS = {"shapes": _shapes, "layers": _layers, "batch": _batch}

@@ -6,7 +6,7 @@ import argparse
 import datetime
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,23 @@ def count(minimum: int) -> Callable[[str], int]:
         if not text.isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
         return int(text)
+
+    return parse
+
+
+def names(known: Collection[str], file: str = "") -> Callable[[str], tuple[str, ...]]:
+    """An argument type: known names with commas between them, each once.
+
+    Args:
+        file: the suffix of files that may be named too; empty: none.
+    """
+
+    def parse(text: str) -> tuple[str, ...]:
+        given = tuple(dict.fromkeys(text.split(",")))
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None and not (file and unknown.endswith(file)):
+            raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(known)}")
+        return given
 
     return parse
 

@@ -59,17 +59,10 @@ def add_parser(commands: Any) -> None:
         "--positions", type=inputs.count(1), default=case.positions, metavar="N", help="of acceptance"
     )
     parser.add_argument(
-        "--parts", type=_parts, default=PARTS, metavar="A,B", help=f"default: {','.join(PARTS)}"
+        "--parts", type=inputs.names(PARTS), default=PARTS, metavar="A,B", help=f"default: {','.join(PARTS)}"
     )
     parser.add_argument("--seed", type=inputs.count(0), default=0, metavar="S", help="of the passages")
     parser.set_defaults(run=run)
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    unknown = next((part for part in text.split(",") if part not in PARTS), None)
-    if unknown is not None:
-        raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(PARTS)}")
-    return tuple(text.split(","))
 
 
 def run(arguments: argparse.Namespace) -> None:

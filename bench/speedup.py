@@ -57,9 +57,9 @@ def add_parser(commands: Any) -> None:
         help="UTF-8 text; may be repeated, texts are joined (default: a long text about Python)",
     )
     parser.add_argument(
-        "--configs", type=_names(COMPOSITIONS, any_file=True), default=COMPOSITIONS, metavar="A,B"
+        "--configs", type=inputs.names(COMPOSITIONS, file=".toml"), default=COMPOSITIONS, metavar="A,B"
     )
-    parser.add_argument("--peers", type=_names(PEERS, any_file=False), default=PEERS, metavar="A,B")
+    parser.add_argument("--peers", type=inputs.names(PEERS), default=PEERS, metavar="A,B")
     parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
     parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
     parser.add_argument("--peer-tokens", type=inputs.count(2), metavar="N", help="decoded by each peer")
@@ -69,17 +69,6 @@ def add_parser(commands: Any) -> None:
         "--plot", action=argparse.BooleanOptionalAction, default=True, help="PNG beside the JSON"
     )
     parser.set_defaults(run=run)
-
-
-def _names(known: Sequence[str], any_file: bool) -> Any:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(text.split(",")))
-        unknown = next((name for name in names if name not in known), None)
-        if unknown is not None and not (any_file and unknown.endswith(".toml")):
-            raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,10 @@
 """The full KV cache in CPU memory: pages, slabs, copies. Knows nothing of models, tokens or drafts."""
 
 from cpu_kv.chunks import ChunkSummaries
+from cpu_kv.cuda_link import CudaLink
 from cpu_kv.layout import KVLayout
-from cpu_kv.link import CopyFailed, CpuLink, CudaLink, Link, PacedLink, Ticket, TransferStalled
+from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
+from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
 from cpu_kv.selection import chunk_scores, exact_top_k, retrieval
 from cpu_kv.staging import StagingRing, StagingSlot

@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--gamma", type=inputs.count(1), metavar="N", help="tokens drafted for a pass")
     parser.add_argument("-n", "--new-tokens", type=inputs.count(4), metavar="N")
     parser.add_argument("--repeats", type=inputs.count(1), metavar="N")
-    parser.add_argument("--shapes", type=_shapes, metavar="A,B", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", type=inputs.names(SHAPES), metavar="A,B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--contexts", type=inputs.counts(64), default=GPU_CONTEXTS, metavar="N,N")
     parser.add_argument("--acceptances", type=_rates, default=ACCEPTANCES, metavar="A,B")
     parser.add_argument("--quick", action="store_true", help="less of everything")
@@ -78,14 +78,6 @@ def add_parser(commands: Any) -> None:
         "--plot", action=argparse.BooleanOptionalAction, default=True, help="a timeline as PNG"
     )
     parser.set_defaults(run=run)
-
-
-def _shapes(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    unknown = next((name for name in names if name not in SHAPES), None)
-    if unknown is not None:
-        raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(SHAPES)}")
-    return names
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -44,7 +44,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
 
     prompts.add_arguments(generate)
+    _add_sampling(generate)
+    _add_configuration(generate)
 
+    output = generate.add_argument_group("output")
+    output.add_argument(
+        "--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens"
+    )
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result and its statistics to FILE"
+    )
+    output.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
+
+
+def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("-n", "--max-new-tokens", type=int, default=256, metavar="N")
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T")
@@ -54,6 +67,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sampling.add_argument("--stop", action="append", default=[], metavar="STRING", help="may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true")
 
+
+def _add_configuration(generate: argparse.ArgumentParser) -> None:
     config = generate.add_argument_group("configuration")
     config.add_argument("--config", default="triforce", metavar="NAME|FILE", help="default: triforce")
     for flag, key, metavar in (
@@ -80,15 +95,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="sets any configuration key; the last value given wins",
     )
     generate.set_defaults(overrides=[])
-
-    output = generate.add_argument_group("output")
-    output.add_argument(
-        "--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens"
-    )
-    output.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result and its statistics to FILE"
-    )
-    output.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
 def _override(key: str) -> Callable[[str], tuple[str, object]]:
@@ -141,16 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
         console.summary(result)
         if arguments.compare_plain and not status and failure is None:
             try:
-                plain = llm.plain(params)
+                report["plain"] = _compare(llm, params, console)
             except KeyboardInterrupt:
                 console.say("compared   interrupted")
                 status = INTERRUPTED
-            else:
-                report["plain"] = comparison = _comparison(result, plain)
-                console.say(
-                    f"compared   {comparison['ratio']:.2f} times as fast as plain decoding;"
-                    f" {tokens_verdict(result, plain, params)}"
-                )
         # Before the runtime closes: on a broken link, closing may fail too.
         if arguments.json is not None:
             write_json("--json", arguments.json, report)
@@ -228,14 +228,17 @@ def write_text(
     return status, failure
 
 
-def _comparison(result: GenerationResult, plain: GenerationResult) -> dict[str, object]:
-    """The JSON's `plain`: our time per token against plain decoding's."""
+def _compare(llm: LLM, params: SamplingParams, console: Console) -> dict[str, object]:
+    """Decodes the text plainly too; the JSON's `plain`: our time per token against plain decoding's."""
+    result, plain = llm.last_result, llm.plain(params)
     ours, theirs = result.timings, plain.timings
     per_token = ours.predicted_ms / max(ours.predicted_n, 1)
-    plain_per_token = theirs.predicted_ms / max(theirs.predicted_n, 1)
+    ratio = theirs.predicted_ms / max(theirs.predicted_n, 1) / per_token if per_token else 0.0
+    verdict = tokens_verdict(result, plain, params)
+    console.say(f"compared   {ratio:.2f} times as fast as plain decoding; {verdict}")
     return {
         "predicted_ms": theirs.predicted_ms,
-        "ratio": plain_per_token / per_token if per_token else 0.0,
+        "ratio": ratio,
         "tokens_equal": result.tokens == plain.tokens,
     }
 

@@ -18,7 +18,7 @@ from offload_rt.drafting.base import Outcome, TokenView
 from offload_rt.drafting.outcomes import LIKELY, doubt_scale, likely_outcomes, ranked
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.expectations import SECOND_CHOICE
+from offload_rt.expectations import NEXT_CHOICE, SECOND_CHOICE
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
 from offload_rt.model import Output
@@ -362,30 +362,20 @@ class BestFirst(Growth):
             # Chance that two draws agree, and how many tokens can be drawn at all.
             told = [(probs * probs).sum(-1, keepdim=True), (probs > 0).sum(-1, keepdim=True)]
         newest = self._pieces[-1] if chosen else Tokens([])
-        drawn_with = torch.ones(len(nodes))
-        if chosen and not sampler.greedy:
-            drawn_with = self._probs[-1].gather(1, newest.on(logits.device)[:, None])[:, 0]
-        nan, sure, what, sampled = yield from self._arrive(newest, [told[0].isnan().any(), *told, drawn_with])
+        nan, sure, what = yield from self._arrive(newest, [told[0].isnan().any(), *told])
         if nan:
             self._trace_nan()
-        for at, number in enumerate(nodes):
-            value = self._value(chosen[at], float(sampled[at])) if chosen else 1.0
-            self._doubts.append(1.0 - float(sure[at, 0]))
+        promises = [promise for _, _, promise in chosen] or [1.0]
+        for at, (number, promise) in enumerate(zip(nodes, promises, strict=True)):
             if sampler.greedy:
                 chances, known = self._greedy_chances(sure[at].tolist()), what[at].tolist()
             else:
                 chances, known = self._sampled_chances(float(sure[at, 0]), min(int(what[at, 0]), most)), []
-            self._open.append(_Node(number, value, chances, known, self._rows))
+            self._open.append(_Node(number, promise, chances, known, self._rows))
             self._rows += 1
 
-    def _value(self, chosen: tuple[_Node, int, float], sampled: float) -> float:
-        """Chance that a node is accepted, now that its token and the probability it had are known."""
-        parent, which, promise = chosen
-        if which or self._verifier.sampling.sampler.greedy:
-            return promise
-        return promise * self._first_chance(1.0 - sampled) / parent.chances[which]
-
     def _first_chance(self, doubt: float) -> float:
+        self._doubts.append(doubt)
         return 1.0 - min(0.9, doubt_scale(self._doubts, self._shape.acceptance) * doubt)
 
     def _greedy_chances(self, likely: list[float]) -> list[float]:
@@ -397,4 +387,7 @@ class BestFirst(Growth):
         return chances
 
     def _sampled_chances(self, agreement: float, children: int) -> list[float]:
-        return [self._first_chance(1.0 - agreement), *[SECOND_CHOICE] * (children - 1)]
+        # How often a drawn token is rejected rises with the root of how often two draws differ, and says
+        # nothing about which one was drawn (measured on the demo pair).
+        first = self._first_chance((1.0 - min(1.0, agreement)) ** 0.5)
+        return [first, *(SECOND_CHOICE * NEXT_CHOICE**elder for elder in range(children - 1))]

@@ -1,0 +1,141 @@
+"""A link that takes its time, for machines without a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import torch
+
+from cpu_kv.link import CopyRecord, Pairs, PassedTicket, Ticket, TransferStalled, failure, pair_bytes
+
+
+class PacedLink:
+    """A link between CPU tensors that takes its time, for machines without a GPU.
+
+    A copy takes at least ``latency_s`` + bytes / ``bytes_per_second``, counted from when its direction was
+    free; what it wrote shows only at the end. ``timeout``: seconds that a wait may take. Raises ValueError
+    unless ``bytes_per_second`` and ``timeout`` are positive and ``latency_s`` is not negative.
+    """
+
+    device = torch.device("cpu")
+    in_place = False
+
+    def __init__(self, bytes_per_second: float, latency_s: float = 0.0, timeout: float = 60.0):
+        if bytes_per_second <= 0 or latency_s < 0 or timeout <= 0:
+            raise ValueError(
+                "bytes_per_second and timeout must be positive and latency_s not negative, "
+                f"not {bytes_per_second}, {timeout} and {latency_s}"
+            )
+        self.bytes_per_second = bytes_per_second
+        self._latency_s = latency_s
+        self._timeout = timeout
+        self._closing = threading.Event()
+        self._records: list[CopyRecord] | None = None
+        self._lanes = {to_host: _Lane(to_host) for to_host in (False, True)}
+
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        lane, asked = self._lanes[to_host], _Asked(list(pairs), after, time.perf_counter())
+        lane.waiting[urgent].append(asked)
+        try:
+            lane.thread.submit(self._serve, lane)
+        except RuntimeError as error:  # closed
+            return PassedTicket(failure(pairs, to_host, error))
+        return _PacedTicket(asked.done, pairs, to_host, self._timeout)
+
+    def mark(self) -> Ticket:
+        return PassedTicket()
+
+    def close(self) -> None:
+        self._closing.set()
+        for lane in self._lanes.values():
+            lane.thread.shutdown(wait=True, cancel_futures=True)
+            for asked in (*lane.waiting[True], *lane.waiting[False]):
+                asked.done.cancel()
+
+    def record(self) -> None:
+        self._records = []
+
+    def recorded(self) -> list[CopyRecord]:
+        records = self._records or []
+        return [records.pop(0) for _ in range(len(records))]  # the lanes append meanwhile
+
+    def move(self, pairs: Pairs) -> None:
+        """Make the copy itself, in the worker's thread. Tests override it to delay and to fail."""
+        for destination, source in pairs:
+            destination.copy_(source)
+
+    def _serve(self, lane: _Lane) -> None:
+        """Makes one of the copies that were asked for: there is one for each time this is called."""
+        asked = (lane.waiting[True] or lane.waiting[False]).popleft()
+        try:
+            self._run(lane, asked.pairs, asked.after, asked.at)
+        except BaseException as error:
+            asked.done.set_exception(error)
+        else:
+            asked.done.set_result(None)
+
+    def _run(self, lane: _Lane, pairs: Pairs, after: Ticket | None, asked_at: float) -> None:
+        start = max(asked_at, lane.free_at)
+        if after is not None and not after.done():
+            after.synchronize()
+            start = max(start, time.perf_counter())
+        end = start + self._latency_s + pair_bytes(pairs) / self.bytes_per_second
+        if self._closing.wait(max(0.0, end - time.perf_counter())):
+            raise RuntimeError("the link was closed")
+        # The pace is kept over many copies: what this thread overslept, or took to move, is made up for.
+        lane.free_at = end
+        # The mode of a thread: without it, tensors made in inference mode could not be written to here.
+        with torch.inference_mode():
+            self.move(pairs)
+        if self._records is not None:
+            self._records.append(CopyRecord(lane.to_host, pair_bytes(pairs), start, end))
+
+
+class _Asked:
+    """A copy that was asked for at some time, and what is known of it since."""
+
+    def __init__(self, pairs: Pairs, after: Ticket | None, at: float):
+        self.pairs = pairs
+        self.after = after
+        self.at = at
+        self.done: Future[None] = Future()
+
+
+class _Lane:
+    """One direction of a paced link: its thread, and the time at which its last copy was due."""
+
+    def __init__(self, to_host: bool):
+        self.to_host = to_host
+        self.waiting: dict[bool, deque[_Asked]] = {True: deque(), False: deque()}  # urgent ones, the others
+        name = "to-host" if to_host else "to-device"
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"cpu_kv-paced-{name}")
+        self.free_at = 0.0
+
+
+class _PacedTicket:
+    def __init__(self, future: Future[None], pairs: Pairs, to_host: bool, timeout: float):
+        self._future = future
+        self._pairs = pairs
+        self._to_host = to_host
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        try:
+            error = self._future.exception(self._timeout)
+        except TimeoutError:
+            raise TransferStalled(pair_bytes(self._pairs), self._timeout) from None
+        except CancelledError:
+            error = RuntimeError("the link was closed")
+        if error is not None:
+            raise failure(self._pairs, self._to_host, error)
+
+    def done(self) -> bool:
+        return self._future.done()
