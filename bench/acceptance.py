@@ -44,16 +44,7 @@ class ExactTopKCache(BoundedCache):
     """
 
     def __init__(self, source: FullCache, budget: int) -> None:
-        layout = source.layout
-        super().__init__(
-            layout.layers,
-            layout.kv_heads,
-            layout.head_dim,
-            layout.dtype,
-            source.device,
-            budget,
-            source.backend,
-        )
+        super().__init__(source.layout, source.device, budget, source.backend)
         self._source = source
 
     def build(self, queries: Tensor) -> None:
@@ -99,14 +90,10 @@ def small_caches(reader: ContextReader, budgets: Mapping[str, int]) -> dict[tupl
             )
         caches[TOP_K, name] = ExactTopKCache(full, budget)
         caches[STREAMING, name] = StreamingCache(
-            model.layers,
-            model.kv_heads,
-            model.head_dim,
-            model.dtype,
-            model.device,
+            model.kv_layout(),
+            model.rotary_frequencies,
             sinks=SINKS,
             window=budget - SINKS,
-            inverse_frequencies=model.rotary_frequencies,
             backend=reader.backend,
             source=full,
         )

@@ -12,7 +12,6 @@ from offload_rt.attention import choose_backend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.config import Config
-from offload_rt.engine import kv_layout
 from offload_rt.model import CausalModel, Part
 from offload_rt.prefill import prefill
 
@@ -31,7 +30,7 @@ class ContextReader:
         self.backend = choose_backend(model.device)
         on_gpu = model.device.type == "cuda"
         self._link: Link = CudaLink(model.device) if on_gpu else CpuLink()
-        self._store = PagedKVStore(kv_layout(model, config.store.page), pin=on_gpu)
+        self._store = PagedKVStore(model.kv_layout(config.store.page), pin=on_gpu)
         self._sequence = self._store.new_sequence(config.retrieval.chunk)
         self._sequence.reserve(room)
         self._engine = TransferEngine(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from cpu_kv import CpuLink, CudaLink, KVLayout, Link, PagedKVStore
+from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config
@@ -68,7 +68,7 @@ class Engine:
         self.config = self.available(config)
         self._backend = choose_backend(target.device)
         self.store = PagedKVStore(
-            kv_layout(target, config.store.page),
+            target.kv_layout(config.store.page),
             pin=target.device.type == "cuda",
             slab_tokens=config.store.slab_tokens,
             on_warning=on_notice,
@@ -224,8 +224,3 @@ class Engine:
             for session in self._sessions:
                 closing.callback(session.close)
             self._sessions = []
-
-
-def kv_layout(model: CausalModel, page_size: int) -> KVLayout:
-    """How the model's KV lies in the store."""
-    return KVLayout(model.layers, model.kv_heads, model.head_dim, model.dtype, page_size)

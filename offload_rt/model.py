@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpu_kv import KVLayout
 from offload_rt.attention_hook import (
     ATTENTION_NAME,
     AttentionPass,
@@ -141,6 +142,10 @@ class CausalModel:
     @property
     def weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.module.parameters())
+
+    def kv_layout(self, page_size: int = 1) -> KVLayout:
+        """How its KV lies in memory, in pages of so many tokens."""
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, page_size)
 
     @property
     def rotary_frequencies(self) -> Tensor:

@@ -216,14 +216,10 @@ class PlainStreaming:
 
 def streaming_cache(sinks: int, window: int, source: FullCache | None = None) -> StreamingCache:
     return StreamingCache(
-        LAYERS,
-        KV_HEADS,
-        DIM,
-        torch.float32,
-        CPU,
+        KVLayout(LAYERS, KV_HEADS, DIM, torch.float32),
+        FREQUENCIES,
         sinks=sinks,
         window=window,
-        inverse_frequencies=FREQUENCIES,
         backend=TorchCpuBackend(),
         source=source,
     )

@@ -31,14 +31,10 @@ def no_notice(text: str) -> None:
 
 def streaming_cache(model: CausalModel, backend: AttentionBackend | None = None) -> StreamingCache:
     return StreamingCache(
-        model.layers,
-        model.kv_heads,
-        model.head_dim,
-        model.dtype,
-        model.device,
+        model.kv_layout(),
+        model.rotary_frequencies,
         sinks=SINKS,
         window=WINDOW,
-        inverse_frequencies=model.rotary_frequencies,
         backend=backend or TorchCpuBackend(),
     )
 

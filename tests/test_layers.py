@@ -83,14 +83,10 @@ def target(request: pytest.FixtureRequest) -> PreTrainedModel:
 def cached_logits(model: CausalModel, tokens: Sequence[int], text: str) -> Tensor:
     """Of all tokens, in passes of a few over a cache that holds everything."""
     cache = StreamingCache(
-        model.layers,
-        model.kv_heads,
-        model.head_dim,
-        model.dtype,
-        model.device,
+        model.kv_layout(),
+        model.rotary_frequencies,
         sinks=0,
         window=len(tokens),
-        inverse_frequencies=model.rotary_frequencies,
         backend=TorchCpuBackend(),
     )
     plan, found = model.layer_plan(text), []

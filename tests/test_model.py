@@ -286,14 +286,10 @@ class Breakable(StreamingCache):
 def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) -> Part:
     """A part over a cache that holds the start of `text`; the rest, in a forest, is new."""
     cache = Breakable(
-        model.layers,
-        model.kv_heads,
-        model.head_dim,
-        model.dtype,
-        model.device,
+        model.kv_layout(),
+        model.rotary_frequencies,
         sinks=2,
         window=60,
-        inverse_frequencies=model.rotary_frequencies,
         backend=TorchCpuBackend(),
     )
     old = len(text) - len(parents)

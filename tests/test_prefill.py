@@ -17,7 +17,6 @@ from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, Ticket, TransferEngin
 from cpu_kv.link import Pairs
 from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.full import LAST_QUERIES, FullCache
-from offload_rt.engine import kv_layout
 from offload_rt.model import CausalModel
 from offload_rt.prefill import prefill
 
@@ -26,7 +25,7 @@ TOLERANCE = 1e-4
 
 @contextmanager
 def empty_cache(model: CausalModel, link: Link, page: int = 16) -> Iterator[FullCache]:
-    with PagedKVStore(kv_layout(model, page), slab_tokens=64) as store:
+    with PagedKVStore(model.kv_layout(page), slab_tokens=64) as store:
         sequence = store.new_sequence(chunk_size=8)
         engine = TransferEngine(sequence, link, segment_tokens=32, ring_buffers=2)
         try:

@@ -18,7 +18,6 @@ from bench.offload.primitives import attention_rates
 from bench.offload.rows import draft_token_ms, steady
 from cpu_kv import CpuLink, Link, PacedLink
 from offload_rt.config import Config
-from offload_rt.engine import kv_layout
 from offload_rt.model import CausalModel
 from offload_rt.pace import RoundTimes
 
@@ -85,7 +84,7 @@ class References:
         self._ahead, self._late = (sizes.config(composition, ahead=outcomes) for outcomes in (1, 0))
         # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
         self._held = Hold(1.0) if subject.random_kv else None
-        self._kv_bytes = sizes.context * kv_layout(subject.target, 1).token_bytes
+        self._kv_bytes = sizes.context * subject.target.kv_layout().token_bytes
         self._link = PacedLink(self.NO_LIMIT)
         self._ratio = 1.0
         with ExitStack() as opened:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend
 from offload_rt.caches.base import WORD_BITS, NewTokens, seen
 from offload_rt.caches.held import HeldTokens
@@ -60,10 +61,7 @@ class BoundedCache(ABC):
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
+        layout: KVLayout,
         device: torch.device,
         budget: int,
         backend: AttentionBackend,
@@ -75,9 +73,9 @@ class BoundedCache(ABC):
         self._backend = backend
         self._new: NewTokens | None = None
         self._frame: _Frame | None = None
-        shape = (layers, kv_heads, budget + SPECULATIVE_ENTRIES, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (layout.layers, layout.kv_heads, budget + SPECULATIVE_ENTRIES, layout.head_dim)
+        self.keys = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
 
     @property
     def end(self) -> int:

@@ -80,10 +80,7 @@ class RetrievedCache(BoundedCache):
         backend: AttentionBackend,
         from_stream: bool = False,
     ) -> None:
-        layout = source.layout
-        super().__init__(
-            layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, source.device, budget, backend
-        )
+        super().__init__(source.layout, source.device, budget, backend)
         self.chunk = chunk
         self.recent = recent
         self.refreshes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
@@ -19,28 +20,24 @@ class StreamingCache(BoundedCache):
     rotated forward to stand right in front of the window.
 
     Args:
-        inverse_frequencies: `[head_dim / 2]`, the model's rotary frequencies.
+        inverse_frequencies: `[head_dim / 2]`, the model's rotary frequencies, on the cache's device.
         source: the full cache of the same model to follow; None for a model that fills its own.
     """
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        layout: KVLayout,
+        inverse_frequencies: Tensor,
         *,
         sinks: int,
         window: int,
-        inverse_frequencies: Tensor,
         backend: AttentionBackend,
         source: FullCache | None = None,
     ) -> None:
-        super().__init__(layers, kv_heads, head_dim, dtype, device, sinks + window, backend)
+        super().__init__(layout, inverse_frequencies.device, sinks + window, backend)
         self.sinks = sinks
         self.window = window
-        self._frequencies = inverse_frequencies.to(device, torch.float32)
+        self._frequencies = inverse_frequencies.float()
         self._sink_keys = self.keys[:, :, :sinks].clone()  # as rotated by the model, at positions 0..
         self._oldest = 0  # overwritten next, counted from the first slot of the window
         self._source = source

@@ -62,7 +62,14 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
         raise ValueError(f"level {level.name} needs a draft model")
     cache: StreamingCache | RetrievedCache
     if level.cache == "streaming":
-        cache = _streaming(parts, model, None if level.name == DRAFT_STREAMING else parts.full)
+        cache = StreamingCache(
+            model.kv_layout(),
+            model.rotary_frequencies,
+            sinks=config.draft.sinks,
+            window=config.draft.window,
+            backend=parts.backend,
+            source=None if level.name == DRAFT_STREAMING else parts.full,
+        )
     else:
         cache = RetrievedCache(
             parts.full,
@@ -81,18 +88,3 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
         return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
     parts.full.derived.append(cache)
     return ModelDrafter(verifier, shape, parts.stop_tokens, first)
-
-
-def _streaming(parts: Parts, model: CausalModel, source: FullCache | None) -> StreamingCache:
-    return StreamingCache(
-        model.layers,
-        model.kv_heads,
-        model.head_dim,
-        model.dtype,
-        model.device,
-        sinks=parts.config.draft.sinks,
-        window=parts.config.draft.window,
-        inverse_frequencies=model.rotary_frequencies,
-        backend=parts.backend,
-        source=source,
-    )

@@ -137,14 +137,10 @@ def _small_step(device: torch.device) -> Callable[[], None]:
     """One token through the runtime's own runner, over a bounded cache, as in a middle level."""
     model = _small_model(device)
     cache = StreamingCache(
-        model.layers,
-        model.kv_heads,
-        model.head_dim,
-        model.dtype,
-        device,
+        model.kv_layout(),
+        model.rotary_frequencies,
         sinks=4,
         window=_ENTRIES - 4,
-        inverse_frequencies=model.rotary_frequencies,
         backend=choose_backend(device),
     )
     model.forward([Part(cache, NewTokens.chain(_ENTRIES), 1)])
