@@ -68,7 +68,7 @@ class ExactTopKCache(BoundedCache):
             queries = fold(verified.queries[layer], source.layout.kv_heads)
             chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
             out = (self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries])
-            source.engine.gather(layer, chosen, out)
+            source.engine.gather_chunks(layer, chosen, 1, out)
 
     def _victims(self, count: int) -> list[int]:
         raise NotImplementedError("chosen anew for every pass")

@@ -1,4 +1,4 @@
-"""Gathers scattered tokens or chunks out of slabs, for ``SequenceKV.gather`` and ``gather_chunks``."""
+"""Gathers scattered tokens or chunks out of slabs, for ``SequenceKV.gather_chunks``."""
 
 from __future__ import annotations
 

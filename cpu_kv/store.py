@@ -271,14 +271,6 @@ class SequenceKV:
             raise ValueError(f"tokens {start} to {end} of layer {layer}: {self._lengths[layer]} are present")
         return self._span(layer, start, end)
 
-    def gather(self, layer: int, indices: Tensor, out: KeysValues | None = None) -> KeysValues:
-        """Copies of the tokens ``indices`` ``[kv_heads, n]``, in any order.
-
-        Returns K and V ``[kv_heads, n, head_dim]``. ``out``: CPU tensors to write to. Raises ValueError
-        for a token that is not present.
-        """
-        return self.gather_chunks(layer, indices, 1, out)
-
     def gather_chunks(
         self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues | None = None
     ) -> KeysValues:

@@ -132,10 +132,6 @@ class TransferEngine:
         while self._writes:
             self._finish_oldest_write()
 
-    def gather(self, layer: int, indices: Tensor, out: KeysValues | None = None) -> KeysValues:
-        """``SequenceKV.gather`` to the link's device, as ``gather_chunks`` does."""
-        return self.gather_chunks(layer, indices, 1, out)
-
     def gather_chunks(
         self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues | None = None
     ) -> KeysValues:

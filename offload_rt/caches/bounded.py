@@ -74,8 +74,7 @@ class BoundedCache(ABC):
         self._new: NewTokens | None = None
         self._frame: _Frame | None = None
         shape = (layout.layers, layout.kv_heads, budget + SPECULATIVE_ENTRIES, layout.head_dim)
-        self.keys = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = (torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(2))
 
     @property
     def end(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -229,38 +229,11 @@ class RetrievedCache(BoundedCache):
         return slots
 
 
-class _ChosenAhead:
-    """Calls `choose` for one layer after the other, in a thread of its own: for each while the one before
-    passes by."""
-
-    def __init__(self, choose: Callable[[int], Tensor], layers: int) -> None:
-        self._choose = choose
-        self._layers = layers
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
-        self._next = self._thread.submit(self._run, 0)
-
-    @torch.inference_mode()
-    def _run(self, layer: int) -> Tensor:
-        return self._choose(layer)
-
-    def take(self, layer: int) -> Tensor:
-        """What was chosen for a layer; they are asked for in their order."""
-        chosen = self._next.result()
-        if layer + 1 < self._layers:
-            self._next = self._thread.submit(self._run, layer + 1)
-        else:
-            self.close()
-        return chosen
-
-    def close(self) -> None:
-        """Waits for what runs and lets the thread go. Idempotent."""
-        self._thread.shutdown(wait=True)
-
-
 class RetrievedRefill:
     """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
 
-    Which chunks are taken is said once a layer, by the same choice as when they are gathered.
+    Which chunks are taken is said once a layer, by the same choice as when they are gathered, in a thread of
+    its own that is ahead of the pass.
 
     Attributes:
         extent: how the entries lie in `keys` and `values`, `[layers, kv_heads, capacity, head_dim]`.
@@ -280,7 +253,9 @@ class RetrievedRefill:
         self.keys, self.values = buffers
         self._cache = cache
         self._source = source
-        self._chosen = _ChosenAhead(self._choose, source.layout.layers)
+        self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
+        self._chosen = [self._choosing.submit(self._choose, layer) for layer in range(source.layout.layers)]
+        self._choosing.shutdown(wait=False)  # it ends with the last layer
         self._layer = -1
         self._chunks: list[int] = []  # of all heads, rising
         self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
@@ -298,8 +273,9 @@ class RetrievedRefill:
         self._put_sent(self._source.layout.layers)
 
     def close(self) -> None:
-        self._chosen.close()
+        self._choosing.shutdown(wait=True, cancel_futures=True)
 
+    @torch.inference_mode()  # each thread has its own mode
     def _choose(self, layer: int) -> Tensor:
         return self._cache._best_chunks(layer, self.extent, self.queries)
 
@@ -329,7 +305,7 @@ class RetrievedRefill:
         # Two layers' are on their way at most: the pass waits for none, and they take little memory.
         self._put_sent(layer - 1)
         self._layer = layer
-        chunks = self._chosen.take(layer)
+        chunks = self._chosen[layer].result()
         places = chunks.shape[1]
         numbers, order = chunks.flatten().sort(stable=True)
         self._chunks = numbers.tolist()

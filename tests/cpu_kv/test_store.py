@@ -52,7 +52,7 @@ def check_sequence(
         if tokens:
             indices = torch.randint(0, tokens, (layout.kv_heads, 7), generator=generator)
             expected = kv.gather(2, indices[None, :, :, None].expand(2, -1, -1, layout.head_dim))
-            assert torch.equal(torch.stack(sequence.gather(layer, indices)), expected)
+            assert torch.equal(torch.stack(sequence.gather_chunks(layer, indices, 1)), expected)
         full = tokens // chunk_size
         chunked = kv[:, :, : full * chunk_size].unflatten(2, (full, chunk_size))
         if full:
@@ -130,7 +130,7 @@ def test_views_are_the_store_itself() -> None:
         first, second = sequence.views(1)
         first[0][0, 2, 1] = second[0][0, 1, 1] = 77.0
         tokens = torch.tensor([[2, 9]] * 2)
-        assert sequence.gather(1, tokens)[0][0, :, 1].tolist() == [77.0, 77.0]
+        assert sequence.gather_chunks(1, tokens, 1)[0][0, :, 1].tolist() == [77.0, 77.0]
         assert 77.0 not in sequence.views(0)[0][0]
 
 
@@ -270,11 +270,11 @@ def test_errors_name_what_is_wrong() -> None:
             sequence.advance(0, 10_000)
         for index in (-1, 10):
             with pytest.raises(ValueError, match="10 present"):
-                sequence.gather(0, torch.full((2, 1), index))
+                sequence.gather_chunks(0, torch.full((2, 1), index), 1)
         with pytest.raises(ValueError, match="2 present"):
             sequence.gather_chunks(0, torch.tensor([[2], [0]]), 4)  # tokens 8 and 9 fill no chunk
         with pytest.raises(ValueError, match="out must be"):
-            sequence.gather(0, torch.zeros(2, 3, dtype=torch.long), (good[:, :1], good[:, :1]))
+            sequence.gather_chunks(0, torch.zeros(2, 3, dtype=torch.long), 1, (good[:, :1], good[:, :1]))
 
 
 def test_use_after_close() -> None:

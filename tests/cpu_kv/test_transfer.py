@@ -179,7 +179,7 @@ def test_in_place_nothing_is_copied() -> None:
         block = random_kv(4, 1)[0]
         engine.write_back(0, block[0], block[1])
         assert engine.sequence.layer_length(0) == 34  # at once
-        engine.gather(0, torch.zeros(2, 3, dtype=torch.long))
+        engine.gather_chunks(0, torch.zeros(2, 3, dtype=torch.long), 1)
         assert engine.counters.bytes_to_device == engine.counters.bytes_to_host == 0
         assert engine.counters.copies == 0
 
@@ -191,7 +191,7 @@ def test_gathers(make_link: type[CpuLink]) -> None:
         block = random_kv(6, 1)[0]
         engine.write_back(1, block[0], block[1])
         layer = torch.cat([kv[1], block], dim=2)
-        keys, values = engine.gather(1, torch.tensor([[35, 0], [7, 7]]))
+        keys, values = engine.gather_chunks(1, torch.tensor([[35, 0], [7, 7]]), 1)
         assert torch.equal(keys[0], layer[0, 0, [35, 0]])
         assert torch.equal(values[1], layer[1, 1, [7, 7]])
         out = (torch.zeros(2, 8, 4), torch.zeros(2, 8, 4))
@@ -199,7 +199,7 @@ def test_gathers(make_link: type[CpuLink]) -> None:
         assert torch.equal(out[0][0], torch.cat([layer[0, 0, 32:36], layer[0, 0, 8:12]]))
         assert torch.equal(out[1][1], torch.cat([layer[1, 1, 0:4], layer[1, 1, 20:24]]))
         with pytest.raises(ValueError, match="out must be"):
-            engine.gather(1, torch.zeros(2, 8, dtype=torch.long), (out[0][:, :1], out[1][:, :1]))
+            engine.gather_chunks(1, torch.zeros(2, 8, dtype=torch.long), 1, (out[0][:, :1], out[1][:, :1]))
         if not engine.link.in_place:
             assert engine.counters.bytes_to_device == (2 + 8) * LAYOUT.layer_token_bytes
 
@@ -295,7 +295,7 @@ def test_a_failed_write_back_leaves_no_hole() -> None:
         engine.flush()
         engine.write_back(0, torch.full((2, 2, 4), 3.0), torch.full((2, 2, 4), 3.0))
         engine.flush()
-        assert engine.gather(0, torch.tensor([[6, 7]] * 2))[0][0, :, 0].tolist() == [1.0, 3.0]
+        assert engine.gather_chunks(0, torch.tensor([[6, 7]] * 2), 1)[0][0, :, 0].tolist() == [1.0, 3.0]
 
 
 def test_a_stalled_link_raises() -> None:
