@@ -40,28 +40,6 @@ class AttentionBackend(Protocol):
         """Square causal attention: queries `[heads, n, head_dim]` over as many keys, not folded."""
 
 
-class ReferenceBackend:
-    """Plain matrix products and a softmax; the others are tested against it (in float64)."""
-
-    name = "reference"
-
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(queries.dtype, torch.float32)
-        scores = queries.to(wide) @ keys.to(wide).transpose(-1, -2) * scale
-        if mask is not None:
-            scores = scores + mask
-        lse = scores.logsumexp(-1)
-        out = torch.exp(scores - lse[..., None]) @ values.to(wide)
-        return out.to(queries.dtype), lse
-
-    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        folded = fold(queries, len(keys))
-        mask = fold_mask(causal_mask(queries.shape[1], queries), len(queries) // len(keys))
-        return unfold(*self(folded, keys, values, scale, mask), len(queries))
-
-
 class TorchCpuBackend:
     """torch's flash kernel for CPUs. Reads strided keys in place.
 
@@ -250,17 +228,6 @@ def unfold(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return out.reshape(heads, n, dim), lse.reshape(heads, n)
 
 
-def fold_mask(mask: Tensor, group: int) -> Tensor:
-    """`[n, tokens]` to `[group * n, tokens]`, to go with folded queries."""
-    return mask.repeat(group, 1) if group > 1 else mask
-
-
-def causal_mask(n: int, like: Tensor) -> Tensor:
-    """Additive `[n, n]` mask in which token i sees tokens 0..i."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return torch.full((n, n), -torch.inf, dtype=wide, device=like.device).triu(1)
-
-
 def attend(
     backend: AttentionBackend,
     queries: Tensor,
@@ -278,7 +245,7 @@ def attend(
     if heads == kv_heads:
         return backend(queries, keys, values, scale, mask)
     if mask is not None:
-        mask = fold_mask(mask, heads // kv_heads)
+        mask = mask.repeat(heads // kv_heads, 1)
     return unfold(*backend(fold(queries, kv_heads), keys, values, scale, mask), heads)
 
 

@@ -9,17 +9,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from reference_attention import ReferenceBackend, causal_mask
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from offload_rt.attention import (
     AttentionBackend,
     FlashAttnBackend,
-    ReferenceBackend,
     TorchCpuBackend,
     TorchCudaBackend,
     attend,
-    causal_mask,
     choose_backend,
     fold,
     merge,

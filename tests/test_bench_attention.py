@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from reference_attention import ReferenceBackend
 from torch import Tensor
 
 import bench.__main__ as command_line
@@ -16,7 +17,6 @@ import bench.attention
 from bench import inputs, machine
 from bench.attention import CPU, QUICK, AttentionCase, exact, measure, take_turns
 from offload_rt import native
-from offload_rt.attention import ReferenceBackend
 
 
 @pytest.fixture(autouse=True)

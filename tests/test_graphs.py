@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 import torch
 from recording import RecordingCapture
+from reference_attention import ReferenceBackend
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import AttentionBackend, ReferenceBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention import AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
 from offload_rt.caches.streaming import StreamingCache

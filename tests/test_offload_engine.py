@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_attention import ReferenceBackend
 from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
@@ -18,7 +19,6 @@ from uneven_link import LateLink, UnevenLink
 
 from cpu_kv import CpuLink, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import ReferenceBackend
 from offload_rt.caches.base import Verified
 from offload_rt.caches.places import CpuShare, Shares
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
