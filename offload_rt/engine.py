@@ -14,6 +14,7 @@ from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.errors import UsageError
+from offload_rt.loading import check_vocabularies
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
 from offload_rt.planning.fitting import fitting_plan
@@ -50,16 +51,14 @@ class Engine:
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if draft is not None and draft.vocabulary != target.vocabulary:
-            raise UsageError(
-                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
-                f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
-            )
-        if draft is not None and draft.device != target.device:
-            raise UsageError(
-                f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
-                "put both on one device"
-            )
+        if draft is not None:
+            check_vocabularies(target.name, target.vocabulary, draft.name, draft.vocabulary)
+            if draft.device != target.device:
+                raise UsageError(
+                    f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
+                    "put both on one device"
+                )
+            draft.share_vocabulary(target.vocabulary)
         self.target = target
         self.draft = draft
         self.timeline = NO_TIMELINE

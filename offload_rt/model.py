@@ -122,6 +122,7 @@ class CausalModel:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.hidden_size: int = config.hidden_size
         self.vocabulary: int = config.vocab_size
+        self._entries = self.vocabulary  # of its embedding
         self.max_positions: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -153,8 +154,14 @@ class CausalModel:
         frequencies: Tensor = self._body.rotary_emb.inv_freq
         return frequencies
 
+    def share_vocabulary(self, entries: int) -> None:
+        """From now on for a target whose vocabulary has so many entries, padding included."""
+        self.vocabulary = entries
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids `[tokens]` to hidden states `[1, tokens, hidden_size]`."""
+        if self._entries < self.vocabulary:
+            tokens = tokens.clamp(max=self._entries - 1)
         hidden: Tensor = self._body.embed_tokens(tokens[None])
         return hidden
 
@@ -243,6 +250,8 @@ class CausalModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states `[1, tokens, hidden_size]` to logits `[tokens, vocabulary]`."""
         logits: Tensor = self.module.lm_head(self._body.norm(hidden))[0]
+        if self._entries != self.vocabulary:
+            logits = torch.nn.functional.pad(logits, (0, self.vocabulary - self._entries), value=-torch.inf)
         return logits
 
     @torch.inference_mode()

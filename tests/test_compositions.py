@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from cpu_kv import Link, PacedLink
 from offload_rt import LLM, SamplingParams
+from offload_rt.errors import UsageError
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel, Output, Part
 from offload_rt.results import GenerationResult
@@ -64,6 +65,27 @@ def test_trees_yield_the_tokens_of_plain_decoding(
     below = result.levels[-2]
     assert below.proposed > DEPTH * result.rounds
     assert below.accepted <= DEPTH * result.rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("entries", [254, 258])
+def test_embeddings_of_one_tokenizer_may_be_padded_otherwise(
+    target: PreTrainedModel, plain_tokens: list[int], entries: int, temperature: float
+) -> None:
+    draft = noisy_copy(target)
+    draft.resize_token_embeddings(entries, mean_resizing=False)
+    prompt = [*PROMPT[:-1], 255]  # the smaller draft has no such entry
+    params = SamplingParams(temperature, max_tokens=16, seed=3)
+    overrides = engine_overrides()
+    with LLM.from_models(target, draft, config="naive", overrides=overrides) as llm:
+        result, plain = llm.generate(prompt, params), llm.plain(params)
+    assert result.levels[0].accepted > 0
+    assert temperature or result.tokens == plain.tokens
+
+
+def test_another_vocabulary_is_refused(target: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="has 250 tokens in its vocabulary, the target .* has 256"):
+        LLM.from_models(target, tiny_target("llama", vocabulary=250), config="naive")
 
 
 @pytest.mark.parametrize("link", LINKS)
