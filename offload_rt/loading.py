@@ -24,7 +24,7 @@ DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PADDING = 0.01
-"""Share by which embeddings of one tokenizer differ at most: Qwen2.5 has 151,936 at 0.5B and 152,064 at 7B."""
+"""Share by which embeddings of one tokenizer differ: Qwen2.5 has 151,936 at 0.5B and 152,064 at 7B."""
 DEVICES = ("auto", "cpu", "cuda")
 
 
