@@ -45,6 +45,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocabulary=32_000,
+        parameters=draw(st.integers(3 * 10**8, 10**10)),
         tied=draw(st.booleans()),
         dtype=draw(st.sampled_from([torch.float32, BF16])),
     )

@@ -291,7 +291,7 @@ class Predictor:
     def prefill_ms(self) -> float:
         """Reading the prompt, layer by layer; meanwhile its KV crosses the links to the host."""
         target, tokens = self.target, self.request.context
-        products = 2 * target.body_parameters * tokens
+        products = 2 * (target.step_parameters - target.embedding_parameters) * tokens
         # Causal: half of all pairs. Of the last layer only the KV is needed.
         attention = (target.layers - 1) * target.attention_flops * tokens**2 / 2
         launches = -(-tokens // self.config.prefill.chunk) * target.layers

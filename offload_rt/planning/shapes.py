@@ -26,11 +26,10 @@ class ModelShape:
         name: as messages call it.
         hidden, intermediate: width of the hidden states, and inside the MLP.
         heads, kv_heads: query heads and key heads of a layer.
+        parameters: all weights.
         tied: the output head shares the embedding's weights.
-        query_bias: the projections to queries, keys and values have biases.
         max_positions: longest text its positions are valid for, in tokens.
         dtype: of weights and KV.
-        other_parameters: weights beyond those of a Llama of these sizes, e.g. norms of queries.
     """
 
     name: str
@@ -41,34 +40,20 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    parameters: int
     tied: bool = False
-    query_bias: bool = False
     max_positions: int = 131_072
     dtype: torch.dtype = torch.bfloat16
-    other_parameters: int = 0
 
     @property
     def embedding_parameters(self) -> int:
         """Weights of the embedding; the output head has as many."""
         return self.vocabulary * self.hidden
 
-    @cached_property
-    def body_parameters(self) -> int:
-        """Weights of all decoder layers."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = 2 * self.hidden * (queries + keys) + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        layer += queries + 2 * keys if self.query_bias else 0
-        return self.layers * layer + self.hidden + self.other_parameters
-
     @property
     def step_parameters(self) -> int:
         """Weights that a step over a few tokens reads: of the embedding, only the output head."""
-        return self.body_parameters + self.embedding_parameters
-
-    @property
-    def parameters(self) -> int:
-        """All weights."""
-        return self.step_parameters + (0 if self.tied else self.embedding_parameters)
+        return self.parameters - (0 if self.tied else self.embedding_parameters)
 
     @property
     def weight_bytes(self) -> int:
@@ -106,18 +91,18 @@ class ModelShape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        # layers, hidden, intermediate, heads, key heads, head dim, vocabulary
-        ModelShape("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000),  # 128K positions with YaRN
-        ModelShape("llama2-13b", 40, 5120, 13824, 40, 40, 128, 32000),
-        ModelShape("lwm-7b", 32, 4096, 11008, 32, 32, 128, 32000),
-        ModelShape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256),
-        ModelShape("llama3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256),
-        ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, query_bias=True),
+        # layers, hidden, intermediate, heads, key heads, head dim, vocabulary, parameters
+        ModelShape("llama2-7b", 32, 4096, 11008, 32, 32, 128, 32000, 6_738_415_616),  # 128K: with YaRN
+        ModelShape("llama2-13b", 40, 5120, 13824, 40, 40, 128, 32000, 13_015_864_320),
+        ModelShape("lwm-7b", 32, 4096, 11008, 32, 32, 128, 32000, 6_738_415_616),
+        ModelShape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8_030_261_248),
+        ModelShape("llama3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 70_553_706_496),
+        ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, 7_615_616_512),
         # Drafts: they see only a window of the text, so their positions are no limit.
-        ModelShape("jf68m", 2, 768, 3072, 12, 12, 64, 32000, max_positions=2048),
-        ModelShape("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 64, 32000, max_positions=2048),
-        ModelShape("llama3.2-1b", 16, 2048, 8192, 32, 8, 64, 128256, tied=True),
-        ModelShape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 64, 151936, tied=True, query_bias=True),
+        ModelShape("jf68m", 2, 768, 3072, 12, 12, 64, 32000, 68_030_208, max_positions=2048),
+        ModelShape("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 64, 32000, 1_100_048_384, max_positions=2048),
+        ModelShape("llama3.2-1b", 16, 2048, 8192, 32, 8, 64, 128256, 1_235_814_400, tied=True),
+        ModelShape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 64, 151936, 494_032_768, tied=True),
     )
 }
 """Models by name, as their published configs have them, in bfloat16."""
@@ -166,8 +151,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
     refuse_unsupported(model, name)
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
-    own = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
-    shape = ModelShape(
+    return ModelShape(
         name=name,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -176,9 +160,8 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
+        parameters=model.num_parameters(),
         tied=bool(text.tie_word_embeddings),
-        query_bias=any(key.endswith("q_proj.bias") for key, _ in model.named_parameters()),
         max_positions=text.max_position_embeddings,
-        dtype=dtype or own,
+        dtype=dtype or (text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32),
     )
-    return replace(shape, other_parameters=model.num_parameters() - shape.parameters)
