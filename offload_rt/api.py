@@ -27,7 +27,9 @@ from offload_rt.loading import (
     load_model,
     load_tokenizer,
 )
-from offload_rt.planning.fitting import fitting_plan
+from offload_rt.machine.usable import usable_hardware
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import plan
 from offload_rt.planning.shapes import find_shape
 from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
 from offload_rt.sampling import GeneratorDraws, Sampler
@@ -92,7 +94,8 @@ class LLM:
         if size_hint is not None:
             shape = find_shape(name, wanted)
             small_shape = None if draft_name is None else find_shape(draft_name, shape.dtype)
-            fitting_plan(shape, small_shape, settings, *size_hint, place, on_progress=on_progress)
+            hardware = usable_hardware(place, on_progress=on_progress)
+            plan(PlanRequest(shape, small_shape, settings, *size_hint, hardware)).check()
         target = load_model(source, place, wanted)
         small = None if draft_name is None else load_model(draft_name, place, target.dtype)
         if model is None and draft_name is not None and Path(draft_name) == demo_model("draft"):

@@ -10,14 +10,15 @@ from dataclasses import replace
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
-from offload_rt.config import DRAFT_STREAMING, TARGET_RETRIEVED, Config
+from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.errors import UsageError
-from offload_rt.loading import check_vocabularies
+from offload_rt.machine.usable import usable_hardware
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
-from offload_rt.planning.fitting import fitting_plan
+from offload_rt.planning.placement import PlanRequest, available_levels, check_vocabulary
+from offload_rt.planning.planner import plan
 from offload_rt.planning.shapes import from_config
 from offload_rt.rounds import round_of
 from offload_rt.session import Continuation, Session, Shared
@@ -52,7 +53,7 @@ class Engine:
         on_notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         if draft is not None:
-            check_vocabularies(target.name, target.vocabulary, draft.name, draft.vocabulary)
+            check_vocabulary(draft, target)
             if draft.device != target.device:
                 raise UsageError(
                     f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
@@ -87,15 +88,9 @@ class Engine:
         Raises:
             UsageError: none would be left.
         """
-        levels = config.speculation.levels
-        if self.draft is not None or DRAFT_STREAMING not in config.speculation.names:
+        left = available_levels(config, self.draft is not None)
+        if left == config.speculation.levels:
             return config
-        left = tuple(level for level in levels if level.name != DRAFT_STREAMING)
-        if not left:
-            raise UsageError(
-                f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
-                "or use config retrieval or lookup"
-            )
         self._on_notice(f"no draft model: {' → '.join(level.name for level in left)} drafts alone")
         return replace(config, speculation=replace(config.speculation, levels=left))
 
@@ -150,22 +145,17 @@ class Engine:
             return config, EVERYTHING_STREAMED
         if self.target.device.type == "cuda":
             models = [model for model in (self.target, self.draft) if model is not None]
-            shapes = [from_config(model.module.config, model.dtype, model.name) for model in models]
-            plan = fitting_plan(
-                shapes[0],
-                shapes[1] if len(shapes) > 1 else None,
-                config,
-                prompt_tokens,
-                new_tokens,
-                self.target.device,
-                sum(model.weight_bytes for model in models),
-                self._on_progress,
-            )
-            config = replace(config, store=plan.config.store, retrieval=plan.config.retrieval)
+            target, *draft = (from_config(model.module.config, model.dtype, model.name) for model in models)
+            loaded = sum(model.weight_bytes for model in models)
+            hardware = usable_hardware(self.target.device, loaded, self._on_progress)
+            small = draft[0] if draft else None
+            planned = plan(PlanRequest(target, small, config, prompt_tokens, new_tokens, hardware))
+            planned.check()
+            config = replace(config, store=planned.config.store, retrieval=planned.config.retrieval)
             page = config.store.page
-            resident = -(-plan.placement.resident_tokens // page) * page
+            resident = -(-planned.placement.resident_tokens // page) * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
-                cpu = plan.placement.cpu_tokens // page * page
+                cpu = planned.placement.cpu_tokens // page * page
         return config, Shares(resident, cpu)
 
     def check_room(

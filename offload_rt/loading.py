@@ -23,8 +23,6 @@ from offload_rt.machine.hardware import GIB
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PADDING = 0.01
-"""Share by which embeddings of one tokenizer differ: Qwen2.5 has 151,936 at 0.5B and 152,064 at 7B."""
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -104,19 +102,6 @@ def check_same_tokens(
                 f"draft {draft_name} has another vocabulary than the target {target_name}: {token!r} is "
                 f"token {theirs[token]} there and {number} here; a draft must share the target's tokenizer"
             )
-
-
-def check_vocabularies(target: str, entries: int, draft: str, draft_entries: int) -> None:
-    """Refuses a draft whose vocabulary is not the target's, give or take the padding of an embedding.
-
-    Raises:
-        UsageError: naming both sizes.
-    """
-    if abs(entries - draft_entries) > PADDING * entries:
-        raise UsageError(
-            f"draft {draft} has {draft_entries} tokens in its vocabulary, the target {target} has {entries}: "
-            "a draft must share the target's tokenizer"
-        )
 
 
 def model_config(source: str | Path) -> PretrainedConfig:

@@ -32,8 +32,7 @@ from cpu_kv import CpuLink, CudaLink, KVLayout, Link, PacedLink, PagedKVStore, T
 from cpu_kv.link import CopyRecord
 from offload_rt.caches.places import Shares
 from offload_rt.graphs import GraphedModel
-from offload_rt.machine.hardware import Hardware
-from offload_rt.machine.named_hardware import named_hardware
+from offload_rt.machine.hardware import Hardware, named_hardware
 from offload_rt.pace import Pace, RoundTimes
 from offload_rt.planning.placement import Placement as PlannedPlacement
 from offload_rt.timeline import Span

@@ -16,59 +16,62 @@ from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, engine
 from offload_rt.caches.places import Shares
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import Config, load_config
+from offload_rt.config import load_config
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
-from offload_rt.machine.named_hardware import named_hardware
-from offload_rt.planning import fitting
-from offload_rt.planning.fitting import fitting_plan
-from offload_rt.planning.planner import Plan
+from offload_rt.machine import usable
+from offload_rt.machine.hardware import named_hardware
+from offload_rt.machine.usable import usable_hardware
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.shapes import ModelShape, find_shape, from_config
 
 CPU = torch.device("cpu")
 LLAMA = find_shape("llama2-7b", torch.bfloat16)
 
 
+def planned(shape: ModelShape, config: str, context: int, new: int, loaded_bytes: int = 0) -> Plan:
+    hardware = usable_hardware(CPU, loaded_bytes)
+    return plan(PlanRequest(shape, None, load_config(config), context, new, hardware))
+
+
 @pytest.mark.parametrize("config", ["plain", "retrieval"])
 @pytest.mark.parametrize(("prompt", "new"), [(150, 40), (1, 3), (5000, 100)])
 def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int, new: int) -> None:
     target = tiny_target("llama-gqa")
-    shape = from_config(target.config, torch.float32, "tiny")
-    planned = fitting_plan(shape, None, load_config(config), prompt, new, CPU)
+    found = planned(from_config(target.config, torch.float32, "tiny"), config, prompt, new)
     with LLM.from_models(target, config=config, link=PacedLink(1e9)) as llm:
         stream = llm.stream(byte_ids(prompt), SamplingParams(max_tokens=new))
-        assert llm._engine.store.reserved_bytes == pytest.approx(planned.host["kv"], rel=0.02)
+        assert llm._engine.store.reserved_bytes == pytest.approx(found.host["kv"], rel=0.02)
         stream.close()
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "available_memory", lambda: 40 * 2**30)
-    with pytest.raises(
-        UsageError, match=r"llama2-7b at 131072 tokens does not fit: .* a context of \d+ tokens"
-    ):
-        fitting_plan(LLAMA, None, load_config("retrieval"), 131072, 256, CPU)
+    monkeypatch.setattr(usable, "available_memory", lambda: 40 * 2**30)
+    refused = planned(LLAMA, "retrieval", 131072, 256)
+    with pytest.raises(UsageError, match=r"at 131072 tokens does not fit: .* a context of \d+ tokens"):
+        refused.check()
     # Models that are loaded already take nothing of what is still free.
     needed = LLAMA.weight_bytes
-    monkeypatch.setattr(fitting, "available_memory", lambda: 30 * 2**30 - needed)
-    with pytest.raises(UsageError):
-        fitting_plan(LLAMA, None, load_config("plain"), 20_000, 256, CPU)
-    assert fitting_plan(LLAMA, None, load_config("plain"), 20_000, 256, CPU, loaded_bytes=needed).fits
+    monkeypatch.setattr(usable, "available_memory", lambda: 30 * 2**30 - needed)
+    assert not planned(LLAMA, "plain", 20_000, 256).fits
+    assert planned(LLAMA, "plain", 20_000, 256, loaded_bytes=needed).fits
 
 
 def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
+    asked: list[PlanRequest] = []
 
-    def planned(target: ModelShape, draft: None, config: Config, *rest: object) -> Plan:
-        asked.append(rest)
-        monkeypatch.setattr(fitting, "_hardware", lambda *asked: named_hardware("rtx4090"))
-        return fitting_plan(LLAMA, None, config, 130_000, 256, CPU)
+    def of_a_large_one(request: PlanRequest) -> Plan:
+        asked.append(request)
+        return plan(replace(request, target=LLAMA, context=130_000, new_tokens=256))
 
-    monkeypatch.setattr(engine, "fitting_plan", planned)
+    monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
+    monkeypatch.setattr(engine, "plan", of_a_large_one)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
         subject = llm._engine
         subject.target.device = torch.device("cuda")
         config, shares = subject._plan(1000, 24)
-        assert asked[0][:2] == (1000, 24)
+        assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
         assert config.speculation == subject.config.speculation
         shares.check(config.store.page)
@@ -84,10 +87,10 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Engine._plan
+    given = Engine._plan
 
     def smaller(subject: Engine, *arguments: Any) -> Any:
-        config, shares = plan(subject, *arguments)
+        config, shares = given(subject, *arguments)
         return replace(config, retrieval=replace(config.retrieval, budget=48)), shares
 
     monkeypatch.setattr(Engine, "_plan", smaller)

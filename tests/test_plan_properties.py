@@ -22,10 +22,9 @@ from plan_cases import (
 from offload_rt.config import load_config
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.planning.placement import PlanRequest, gpu_memory, resident_capacity, ring_fits
-from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.planner import EXTRA_RING_BUFFERS, Plan, plan
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import ModelShape
-from offload_rt.planning.sharing import EXTRA_RING_BUFFERS
 
 GAMMA_8 = load_config("triforce", {"speculation.gamma2": 8})
 quick = settings(derandomize=True, deadline=None, max_examples=30)

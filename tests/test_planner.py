@@ -21,8 +21,7 @@ from plan_cases import (
 
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB, AttentionRate
-from offload_rt.machine.named_hardware import CARDS, named_hardware
+from offload_rt.machine.hardware import CARDS, GIB, AttentionRate, named_hardware
 from offload_rt.planning.placement import resident_capacity, ring_fits
 from offload_rt.planning.planner import Prediction, plan
 from offload_rt.planning.prediction import Predictor, attention_rate

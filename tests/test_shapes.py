@@ -45,8 +45,16 @@ def test_a_step_reads_the_head_and_not_the_embedding() -> None:
 
 
 KV_KIB = {  # of a token, as published
-    **{"llama2-7b": 512, "llama2-13b": 800, "lwm-7b": 512, "llama3.1-8b": 128, "llama3.1-70b": 320},
-    **{"qwen2.5-7b": 56, "jf68m": 6, "tinyllama-1.1b": 22, "llama3.2-1b": 32, "qwen2.5-0.5b": 12},
+    "llama2-7b": 512,
+    "llama2-13b": 800,
+    "lwm-7b": 512,
+    "llama3.1-8b": 128,
+    "llama3.1-70b": 320,
+    "qwen2.5-7b": 56,
+    "jf68m": 6,
+    "tinyllama-1.1b": 22,
+    "llama3.2-1b": 32,
+    "qwen2.5-0.5b": 12,
 }
 
 

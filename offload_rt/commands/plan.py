@@ -12,8 +12,7 @@ from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
 from offload_rt.errors import UsageError
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.files import check_writable, write_json
-from offload_rt.machine.hardware import GIB, Hardware
-from offload_rt.machine.named_hardware import named_hardware
+from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 
 if TYPE_CHECKING:
     from offload_rt.planning.planner import Plan, Prediction
@@ -162,6 +161,6 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
 
 def _memory(where: str, parts: dict[str, int], available: int) -> str:
     """The sum and the parts, the largest first."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in largest if size)
-    return f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {told}"
+    from offload_rt.planning.placement import largest
+
+    return f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {largest(parts, 2)}"

@@ -1,12 +1,36 @@
-"""What a machine can do, in figures: measured by `doctor.py`, or named; the planner predicts from them."""
+"""What a machine can do, in figures: measured by `doctor.py`, or of a desktop with a known card."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
+
+from offload_rt.errors import UsageError
 
 GIB = 2**30
+MIB = 2**20
+
+# A desktop with a card in a PCIe 4.0 slot of 16 lanes and two channels of DDR5.
+LINK_RATE = 25.0
+DRAM_RATE = 70.0
+RAM_GIB = 96.0
+
+# What kernels reach of a data sheet's figures.
+MEMORY_SHARE = 0.9
+COMPUTE_SHARE = 0.8
+
+# What CPU attention reaches of the memory's rate, up to this many queries a key head. Beyond them arithmetic
+# binds it, and its rate falls as one over their number.
+ATTENTION_SHARE = 0.7
+ATTENTION_QUERIES = 16
+ATTENTION_BESIDE_LINK = 0.85
+LINK_BESIDE_ATTENTION = 0.95
+
+LAUNCH_MS = 0.3
+SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
+
+NO_GPU = "none"
 
 
 @dataclass(frozen=True)
@@ -98,3 +122,81 @@ class Hardware:
         rates = ("memory_rate", "compute_rate", "to_device_rate", "to_host_rate")
         slowest = {name: min(getattr(gpu, name) for gpu in self.gpus) for name in rates}
         return replace(self.gpus[0], **slowest, launch_ms=max(gpu.launch_ms for gpu in self.gpus))
+
+
+class DataSheet(NamedTuple):
+    """Of a card: memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s."""
+
+    memory_mib: int
+    memory_rate: float
+    compute_rate: float
+
+
+CARDS = {
+    "rtx4090": DataSheet(24_564, 1008, 165),
+    "rtx3090": DataSheet(24_576, 936, 71),
+    "l40": DataSheet(46_068, 864, 181),
+    "a100-40": DataSheet(40_960, 1555, 312),
+    "a100-80": DataSheet(81_920, 2039, 312),
+    "h100": DataSheet(81_559, 3350, 989),
+    "h200": DataSheet(143_771, 4800, 989),
+}
+
+
+def named_hardware(
+    gpu: str,
+    gpus: int = 1,
+    *,
+    link: float = LINK_RATE,
+    dram: float = DRAM_RATE,
+    ram: float = RAM_GIB,
+    cpu_attention: float | None = None,
+    vram: float | None = None,
+) -> Hardware:
+    """A machine with `gpus` cards of a known kind; whatever is not given is a desktop's.
+
+    Args:
+        gpu: a name from `CARDS`, or "none".
+        link: GB/s of pinned copies between host and each card, each way.
+        dram: GB/s at which the CPU reads its memory.
+        ram: GiB of it.
+        cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram`.
+        vram: GiB of a card that may be used; None: the card's.
+
+    Raises:
+        UsageError: an unknown card, or a figure that is not positive.
+    """
+    figures = {"--link": link, "--dram": dram, "--ram": ram, "--cpu-attention": cpu_attention, "--vram": vram}
+    for flag, figure in figures.items():
+        if figure is not None and not 0 < figure < float("inf"):
+            raise UsageError(f"{flag} {figure:g}: must be more than 0")
+    if gpus < 1:
+        raise UsageError(f"--gpus {gpus}: must be at least 1; --gpu {NO_GPU} is a machine without one")
+    rate = min(dram, cpu_attention or ATTENTION_SHARE * dram)
+    memory = max(0, int(ram * GIB) - SYSTEM_BYTES)
+    host = Host(
+        memory_bytes=memory,
+        lockable_bytes=memory,
+        memory_rate=dram,
+        compute_rate=rate * ATTENTION_QUERIES,  # attention is one operation a byte and query
+        attention=(AttentionRate(1, rate), AttentionRate(ATTENTION_QUERIES, rate)),
+        attention_beside_link=ATTENTION_BESIDE_LINK,
+        link_beside_attention=LINK_BESIDE_ATTENTION,
+        launch_ms=LAUNCH_MS,
+        threads=8,
+    )
+    if gpu == NO_GPU:
+        return Hardware(host, (), measured=False)
+    if gpu not in CARDS:
+        raise UsageError(f"--gpu {gpu}: is not known; there are {', '.join(CARDS)} and {NO_GPU}")
+    card = CARDS[gpu]
+    one = Gpu(
+        name=gpu,
+        memory_bytes=int(vram * GIB) if vram is not None else card.memory_mib * MIB,
+        memory_rate=MEMORY_SHARE * card.memory_rate,
+        compute_rate=COMPUTE_SHARE * card.compute_rate,
+        to_device_rate=link,
+        to_host_rate=link,
+        launch_ms=LAUNCH_MS,
+    )
+    return Hardware(host, (one,) * gpus, measured=False)

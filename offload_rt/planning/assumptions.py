@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config import DRAFT_STREAMING
-from offload_rt.machine.hardware import GIB
-from offload_rt.machine.named_hardware import COMPUTE_SHARE, MEMORY_SHARE
+from offload_rt.machine.hardware import COMPUTE_SHARE, GIB, MEMORY_SHARE
 from offload_rt.planning.placement import LONGEST_DRAFT, PlanRequest
 from offload_rt.planning.prediction import (
     ALL_REDUCE_MS,

@@ -7,10 +7,11 @@ the same ranges of tokens in all layers. Several GPUs share the heads of weights
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config
+from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config, LevelConfig
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
     DRAFT_LENGTHS,
@@ -19,8 +20,10 @@ from offload_rt.expectations import (
     SMALL_MODEL_ACCEPTANCE,
 )
 from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.model import CausalModel
 from offload_rt.planning.shapes import ModelShape
 
+PADDING = 0.01  # of a vocabulary
 LONGEST_DRAFT = max(DRAFT_LENGTHS)
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
@@ -57,34 +60,26 @@ class PlanRequest:
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE
 
     def __post_init__(self) -> None:
-        target, draft = self.target, self.draft
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
             if value < least:
                 raise UsageError(f"{what} {value}: must be at least {least}")
         for rate in (self.same_model_acceptance, self.small_model_acceptance):
             if not 0 <= rate <= 1:
                 raise UsageError(f"acceptance {rate:g}: must be from 0 to 1")
+        target = self.target
         if target.kv_heads % self.parts or target.heads % self.parts:
             raise UsageError(
                 f"{target.name} has {target.kv_heads} key heads, which {self.parts} GPUs cannot share "
                 "evenly: plan with a number of GPUs that divides them"
             )
-        if draft is not None and draft.vocabulary != target.vocabulary:
-            raise UsageError(
-                f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
-                f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
-            )
-        if self.config.speculation.names and not self.levels:
-            raise UsageError(
-                f"config {self.config.name} drafts with a small model, and there is none: name one with "
-                "--draft, or use config retrieval or lookup"
-            )
+        if self.draft is not None:
+            check_vocabulary(self.draft, target)
+        _ = self.levels  # at least one, where the config names any
 
-    @property
+    @cached_property
     def levels(self) -> tuple[str, ...]:
         """The levels that can be had, from the cheapest to the dearest."""
-        levels = self.config.speculation.names
-        return levels if self.draft is not None else tuple(one for one in levels if one != DRAFT_STREAMING)
+        return tuple(level.name for level in available_levels(self.config, self.draft is not None))
 
     @property
     def retrieves(self) -> bool:
@@ -109,14 +104,15 @@ class PlanRequest:
     @property
     def given_resident(self) -> int | None:
         """Tokens that the config keeps on the GPU; None: the planner decides."""
-        given = self.config.offload.resident_tokens
-        return None if given < 0 or self.in_place else min(given, self.context)
+        return self._given(self.config.offload.resident_tokens)
 
     @property
     def given_cpu(self) -> int | None:
         """Tokens that the config lets the CPU attend; None: the planner decides."""
-        given = self.config.offload.cpu_tokens
-        return None if given < 0 or self.in_place else min(given, self.context)
+        return self._given(self.config.offload.cpu_tokens)
+
+    def _given(self, tokens: int) -> int | None:
+        return None if tokens < 0 or self.in_place else min(tokens, self.context)
 
     def acceptance(self, level: str) -> float:
         """Chance that a token drafted by `level` is accepted."""
@@ -152,7 +148,7 @@ class Placement:
     streamed_tokens: int
     ring_buffers: int
     segment_tokens: int
-    shape: ModelShape = field(repr=False, compare=False)
+    shape: ModelShape
 
     @property
     def resident_bytes(self) -> int:
@@ -173,54 +169,102 @@ class Placement:
         return self.ring_buffers * self.segment_tokens * self.shape.layer_token_bytes
 
     def to_json(self) -> dict[str, int]:
-        return {
-            "resident_bytes": self.resident_bytes,
-            "streamed_bytes": self.streamed_bytes,
-            "cpu_attended_bytes": self.cpu_attended_bytes,
-            "ring_bytes": self.ring_bytes,
-            "resident_tokens": self.resident_tokens,
-            "streamed_tokens": self.streamed_tokens,
-            "cpu_attended_tokens": self.cpu_tokens,
-            "ring_buffers": self.ring_buffers,
-            "segment_tokens": self.segment_tokens,
-        }
+        sizes = ("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes")
+        counts = ("resident_tokens", "streamed_tokens", "ring_buffers", "segment_tokens")
+        values = {name: getattr(self, name) for name in (*sizes, *counts)}
+        return values | {"cpu_attended_tokens": self.cpu_tokens}
 
 
-def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int) -> Memory:
-    """What one GPU holds besides resident KV. The small model runs on the first GPU, whole."""
+def check_vocabulary(draft: ModelShape | CausalModel, target: ModelShape | CausalModel) -> None:
+    """Raises UsageError where a draft's tokens are not the target's.
+
+    Embeddings of one tokenizer may be padded to different sizes: Qwen2.5 has 151,936 entries at 0.5B and
+    152,064 at 7B.
+    """
+    if abs(draft.vocabulary - target.vocabulary) > PADDING * target.vocabulary:
+        raise UsageError(
+            f"draft {draft.name} has {draft.vocabulary} tokens in its vocabulary, the target "
+            f"{target.name} has {target.vocabulary}: a draft must share the target's tokenizer"
+        )
+
+
+def available_levels(config: Config, small_model: bool) -> tuple[LevelConfig, ...]:
+    """The config's levels, from the cheapest to the dearest, without that of a small model if there is none.
+
+    Raises:
+        UsageError: none is left.
+    """
+    levels = config.speculation.levels
+    left = tuple(level for level in levels if small_model or level.name != DRAFT_STREAMING)
+    if levels and not left:
+        raise UsageError(
+            f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
+            "or use config retrieval or lookup"
+        )
+    return left
+
+
+def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> Memory:
+    """What one GPU holds of KV, with so many tokens resident, and besides."""
     target, store, parts = request.target, request.config.store, request.parts
     queries = request.longest_draft + 1
     newest = (store.page + queries) * target.token_bytes
     newest += queries * target.layers * target.heads * target.head_dim * target.dtype.itemsize
     return {
-        "weights": -(-target.weight_bytes // parts),
-        **_drafting_memory(request, with_small_model=gpu == 0, copies=RETRIEVED_COPIES),
+        "resident_kv": resident * target.token_bytes // parts,
+        **_computing_memory(request, gpu),
         "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes // parts,
         "newest_tokens": newest // parts,
-        "prefill": request.context * target.layer_token_bytes // parts + _activations(request),
-        "logits": _logits(request),
         "reserve": max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.gpus[gpu].memory_bytes)),
     }
 
 
 def host_memory(request: PlanRequest) -> Memory:
     """What the host holds. With a GPU, `kv` is page-locked."""
-    target, retrieval = request.target, request.config.retrieval
-    tokens = request.context + request.new_tokens
+    target, tokens = request.target, request.context + request.new_tokens
     memory = {"kv": target.layout(request.config.store.page).reserved_bytes(tokens)}
-    if request.retrieves:
-        memory["summaries"] = tokens // retrieval.chunk * target.token_bytes // 2  # keys alone
-    if request.in_place:
-        memory["weights"] = target.weight_bytes
-        memory |= _drafting_memory(request, with_small_model=True, copies=1)
-        memory |= {"prefill": _activations(request), "logits": _logits(request)}
+    if request.retrieves:  # keys alone
+        memory["summaries"] = tokens // request.config.retrieval.chunk * target.token_bytes // 2
+    memory |= _computing_memory(request) if request.in_place else {}
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.host.memory_bytes))
     return memory
 
 
+def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
+    """What a processor that computes holds. The small model runs on the first GPU, whole."""
+    target, config, parts = request.target, request.config, request.parts
+    streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
+    memory = {"weights": -(-target.weight_bytes // parts)}
+    if DRAFT_STREAMING in request.levels and request.draft is not None and gpu == 0:
+        memory["draft_weights"] = request.draft.weight_bytes
+        memory["draft_cache"] = streaming * request.draft.token_bytes
+    if TARGET_STREAMING in request.levels:
+        memory["streaming_cache"] = streaming * target.token_bytes // parts
+    if request.retrieves:
+        entries = config.retrieval.budget + SPECULATIVE_ENTRIES
+        copies = 1 if request.in_place else RETRIEVED_COPIES
+        memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
+    # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way.
+    attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
+    width = 4 * target.hidden + (attended + 3 * target.intermediate) // parts
+    chunk = min(config.prefill.chunk, request.context)
+    memory["prefill"] = (request.context * target.hidden + chunk * width) * target.dtype.itemsize
+    if not request.in_place:
+        memory["prefill"] += request.context * target.layer_token_bytes // parts
+    # Logits of a pass, and their float32 probabilities before and after sorting.
+    logits = (request.longest_draft + 1) * target.vocabulary
+    return memory | {"logits": logits * (target.dtype.itemsize + 8)}
+
+
+def largest(memory: Memory, digits: int, most: int | None = None) -> str:
+    """The parts, or so many of them, in GiB, the largest first."""
+    parts = sorted(memory.items(), key=lambda part: -part[1])[:most]
+    return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
+
+
 def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
     """Whether each GPU has room for its part of such a ring, beside all else that is given."""
-    return request.in_place or _left(request, ring_buffers) >= _given(request)["resident_kv"]
+    return request.in_place or _left(request, ring_buffers, request.given_resident or 0) >= 0
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
@@ -232,69 +276,31 @@ def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
     return request.context if tokens >= request.context else tokens // page * page
 
 
-def shortage(request: PlanRequest) -> str | None:
-    """What does not fit even with the smallest ring and share of the GPU, in figures; None: all fits."""
-    host, ring = request.hardware.host, request.config.store.ring_buffers
-    needs = [
-        (f"GPU {number} ({gpu.name})", gpu.memory_bytes, _given(request) | gpu_memory(request, number, ring))
-        for number, gpu in enumerate(request.hardware.gpus)
-    ]
-    needs.append(("host memory", host.memory_bytes, host_memory(request)))
-    for where, available, memory in needs:
-        if (needed := sum(memory.values())) > available:
-            largest = sorted(memory.items(), key=lambda part: -part[1])[:3]
-            parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in largest)
-            return (
-                f"{where} has {available / GIB:.1f} GiB and would need {needed / GIB:.1f} GiB "
-                f"(most of it: {parts})"
-            )
-    kv = memory["kv"]
-    if not request.in_place and kv > host.lockable_bytes:
-        return (
-            f"{kv / GIB:.1f} GiB of KV have to be page-locked and {host.lockable_bytes / GIB:.1f} "
-            "GiB may be: raise the limit (ulimit -l, or memlock in /etc/security/limits.conf)"
-        )
-    return None
-
-
-def _left(request: PlanRequest, ring_buffers: int) -> int:
-    """Bytes left for resident KV on the GPU that has the least."""
+def _left(request: PlanRequest, ring_buffers: int, resident: int = 0) -> int:
+    """Bytes left on the GPU that has the least, beside so many resident tokens."""
     return min(
-        gpu.memory_bytes - sum(gpu_memory(request, number, ring_buffers).values())
+        gpu.memory_bytes - sum(gpu_memory(request, number, ring_buffers, resident).values())
         for number, gpu in enumerate(request.hardware.gpus)
     )
 
 
-def _given(request: PlanRequest) -> Memory:
-    """The KV that the config keeps on each GPU."""
-    return {"resident_kv": (request.given_resident or 0) * request.target.token_bytes // request.parts}
-
-
-def _drafting_memory(request: PlanRequest, *, with_small_model: bool, copies: int) -> Memory:
-    """The small model and the bounded caches, on one of the processors that draft."""
-    target, config, parts = request.target, request.config, request.parts
-    streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
-    memory: Memory = {}
-    if DRAFT_STREAMING in request.levels and request.draft is not None and with_small_model:
-        memory["draft_weights"] = request.draft.weight_bytes
-        memory["draft_cache"] = streaming * request.draft.token_bytes
-    if TARGET_STREAMING in request.levels:
-        memory["streaming_cache"] = streaming * target.token_bytes // parts
-    if request.retrieves:
-        entries = config.retrieval.budget + SPECULATIVE_ENTRIES
-        memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
-    return memory
-
-
-def _activations(request: PlanRequest) -> int:
-    """Bytes of a prefill besides its KV: the prompt's hidden states, and the activations of one chunk."""
-    target = request.target
-    chunk = min(request.config.prefill.chunk, request.context)
-    attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
-    width = 4 * target.hidden + (attended + 3 * target.intermediate) // request.parts
-    return (request.context * target.hidden + chunk * width) * target.dtype.itemsize
-
-
-def _logits(request: PlanRequest) -> int:
-    """Bytes of the logits of a pass, and of their float32 probabilities before and after sorting."""
-    return (request.longest_draft + 1) * request.target.vocabulary * (request.target.dtype.itemsize + 8)
+def shortage(request: PlanRequest) -> str | None:
+    """What does not fit even with the smallest ring and share of the GPU, in figures; None: all fits."""
+    host, ring = request.hardware.host, request.config.store.ring_buffers
+    memory, resident = host_memory(request), request.given_resident or 0
+    needs = [
+        (f"GPU {number} ({gpu.name})", gpu.memory_bytes, gpu_memory(request, number, ring, resident))
+        for number, gpu in enumerate(request.hardware.gpus)
+    ]
+    for where, available, parts in (*needs, ("host memory", host.memory_bytes, memory)):
+        if (needed := sum(parts.values())) > available:
+            return (
+                f"{where} has {available / GIB:.1f} GiB and would need {needed / GIB:.1f} GiB "
+                f"(most of it: {largest(parts, 1, most=3)})"
+            )
+    if not request.in_place and memory["kv"] > host.lockable_bytes:
+        return (
+            f"{memory['kv'] / GIB:.1f} GiB of KV have to be page-locked and {host.lockable_bytes / GIB:.1f} "
+            "GiB may be: raise the limit (ulimit -l, or memlock in /etc/security/limits.conf)"
+        )
+    return None
