@@ -151,11 +151,12 @@ class Engine:
             small = draft[0] if draft else None
             planned = plan(PlanRequest(target, small, config, prompt_tokens, new_tokens, hardware))
             planned.check()
-            config = replace(config, store=planned.config.store, retrieval=planned.config.retrieval)
-            page = config.store.page
-            resident = -(-planned.placement.resident_tokens // page) * page
+            placement, page = planned.placement, config.store.page
+            store = replace(config.store, ring_buffers=placement.ring_buffers)
+            config = replace(config, store=store, retrieval=planned.request.config.retrieval)
+            resident = -(-placement.resident_tokens // page) * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
-                cpu = planned.placement.cpu_tokens // page * page
+                cpu = placement.cpu_tokens // page * page
         return config, Shares(resident, cpu)
 
     def check_room(

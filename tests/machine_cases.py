@@ -12,7 +12,7 @@ import pytest
 from offload_rt.machine import doctor, measuring, measuring_gpu
 from offload_rt.machine.doctor import Report
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
-from offload_rt.machine.inventory import Card, HostFacts, Versions
+from offload_rt.machine.inventory import Card, HostFacts
 from offload_rt.machine.measuring_gpu import LinkFigures
 
 HEALTHY = Report(
@@ -69,7 +69,13 @@ HEALTHY = Report(
             power_default_watts=450.0,
         ),
     ),
-    versions=Versions("3.12.1", "2.13.0", "5.23.0", "2.8.0", "580.1"),
+    versions={
+        "python": "3.12.1",
+        "torch": "2.13.0",
+        "transformers": "5.23.0",
+        "flash_attn": "2.8.0",
+        "driver": "580.1",
+    },
     notices=("a note",),
 )
 
@@ -81,6 +87,8 @@ def changed(report: Any, path: str, value: object) -> Any:
         place = int(name)
         inner = changed(report[place], rest, value) if rest else value
         return (*report[:place], inner, *report[place + 1 :])
+    if isinstance(report, dict):
+        return report | {name: value}
     return replace(report, **{name: changed(getattr(report, name), rest, value) if rest else value})
 
 

@@ -99,7 +99,7 @@ def check_sums(planned: Plan) -> None:
     found = planned.check()
     assert found.round_ms >= found.pass_ms * (1 - 1e-9) or placement.streamed_tokens
     assert found.ms_per_token == pytest.approx(found.round_ms / found.tokens_per_round)
-    assert 1 <= found.tokens_per_round <= planned.config.speculation.gamma2 + 1
+    assert 1 <= found.tokens_per_round <= planned.gamma + 1
     if asked.in_place:
         assert placement.cpu_tokens == asked.context
     else:

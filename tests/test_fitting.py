@@ -60,10 +60,12 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan(monkeypatch: pytest.
 
 def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[PlanRequest] = []
+    made: list[Plan] = []
 
     def of_a_large_one(request: PlanRequest) -> Plan:
         asked.append(request)
-        return plan(replace(request, target=LLAMA, context=130_000, new_tokens=256))
+        made.append(plan(replace(request, target=LLAMA, context=130_000, new_tokens=256)))
+        return made[-1]
 
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
     monkeypatch.setattr(engine, "plan", of_a_large_one)
@@ -74,6 +76,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
         assert config.speculation == subject.config.speculation
+        assert config.store.ring_buffers == made[0].placement.ring_buffers
         shares.check(config.store.page)
         # What a config says is kept.
         offload = replace(subject.config.offload, resident_tokens=512, cpu_tokens=-1)

@@ -92,7 +92,7 @@ def test_no_driver_or_no_card(
     with_driver(**answers)
     torch_sees()
     assert read_cards() == ()
-    assert read_versions().driver == (None if "nvmlInit" in answers else "580.1")
+    assert read_versions()["driver"] == (None if "nvmlInit" in answers else "580.1")
 
 
 def test_a_card_in_a_narrow_slot(with_driver: Callable[..., None], torch_sees: Callable[..., None]) -> None:

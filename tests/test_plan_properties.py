@@ -143,7 +143,10 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
     for better, worse in ((roomier, asked), (faster_link, asked), (asked, longer)):
         plans = plan(better), plan(worse)
         # A retrieved cache of another size is another drafter.
-        if all(one.fits for one in plans) and len({one.config.retrieval.budget for one in plans}) == 1:
+        if (
+            all(one.fits for one in plans)
+            and len({one.request.config.retrieval.budget for one in plans}) == 1
+        ):
             faster_or_equal(*plans)
 
 
@@ -154,7 +157,7 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
 def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
     """Every way to share out a context, tried one by one."""
     planned = plan(asked)
-    assume(planned.fits and planned.config.retrieval.budget == asked.config.retrieval.budget)
+    assume(planned.fits and planned.request.config.retrieval.budget == asked.config.retrieval.budget)
     check_sums(planned)
     predictor, page = Predictor(asked), asked.config.store.page
     gamma = asked.longest_draft

@@ -45,7 +45,7 @@ def test_shares_that_are_given_are_kept(resident: int, cpu: int) -> None:
     assert free.check().ms_per_token <= planned.check().ms_per_token * (1 + 1e-9)
     predictor, ring = Predictor(planned.request), placement.ring_buffers
     if resident == 1024 and cpu < 0:
-        gamma = planned.config.speculation.gamma2
+        gamma = planned.gamma
         others = (
             expected_round(predictor, ring, gamma, resident, tokens, n)
             for tokens in range(0, CONTEXT, 2048)
@@ -77,20 +77,20 @@ def test_more_resident_than_fits_is_refused() -> None:
     fitting = load_config("triforce", {"offload.resident_tokens": int(found[1])})
     assert plan(request(config=fitting)).fits
     more = load_config("triforce", {"offload.resident_tokens": int(found[1]) + 256})
-    assert plan(request(config=more)).config.retrieval.budget < more.retrieval.budget
+    assert plan(request(config=more)).request.config.retrieval.budget < more.retrieval.budget
 
 
 def test_the_length_of_drafts_is_the_best_of_all() -> None:
     chosen = plan(request())
     best = chosen.check()
-    gamma = chosen.config.speculation.gamma2
+    gamma = chosen.gamma
     assert 1 < gamma < 64
     assert chosen.gpus[0]["logits"] == 33 * 32000 * (2 + 4 + 4), "room for the longest draft"
     for other in (1, 4, gamma - 1, gamma, gamma + 1, 32, 64):
         config = load_config("triforce", {"speculation.gamma2": other})
         fixed = plan(request(config=config))
         found = fixed.check()
-        assert fixed.config.speculation.gamma2 == other
+        assert fixed.gamma == other
         assert any(f"gamma2 {other} (as given)" in said for said in fixed.assumptions)
         # Where the length is fixed, less memory is set aside for longer drafts: a little more is resident.
         assert best.ms_per_token <= found.ms_per_token * 1.01
@@ -112,7 +112,7 @@ def test_plain_decoding_has_no_drafts() -> None:
 
 def test_a_missing_draft_model_leaves_its_level_out() -> None:
     planned = plan(request(draft=None))
-    assert planned.config.speculation.names == ("target:retrieved",)
+    assert planned.request.levels == ("target:retrieved",)
     assert any("no draft model" in said for said in planned.assumptions)
     with pytest.raises(UsageError, match="naive drafts with a small model"):
         request(draft=None, config=load_config("naive"))
@@ -122,7 +122,7 @@ def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     config = load_config("triforce", {"retrieval.budget": 8192})
     planned = plan(request(config=config))
     check_sums(planned)  # counted with the smaller cache
-    budget = planned.config.retrieval.budget
+    budget = planned.request.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)
     larger = request(config=config).with_budget(budget + 8)
@@ -228,7 +228,7 @@ def test_the_json_has_its_keys_and_figures() -> None:
 def test_assumptions_tell_the_figures_they_rest_on() -> None:
     planned = plan(request())
     told = "\n".join(planned.assumptions)
-    queries = planned.config.speculation.gamma2 + 1
+    queries = planned.gamma + 1
     for figure in (
         *("read at 70.0 GB/s", "50.0 GB/s at 1", "40.0 GB/s at 16", "link 25.0 GB/s"),
         *("20.0 GB/s back", "0.30 ms"),
@@ -258,9 +258,3 @@ def test_named_machines() -> None:
     assert all(plan(request(hardware=named_hardware(name, 2), config=plain)).fits for name in CARDS)
     with pytest.raises(UsageError, match="rtx5090.*rtx4090"):
         named_hardware("rtx5090")
-
-
-def test_the_plans_config_is_the_runs() -> None:
-    planned = plan(request())
-    assert planned.config.store.ring_buffers == planned.placement.ring_buffers
-    assert planned.config.prefill == planned.request.config.prefill and planned.config.name == "triforce"

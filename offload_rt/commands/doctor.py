@@ -69,7 +69,7 @@ def table(report: Report) -> Iterator[str]:
     for gpu, link, card in zip(report.hardware.gpus, report.links, report.cards, strict=False):
         yield ""
         yield from _section(f"GPU {card.device}", _gpu_rows(gpu, link, card))
-    versions = vars(report.versions).items()
+    versions = report.versions.items()
     rows: Rows = {
         "measured": f"{report.measured_at}, load average {report.load_average:.2f}",
         "versions": ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions if version),

@@ -91,18 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
     if DRAFT_STREAMING not in config.speculation.names:
         draft = NO_DRAFT
-    planned = plan(
-        PlanRequest(
-            target=target,
-            draft=None if draft == NO_DRAFT else find_shape(draft, target.dtype),
-            config=config,
-            context=arguments.context,
-            new_tokens=arguments.new_tokens,
-            hardware=hardware,
-            same_model_acceptance=arguments.acceptance,
-            small_model_acceptance=arguments.draft_acceptance,
-        )
+    small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
+    request = PlanRequest(
+        *(target, small, config, arguments.context, arguments.new_tokens, hardware),
+        same_model_acceptance=arguments.acceptance,
+        small_model_acceptance=arguments.draft_acceptance,
     )
+    planned = plan(request)
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
     print("\n".join(_report(planned, planned.check())))
@@ -129,7 +124,7 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     draft = f" and {request.draft.name}" if request.draft is not None else ""
     dtype = str(request.target.dtype).removeprefix("torch.")
     new = f"{request.context:,} tokens of context, {request.new_tokens:,} new"
-    yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {plan.config.name}"
+    yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {request.config.name}"
     shares = {
         "resident on the GPU": placement.resident_bytes,
         "attended by the CPU": placement.cpu_attended_bytes,

@@ -35,11 +35,11 @@ def _of_cards(report: Report) -> Iterator[str]:
     for gpu, link, card in zip(hardware.gpus, report.links, report.cards, strict=False):
         warnings = (*_of_link(gpu, link, card), *_of_power(card))
         yield from (f"GPU {card.device}: {warning}" for warning in warnings)
-    if hardware.gpus and versions.flash_attn is None:
+    if hardware.gpus and versions["flash_attn"] is None:
         yield "flash-attn is missing, torch's own kernels attend instead; `pip install 'offload-rt[cuda]'`"
     if report.cards and not hardware.gpus:
         yield (
-            f"torch {versions.torch} cannot use {', '.join(card.name for card in report.cards)}; install a"
+            f"torch {versions['torch']} cannot use {', '.join(card.name for card in report.cards)}; install a"
             " build of torch for CUDA that fits the driver (pytorch.org), and see that CUDA_VISIBLE_DEVICES"
             " does not hide it"
         )

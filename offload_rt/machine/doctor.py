@@ -15,11 +15,10 @@ import torch
 from offload_rt.devices import CACHE_FOLDER, cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
-from offload_rt.machine.hardware import GIB, Hardware, Host
+from offload_rt.machine.hardware import GIB, Gpu, Hardware, Host
 from offload_rt.machine.inventory import (
     Card,
     HostFacts,
-    Versions,
     lockable_memory,
     read_cards,
     read_host,
@@ -62,13 +61,13 @@ class Report(Rates):
     Attributes:
         host: what the system says of the processor and its memory now.
         cards: all graphics cards; those of `hardware.gpus` first.
-        versions: of the software that the rates depend on.
+        versions: of the software that the rates depend on, by name; None: not there.
         notices: what to know about the figures.
     """
 
     host: HostFacts
     cards: tuple[Card, ...]
-    versions: Versions
+    versions: dict[str, str | None]
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -91,47 +90,43 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
     """
     load_average = os.getloadavg()[0]
     host, cards, versions = read_host(), read_cards(), read_versions()
-    file_name, failure = _file_name(host, cards, versions), None
+    file_name, notices = _file_name(host, cards, versions), list[str]()
     rates = None if refresh else _kept(file_name)
     if rates is None:
         hardware, links = _measure(cards, host, on_progress or (lambda *_: None))
         torch.cuda.empty_cache()
         rates = Rates(datetime.now(UTC).isoformat(timespec="seconds"), load_average, hardware, links)
-        failure = _keep(file_name, rates)
+        notices += _keep(file_name, rates)
         host, cards = read_host(), read_cards()  # what was measured with is free again
-    hardware = replace(
-        rates.hardware,
-        host=replace(
-            rates.hardware.host, memory_bytes=host.available_bytes, lockable_bytes=lockable_memory(host)
-        ),
-        gpus=tuple(
-            replace(gpu, memory_bytes=card.free_bytes)
-            for gpu, card in zip(rates.hardware.gpus, cards, strict=False)
-        ),
+    # What is free is never old.
+    free = replace(
+        rates.hardware.host, memory_bytes=host.available_bytes, lockable_bytes=lockable_memory(host)
     )
-    notices = (*(() if hardware.gpus else (STAND_IN,)), *((failure,) if failure else ()))
-    return Report(
-        rates.measured_at, rates.load_average, hardware, rates.links, host, cards, versions, notices
+    gpus = tuple(
+        replace(gpu, memory_bytes=card.free_bytes)
+        for gpu, card in zip(rates.hardware.gpus, cards, strict=False)
     )
+    notices += [] if gpus else [STAND_IN]
+    now = vars(rates) | {"hardware": replace(rates.hardware, host=free, gpus=gpus)}
+    return Report(**now, host=host, cards=cards, versions=versions, notices=tuple(notices))
 
 
 def _measure(
     cards: tuple[Card, ...], host: HostFacts, on_progress: Progress
 ) -> tuple[Hardware, tuple[LinkFigures, ...]]:
     """All rates; memory is left at nothing."""
-    gpus, links = [], []
+    measured: list[tuple[Gpu, LinkFigures]] = []
     processor: Host | None = None
     for card in cards:
         if card.device is None:
             continue
         device = torch.device("cuda", card.device)
         with _told_of(card), closing(PinnedCopies(device, within(COPY_BYTES, card.free_bytes))) as copies:
-            gpu, link = measure_gpu(card, copies, device, on_progress)
+            measured.append(measure_gpu(card, copies, device, on_progress))
             processor = processor or measure_host(host.available_bytes, copies.copy, on_progress)
-        gpus.append(gpu)
-        links.append(link)
     processor = processor or measure_host(host.available_bytes, None, on_progress)
-    return Hardware(processor, tuple(gpus), measured=True), tuple(links)
+    gpus, links = zip(*measured, strict=True) if measured else ((), ())
+    return Hardware(processor, gpus, measured=True), links
 
 
 @contextmanager
@@ -152,12 +147,12 @@ def _told_of(card: Card) -> Iterator[None]:
         ) from error
 
 
-def _file_name(host: HostFacts, cards: tuple[Card, ...], versions: Versions) -> str:
+def _file_name(host: HostFacts, cards: tuple[Card, ...], versions: dict[str, str | None]) -> str:
     """Named by all that the rates depend on: where any of it differs, they are measured again."""
     kernel = b"".join(part.read_bytes() for part in SOURCES)
     identity = [
         *(FORMAT, host.processor, host.instruction_sets, host.cores, host.threads, host.attention),
-        *(hashlib.sha256(kernel).hexdigest(), round(host.total_bytes / GIB), asdict(versions)),
+        *(hashlib.sha256(kernel).hexdigest(), round(host.total_bytes / GIB), versions),
         *([card.name, card.uuid, card.bus, card.device, card.link_generation_most] for card in cards),
     ]
     return f"machine-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.json"
@@ -174,13 +169,13 @@ def _kept(file_name: str) -> Rates | None:
         return None
 
 
-def _keep(file_name: str, rates: Rates) -> str | None:
-    """Writes the file as a whole or not at all; returns why not."""
+def _keep(file_name: str, rates: Rates) -> list[str]:
+    """Writes the file as a whole or not at all; returns a notice where it could not."""
     try:
         write_whole(cache_folder() / file_name, json.dumps(asdict(rates), indent=1))
     except (OSError, RuntimeError) as error:
-        return (
+        return [
             f"the figures could not be kept ({error}), so that they are measured each time; name a folder"
             f" that can be written in {CACHE_FOLDER}"
-        )
-    return None
+        ]
+    return []

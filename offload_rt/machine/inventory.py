@@ -98,17 +98,6 @@ class Card:
     power_default_watts: float | None = None
 
 
-@dataclass(frozen=True)
-class Versions:
-    """Of the software that the figures depend on; None: not there."""
-
-    python: str
-    torch: str
-    transformers: str | None
-    flash_attn: str | None
-    driver: str | None
-
-
 def read_host() -> HostFacts:
     """Reads everything anew."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -152,15 +141,15 @@ def read_cards() -> tuple[Card, ...]:
     return (*seen, *listed.values())
 
 
-def read_versions() -> Versions:
-    """Reads everything anew; imports nothing heavy."""
-    return Versions(
-        python=platform.python_version(),
-        torch=torch.__version__,
-        transformers=_version("transformers"),
-        flash_attn=_version("flash_attn"),
-        driver=_ask("nvmlSystemGetDriverVersion"),
-    )
+def read_versions() -> dict[str, str | None]:
+    """Of the software that the figures depend on; None: not there. Imports nothing heavy."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "flash_attn": _version("flash_attn"),
+        "driver": _ask("nvmlSystemGetDriverVersion"),
+    }
 
 
 def link_now(uuid: str) -> tuple[int | None, int | None]:

@@ -164,11 +164,6 @@ def _small_model(device: torch.device) -> CausalModel:
         intermediate_size=256,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=2 * _ENTRIES,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
     with torch.random.fork_rng():  # the caller may have seeded what it draws next
         torch.manual_seed(0)

@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
-from offload_rt.config import Config
 from offload_rt.errors import UsageError
 from offload_rt.planning import assumptions
 from offload_rt.planning.placement import (
     Memory,
     Placement,
     PlanRequest,
-    available_levels,
     gpu_memory,
     host_memory,
     resident_capacity,
@@ -56,15 +54,15 @@ class Plan:
 
     Attributes:
         request: with the retrieval budget that fits.
-        config: with the retrieval budget, ring and γ2 of the plan.
+        gamma: tokens of a draft, γ2.
         refusal: why it does not fit, and the nearest plans that do; None where it fits.
         predicted: None where it does not fit.
         assumptions: what the figures rest on, as sentences.
     """
 
     request: PlanRequest
-    config: Config
     placement: Placement
+    gamma: int
     refusal: str | None
     predicted: Prediction | None
     assumptions: tuple[str, ...]
@@ -77,10 +75,8 @@ class Plan:
     def gpus(self) -> list[Memory]:
         """What each GPU holds."""
         ring, resident = self.placement.ring_buffers, self.placement.resident_tokens
-        return [
-            gpu_memory(self.request, number, ring, resident)
-            for number in range(len(self.request.hardware.gpus))
-        ]
+        numbers = range(len(self.request.hardware.gpus))
+        return [gpu_memory(self.request, number, ring, resident) for number in numbers]
 
     @property
     def host(self) -> Memory:
@@ -109,20 +105,15 @@ class Plan:
 
 def plan(request: PlanRequest) -> Plan:
     """The fastest placement that fits, or why there is none and what comes nearest."""
-    said, config = tuple(assumptions.machine(request)), request.config
+    said = tuple(assumptions.machine(request))
     fitting = _with_fitting_budget(request)
     if fitting is None:
         cpu = request.context if request.in_place else 0
-        placement = request.placement(0, cpu, config.store.ring_buffers)
-        return Plan(request, config, placement, f"{shortage(request)}; {_nearest(request)}", None, said)
+        placement = request.placement(0, cpu, request.config.store.ring_buffers)
+        return Plan(request, placement, 0, f"{shortage(request)}; {_nearest(request)}", None, said)
     predictor = Predictor(fitting)
     best = min(_best_rounds(predictor), key=lambda found: found.ms_per_token)
     placement = best.verification.placement
-    config = replace(fitting.config, store=replace(config.store, ring_buffers=placement.ring_buffers))
-    if fitting.levels:
-        levels = available_levels(config, fitting.draft is not None)
-        speculation = replace(config.speculation, levels=levels, gamma2=best.gamma)
-        config = replace(config, speculation=speculation)
     predicted = Prediction(
         pass_ms=best.verification.ms,
         draft_ms=best.draft.ms,
@@ -134,7 +125,7 @@ def plan(request: PlanRequest) -> Plan:
         plain_ms_per_token=predictor.verification(placement, 0).ms,
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
-    return Plan(fitting, config, placement, None, predicted, said)
+    return Plan(fitting, placement, best.gamma, None, predicted, said)
 
 
 # How a context is shared out between GPU, CPU and link.

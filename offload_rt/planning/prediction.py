@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_STREAMING
+from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED
 from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
 from offload_rt.planning.placement import Placement, PlanRequest
@@ -101,12 +101,11 @@ class Predictor:
         request, config = self.request, self.config
         if index < 0 or count == 0 or request.levels[index] == LOOKUP:
             return Work()
-        level = request.levels[index]
-        small = request.draft if level == DRAFT_STREAMING else None
-        streaming = config.draft.sinks + config.draft.window
-        entries = streaming if level in (DRAFT_STREAMING, TARGET_STREAMING) else config.retrieval.budget
-        below = config.speculation.gamma1 if index > 0 else 0
+        small = request.draft if request.levels[index] == DRAFT_STREAMING else None
+        bounded = config.draft.sinks + config.draft.window
+        entries = config.retrieval.budget if request.levels[index] == TARGET_RETRIEVED else bounded
         entries = min(entries, request.context)
+        below = config.speculation.gamma1 if index > 0 else 0
         step = self.step(small or request.target, below + 1, entries, split=small is None, graph=True)
         return (step + self._drafting(index - 1, below)) * (count / self._step_tokens(index))
 
@@ -192,12 +191,11 @@ class Predictor:
         """A refresh of the retrieved cache: mean keys are read, entries are read and written."""
         host, retrieval, token_bytes = self.host, self.config.retrieval, self.target.token_bytes
         scoring = self.request.context // retrieval.chunk * token_bytes / 2 / host.memory_rate / 1e6
-        entries = retrieval.budget * token_bytes / self.parts
+        entries = retrieval.budget * token_bytes / self.parts / 1e6
         if self.request.in_place:
-            copying = 2 * entries / host.memory_rate / 1e6
-            return Refresh(Work(scoring + copying, self.target.layers * host.launch_ms), 0.0, 0.0)
-        copying, sending = 2 * entries / self.gpu.memory_rate / 1e6, entries / self.gpu.to_device_rate / 1e6
-        return Refresh(Work(copying), scoring, sending)
+            copying = Work(2 * entries / host.memory_rate, self.target.layers * host.launch_ms)
+            return Refresh(copying, scoring, 0.0)
+        return Refresh(Work(2 * entries / self.gpu.memory_rate), scoring, entries / self.gpu.to_device_rate)
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
