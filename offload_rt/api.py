@@ -27,7 +27,7 @@ from offload_rt.loading import (
     load_model,
     load_tokenizer,
 )
-from offload_rt.machine.usable import usable_hardware
+from offload_rt.machine.doctor import usable_hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 from offload_rt.planning.shapes import find_shape

@@ -14,7 +14,7 @@ from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.errors import UsageError
-from offload_rt.machine.usable import usable_hardware
+from offload_rt.machine.doctor import usable_hardware
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
 from offload_rt.planning.placement import PlanRequest, available_levels, check_vocabulary

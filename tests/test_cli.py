@@ -385,7 +385,7 @@ def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_what_cannot_fit_is_refused_before_weights_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload_rt.machine.usable.available_memory", lambda: 3 * 2**29)
+    monkeypatch.setattr("offload_rt.machine.doctor.available_memory", lambda: 3 * 2**29)
     monkeypatch.setattr("offload_rt.api.load_model", lambda *arguments: pytest.fail("weights were read"))
     arguments = ["generate", "--max-prompt-tokens", "60000", "--set", "retrieval.budget=8192"]
     assert cli.main([*arguments, "--json", str(tmp_path / "out.json")]) == 2

@@ -19,9 +19,9 @@ from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
-from offload_rt.machine import usable
+from offload_rt.machine import doctor
+from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import named_hardware
-from offload_rt.machine.usable import usable_hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.shapes import ModelShape, find_shape, from_config
@@ -47,13 +47,13 @@ def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int,
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usable, "available_memory", lambda: 40 * 2**30)
+    monkeypatch.setattr(doctor, "available_memory", lambda: 40 * 2**30)
     refused = planned(LLAMA, "retrieval", 131072, 256)
     with pytest.raises(UsageError, match=r"at 131072 tokens does not fit: .* a context of \d+ tokens"):
         refused.check()
     # Models that are loaded already take nothing of what is still free.
     needed = LLAMA.weight_bytes
-    monkeypatch.setattr(usable, "available_memory", lambda: 30 * 2**30 - needed)
+    monkeypatch.setattr(doctor, "available_memory", lambda: 30 * 2**30 - needed)
     assert not planned(LLAMA, "plain", 20_000, 256).fits
     assert planned(LLAMA, "plain", 20_000, 256, loaded_bytes=needed).fits
 

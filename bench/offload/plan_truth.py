@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -237,7 +238,11 @@ class MeasuredAlone(Predictor):
     def draft(self, gamma: int) -> Work:
         return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
 
-    def beside_drafting(self, verification: PassTime) -> PassTime:
+    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
+        return super().round_ms(self._beside(verification) if chances else verification, draft, chances)
+
+    def _beside(self, verification: PassTime) -> PassTime:
+        """The same pass while drafts are made."""
         # What slows it is the copying that a paced link does, on cores that drafting and the pass keep busy.
         # Some of those passes refreshed the retrieved cache as well.
         refreshing = self.refresh_share(self.request.config.speculation.gamma2 + 1) * self.refresh().work.ms

@@ -33,8 +33,7 @@ def warnings(report: Report) -> tuple[str, ...]:
 def _of_cards(report: Report) -> Iterator[str]:
     hardware, versions = report.hardware, report.versions
     for gpu, link, card in zip(hardware.gpus, report.links, report.cards, strict=False):
-        warnings = (*_of_link(gpu, link, card), *_of_power(card))
-        yield from (f"GPU {card.device}: {warning}" for warning in warnings)
+        yield from (f"GPU {card.device}: {warning}" for warning in _of_card(gpu, link, card))
     if hardware.gpus and versions["flash_attn"] is None:
         yield "flash-attn is missing, torch's own kernels attend instead; `pip install 'offload-rt[cuda]'`"
     if report.cards and not hardware.gpus:
@@ -45,7 +44,7 @@ def _of_cards(report: Report) -> Iterator[str]:
         )
 
 
-def _of_link(gpu: Gpu, link: LinkFigures, card: Card) -> Iterator[str]:
+def _of_card(gpu: Gpu, link: LinkFigures, card: Card) -> Iterator[str]:
     if not link.pinned:
         yield (
             "memory could not be page-locked, its copies run at a fraction of the link's rate; raise the"
@@ -71,9 +70,6 @@ def _of_link(gpu: Gpu, link: LinkFigures, card: Card) -> Iterator[str]:
             " has; end other programs that use the link or the memory, run on the processors next to the card"
             " (`numactl --cpunodebind`), and measure again with --refresh"
         )
-
-
-def _of_power(card: Card) -> Iterator[str]:
     limit, default = card.power_limit_watts, card.power_default_watts
     if limit is not None and default is not None and limit < POWER_SHARE * default:
         yield (

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 
 import torch
 
-from offload_rt.devices import CACHE_FOLDER, cache_folder
+from offload_rt.devices import CACHE_FOLDER, available_memory, cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
-from offload_rt.machine.hardware import GIB, Gpu, Hardware, Host
+from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.machine.inventory import (
     Card,
     HostFacts,
@@ -109,6 +109,27 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
     notices += [] if gpus else [STAND_IN]
     now = vars(rates) | {"hardware": replace(rates.hardware, host=free, gpus=gpus)}
     return Report(**now, host=host, cards=cards, versions=versions, notices=tuple(notices))
+
+
+def usable_hardware(
+    device: torch.device, loaded_bytes: int = 0, on_progress: Progress | None = None
+) -> Hardware:
+    """The host and, where it is a GPU, the device, with the memory that is free or already taken for the run.
+
+    Args:
+        loaded_bytes: what the run already holds of the device's memory, or of the host's without one.
+        on_progress: told what is measured of the machine, where it has not been before.
+    """
+    if device.type != "cuda":
+        # Attended in place there is nothing to place: only memory counts, and that needs no measurement.
+        return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
+    measured = inspect(on_progress=on_progress).hardware
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, _ = torch.cuda.mem_get_info(index)
+    # What torch has reserved and not handed out is free to us as well.
+    spare = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    card = replace(measured.gpus[index], memory_bytes=free + spare + loaded_bytes)
+    return replace(measured, gpus=(card,))
 
 
 def _measure(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload_rt.errors import UsageError
 
 GIB = 2**30
-MIB = 2**20
 
 # A desktop with a card in a PCIe 4.0 slot of 16 lanes and two channels of DDR5.
 LINK_RATE = 25.0
@@ -124,23 +123,16 @@ class Hardware:
         return replace(self.gpus[0], **slowest, launch_ms=max(gpu.launch_ms for gpu in self.gpus))
 
 
-class DataSheet(NamedTuple):
-    """Of a card: memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s."""
-
-    memory_mib: int
-    memory_rate: float
-    compute_rate: float
-
-
-CARDS = {
-    "rtx4090": DataSheet(24_564, 1008, 165),
-    "rtx3090": DataSheet(24_576, 936, 71),
-    "l40": DataSheet(46_068, 864, 181),
-    "a100-40": DataSheet(40_960, 1555, 312),
-    "a100-80": DataSheet(81_920, 2039, 312),
-    "h100": DataSheet(81_559, 3350, 989),
-    "h200": DataSheet(143_771, 4800, 989),
+CARDS = {  # memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s
+    "rtx4090": (24_564, 1008, 165),
+    "rtx3090": (24_576, 936, 71),
+    "l40": (46_068, 864, 181),
+    "a100-40": (40_960, 1555, 312),
+    "a100-80": (81_920, 2039, 312),
+    "h100": (81_559, 3350, 989),
+    "h200": (143_771, 4800, 989),
 }
+"""Known cards, as their data sheets have them."""
 
 
 def named_hardware(
@@ -189,12 +181,12 @@ def named_hardware(
         return Hardware(host, (), measured=False)
     if gpu not in CARDS:
         raise UsageError(f"--gpu {gpu}: is not known; there are {', '.join(CARDS)} and {NO_GPU}")
-    card = CARDS[gpu]
+    mib, memory_rate, compute_rate = CARDS[gpu]
     one = Gpu(
         name=gpu,
-        memory_bytes=int(vram * GIB) if vram is not None else card.memory_mib * MIB,
-        memory_rate=MEMORY_SHARE * card.memory_rate,
-        compute_rate=COMPUTE_SHARE * card.compute_rate,
+        memory_bytes=int(vram * GIB) if vram is not None else mib * 2**20,
+        memory_rate=MEMORY_SHARE * memory_rate,
+        compute_rate=COMPUTE_SHARE * compute_rate,
         to_device_rate=link,
         to_host_rate=link,
         launch_ms=LAUNCH_MS,

@@ -216,7 +216,7 @@ class Predictor:
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
         chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
-        ms, drafting = self._round_ms(verification, draft, chances)
+        ms, drafting = self.round_ms(verification, draft, chances)
         share, longer = self.refresh_share(tokens), 0.0
         if share:
             refresh = self.refresh()
@@ -225,12 +225,12 @@ class Predictor:
             else:
                 cpu_share = verification.placement.cpu_tokens / request.context
                 refreshing = verification.refreshing(refresh, cpu_share)
-                longer = self._round_ms(refreshing, draft, chances)[0] - ms
+                longer = self.round_ms(refreshing, draft, chances)[0] - ms
         expected = ms + share * longer
         hits = sum(chances)
         return RoundTime(verification, draft, expected, tokens, len(chances), hits, drafting, share, longer)
 
-    def _round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
+    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
         """ms of a round, and until the first draft made ahead is done.
 
         Args:
@@ -238,18 +238,13 @@ class Predictor:
         """
         if not chances:
             return verification.after(draft.ms) + draft.ms, draft.ms
-        beside = self.beside_drafting(verification)
         # A verdict that was not drafted for waits for the step under way, and then for its own draft.
         late = draft.ms + self._step_ms(verification.gamma, draft) / 2
-        ms = (1 - sum(chances)) * (beside.after(late) + late)
-        done = [self.drafted_ahead(beside, number * draft.ms) for number in range(1, len(chances) + 1)]
+        ms = (1 - sum(chances)) * (verification.after(late) + late)
+        done = [self.drafted_ahead(verification, number * draft.ms) for number in range(1, len(chances) + 1)]
         for chance, drafted in zip(chances, done, strict=True):
-            ms += chance * max(beside.ms, drafted)
+            ms += chance * max(verification.ms, drafted)
         return ms, done[0]
-
-    def beside_drafting(self, verification: PassTime) -> PassTime:
-        """The same pass while drafts are made: it goes first."""
-        return verification
 
     def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
         """ms from a pass's start until `drafting` ms of drafts are done, made beside it and after it.
