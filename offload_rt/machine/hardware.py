@@ -116,11 +116,11 @@ class Hardware:
         return cls(Host(**values["host"] | {"attention": attention}), gpus, values["measured"])
 
     @cached_property
-    def slowest_gpu(self) -> Gpu:
-        """The least of every rate of the GPUs: where they share the work evenly, it sets the pace."""
+    def joined_gpu(self) -> Gpu:
+        """All GPUs as one that does their work together: shared evenly, at the pace of the slowest."""
         rates = ("memory_rate", "compute_rate", "to_device_rate", "to_host_rate")
-        slowest = {name: min(getattr(gpu, name) for gpu in self.gpus) for name in rates}
-        return replace(self.gpus[0], **slowest, launch_ms=max(gpu.launch_ms for gpu in self.gpus))
+        joined = {name: len(self.gpus) * min(getattr(gpu, name) for gpu in self.gpus) for name in rates}
+        return replace(self.gpus[0], **joined, launch_ms=max(gpu.launch_ms for gpu in self.gpus))
 
 
 CARDS = {  # memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s

@@ -53,15 +53,15 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
 
 
 class Predictor:
-    """Times of what a request runs."""
+    """Times of what a request runs. Several GPUs count as one with the rates of all."""
 
     gpu: Gpu  # where there is one
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
-        self.target, self.host, self.parts = request.target, request.hardware.host, request.parts
+        self.target, self.host = request.target, request.hardware.host
         if not request.in_place:
-            self.gpu = request.hardware.slowest_gpu
+            self.gpu = request.hardware.joined_gpu
 
     @property
     def outcomes(self) -> range:
@@ -85,10 +85,10 @@ class Predictor:
             products = max(shape.step_bytes / host.memory_rate, flops / host.compute_rate)
             attention = kv_bytes / attention_rate(host.attention, queries * shape.group)
             return Work((products + attention) / 1e6, shape.layers * host.launch_ms)
-        parts, gpu = self.parts if split else 1, self.gpu
-        reading = (shape.step_bytes + kv_bytes) / parts / gpu.memory_rate / 1e6
-        computing = flops / parts / gpu.compute_rate / 1e9
-        reducing = 2 * shape.layers * ALL_REDUCE_MS if parts > 1 else 0.0
+        gpu = self.gpu if split else self.request.hardware.gpus[0]
+        reading = (shape.step_bytes + kv_bytes) / gpu.memory_rate / 1e6
+        computing = flops / gpu.compute_rate / 1e9
+        reducing = 2 * shape.layers * ALL_REDUCE_MS if split and self.request.parts > 1 else 0.0
         launching = shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1)
         return Work(max(reading, computing) + reducing, launching)
 
@@ -148,11 +148,10 @@ class Predictor:
     def _link_lane(self, placement: Placement, dense: Work, queries: int) -> tuple[float, float, float]:
         """`link`, `link_ahead` and `host_memory_ahead` of a pass."""
         host, layers, ring = self.host, self.target.layers, placement.ring_buffers
-        parts, layer = self.parts, self._dense_layer(dense)
+        layer, layer_bytes = self._dense_layer(dense), placement.streamed_bytes / layers
         beside_attention = host.link_beside_attention if placement.cpu_tokens else 1.0
         rate = self.gpu.to_device_rate * 1e6 * beside_attention
-        layer_bytes = placement.streamed_bytes / layers / parts
-        segment_bytes = placement.segment_tokens * self.target.layer_token_bytes / parts
+        segment_bytes = placement.segment_tokens * self.target.layer_token_bytes
         # A layer's segments are attended only once its queries are there. Meanwhile the link fills what is
         # left of the ring, while one buffer is being read.
         meanwhile = min(layer_bytes, (ring - 1) * segment_bytes)
@@ -165,15 +164,15 @@ class Predictor:
         link += max(0.0, edges - filled / rate)
         # However much is there already, each layer has to be computed.
         link_ahead = max(0.0, min(filled / rate - edges, link - dense.ms - layer))
-        filled_bytes = min(parts * filled, placement.streamed_bytes)
+        filled_bytes = min(filled, placement.streamed_bytes)
         return link, link_ahead, max(0.0, filled_bytes / host.memory_rate / 1e6 - edges)
 
     def _attention(self, tokens: int, queries: int) -> float:
         """The processor that decodes over `tokens` of the context, wherever they come from."""
         if self.request.in_place:
             return self._cpu_attention(tokens, queries)
-        flops = self.target.layers * self.target.attention_flops * tokens * queries / self.parts
-        kv_bytes = tokens * self.target.token_bytes / self.parts
+        flops = self.target.layers * self.target.attention_flops * tokens * queries
+        kv_bytes = tokens * self.target.token_bytes
         return max(kv_bytes / self.gpu.memory_rate / 1e6, flops / self.gpu.compute_rate / 1e9)
 
     def _cpu_attention(self, tokens: int, queries: int) -> float:
@@ -183,7 +182,7 @@ class Predictor:
     def _exchange_ms(self, queries: int) -> float:
         """A layer's queries on their way to the CPU, and its results with their log-sum-exp back."""
         target, gpu = self.target, self.gpu
-        rows = queries * target.heads / self.parts
+        rows = queries * target.heads
         sent, received = rows * target.head_dim * target.dtype.itemsize, 4 * rows
         return EXCHANGE_MS + sent / gpu.to_host_rate / 1e6 + (sent + received) / gpu.to_device_rate / 1e6
 
@@ -191,7 +190,7 @@ class Predictor:
         """A refresh of the retrieved cache: mean keys are read, entries are read and written."""
         host, retrieval, token_bytes = self.host, self.config.retrieval, self.target.token_bytes
         scoring = self.request.context // retrieval.chunk * token_bytes / 2 / host.memory_rate / 1e6
-        entries = retrieval.budget * token_bytes / self.parts / 1e6
+        entries = retrieval.budget * token_bytes / 1e6
         if self.request.in_place:
             copying = Work(2 * entries / host.memory_rate, self.target.layers * host.launch_ms)
             return Refresh(copying, scoring, 0.0)
@@ -291,11 +290,10 @@ class Predictor:
         if self.request.in_place:
             flops = products + attention / PREFILL_ATTENTION_SHARE["cpu"]
             return flops / self.host.compute_rate / 1e6 + launches * self.host.launch_ms
-        gpu, parts = self.gpu, self.parts
-        computing = (products + attention / PREFILL_ATTENTION_SHARE["gpu"]) / parts / gpu.compute_rate / 1e9
-        if parts > 1:
-            computing += (
-                2 * target.layers * tokens * target.hidden * target.dtype.itemsize / gpu.to_host_rate / 1e6
-            )
-        writing = tokens * target.token_bytes / parts / gpu.to_host_rate / 1e6
+        gpu = self.gpu
+        computing = (products + attention / PREFILL_ATTENTION_SHARE["gpu"]) / gpu.compute_rate / 1e9
+        if self.request.parts > 1:  # each GPU exchanges all hidden states
+            exchanged = 2 * target.layers * tokens * target.hidden * target.dtype.itemsize
+            computing += exchanged / (gpu.to_host_rate / self.request.parts) / 1e6
+        writing = tokens * target.token_bytes / gpu.to_host_rate / 1e6
         return max(computing, writing, launches * gpu.launch_ms)
