@@ -90,13 +90,13 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
     """
     load_average = os.getloadavg()[0]
     host, cards, versions = read_host(), read_cards(), read_versions()
-    file_name, notices = _file_name(host, cards, versions), list[str]()
+    file_name, failures = _file_name(host, cards, versions), list[str]()
     rates = None if refresh else _kept(file_name)
     if rates is None:
         hardware, links = _measure(cards, host, on_progress or (lambda *_: None))
         torch.cuda.empty_cache()
         rates = Rates(datetime.now(UTC).isoformat(timespec="seconds"), load_average, hardware, links)
-        notices += _keep(file_name, rates)
+        failures = _keep(file_name, rates)
         host, cards = read_host(), read_cards()  # what was measured with is free again
     # What is free is never old.
     free = replace(
@@ -106,9 +106,9 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
         replace(gpu, memory_bytes=card.free_bytes)
         for gpu, card in zip(rates.hardware.gpus, cards, strict=False)
     )
-    notices += [] if gpus else [STAND_IN]
+    notices = (*([] if gpus else [STAND_IN]), *failures)
     now = vars(rates) | {"hardware": replace(rates.hardware, host=free, gpus=gpus)}
-    return Report(**now, host=host, cards=cards, versions=versions, notices=tuple(notices))
+    return Report(**now, host=host, cards=cards, versions=versions, notices=notices)
 
 
 def usable_hardware(
