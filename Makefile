@@ -32,7 +32,7 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/offload-rt doctor --refresh --json bench/results/doctor-gpu.json
 	$(BIN)/python -m bench offload --device cuda --out bench/results/offload-gpu.json
-	$(BIN)/python -m bench plan-truth bench/results/offload-gpu.json
+	$(BIN)/python -m bench prediction-accuracy bench/results/offload-gpu.json
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

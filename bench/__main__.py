@@ -15,7 +15,7 @@ import bench.attention
 import bench.drafts
 import bench.model_card
 import bench.offload.command
-import bench.offload.plan_truth
+import bench.offload.prediction_accuracy
 import bench.speedup
 from offload_rt.errors import UsageError
 
@@ -25,7 +25,7 @@ COMMANDS = (
     bench.model_card,
     bench.attention,
     bench.offload.command,
-    bench.offload.plan_truth,
+    bench.offload.prediction_accuracy,
 )
 
 

@@ -1,4 +1,4 @@
-"""`bench offload` and `bench plan-truth`: what they record, reckon and report. No time is checked here."""
+"""`bench offload` and `bench prediction-accuracy`: what they record and report. No time is checked here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_bench import text as text
 from tiny_models import byte_ids, tiny_target
 
 import bench.__main__ as command_line
-from bench.offload import gpu, plan_truth, primitives
+from bench.offload import gpu, prediction_accuracy, primitives
 from bench.offload.cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
 from bench.offload.engine import EngineText, Run
 from bench.offload.held import Hold
@@ -218,11 +218,11 @@ def test_rows_are_compared_and_predicted_turn_by_turn(measured: dict[str, Any]) 
     one = next(row for row in case["rows"] if row["system"] == "ahead 0")
     turn = one["turns"][0]
     turns = [turn | {"rate_bytes_per_second": turn["rate_bytes_per_second"] / by} for by in (1, 50, 5)]
-    predicted = [plan_truth.predict(case, one, each)["ms_per_token"] for each in turns]
+    predicted = [prediction_accuracy.predict(case, one, each)["ms_per_token"] for each in turns]
     assert len(set(predicted)) == 3
     measured_ms = [ms * by for ms, by in zip(predicted, (1.0, 2.0, 4.0), strict=True)]
     one |= {"turns": turns, "ms_per_token": {"median": median(measured_ms), "runs": measured_ms}}
-    plan_truth.predict_rows(case | {"rows": [one]})
+    prediction_accuracy.predict_rows(case | {"rows": [one]})
     assert one["predicted_over_measured"] == pytest.approx(1 / 2)
     assert one["predicted"]["ms_per_token"] == pytest.approx(median(predicted))
 
@@ -392,22 +392,22 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
     assert all(one["acceptance"] == 1.0 for one in whole)
 
 
-def test_plan_truth_holds_the_planner_against_every_row(
+def test_prediction_accuracy_holds_the_planner_against_every_row(
     measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "truth.json"
-    assert command_line.main(["plan-truth", str(measured["path"]), "--out", str(out)]) == 0
+    out = tmp_path / "accuracy.json"
+    assert command_line.main(["prediction-accuracy", str(measured["path"]), "--out", str(out)]) == 0
     printed = last_line(capsys)
-    truth = json.loads(out.read_text())
-    assert printed == {"worst": truth["worst"], "rows": len(truth["rows"])}
+    report = json.loads(out.read_text())
+    assert printed == {"worst": report["worst"], "rows": len(report["rows"])}
     assert printed["rows"] == sum(len(case["rows"]) for case in measured["result"]["cases"])
-    for one in truth["rows"]:
+    for one in report["rows"]:
         assert set(one["predicted"]) == set(one["measured"])
         assert one["ratio"] == pytest.approx(
             one["predicted"]["ms_per_token"] / one["measured"]["ms_per_token"]
         )
-    assert plan_truth.worst([1.1, 0.8, 1.2]) == 0.8
-    assert plan_truth.worst([1.3, 0.8]) == 1.3
+    assert prediction_accuracy.worst([1.1, 0.8, 1.2]) == 0.8
+    assert prediction_accuracy.worst([1.3, 0.8]) == 1.3
 
 
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
@@ -417,8 +417,8 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     turn = {"draft_token_ms": 7.0, "drafting_beside_ms": 210.0, "refresh_ms": 0.0, "verdict_ms": 0.0}
     turn |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "pass_beside_ms": 30.0, "rate_bytes_per_second": 1e12}
     case["processor"]["attention"] = [{"queries": count, "rate": 5.0} for count in (1, 4)]
-    request = plan_truth._request(case, dict(one, acceptance=1.0), turn)
-    sure = plan_truth.MeasuredAlone(request, turn)
+    request = prediction_accuracy._request(case, dict(one, acceptance=1.0), turn)
+    sure = prediction_accuracy.MeasuredAlone(request, turn)
     place = PlannedPlacement(0, 0, one["streamed_tokens"], 3, 32, request.target)
     fast, draft = sure.verification(place, 3), sure.draft(3)
     assert draft.ms == pytest.approx(21.0)
@@ -427,27 +427,29 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     assert hit.hit_rate == 1
     # A pass takes 30 ms beside drafting, which is at a tenth of its speed meanwhile.
     assert hit.ms == pytest.approx(30.0 + 21.0 - 3.0, rel=0.05)
-    predicted = plan_truth.predict(case, dict(one, acceptance=1.0), turn | {"rate_bytes_per_second": 1e3})
+    predicted = prediction_accuracy.predict(
+        case, dict(one, acceptance=1.0), turn | {"rate_bytes_per_second": 1e3}
+    )
     bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
     assert predicted["pass_ms"] == pytest.approx(bytes_streamed, rel=0.02), "1 ms a byte"
     assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"]), "all is drafted meanwhile"
-    without = plan_truth.predict(case, alone, turn)
+    without = prediction_accuracy.predict(case, alone, turn)
     assert without["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05)
-    refreshing = plan_truth.predict(case, alone, turn | {"refresh_ms": 8.0})
+    refreshing = prediction_accuracy.predict(case, alone, turn | {"refresh_ms": 8.0})
     share = sure.refresh_share(without["tokens_per_round"])
     assert share > 0 and refreshing["round_ms"] - without["round_ms"] == pytest.approx(8.0 * share)
-    with_verdict = plan_truth.predict(case, alone, turn | {"verdict_ms": 4.0})
+    with_verdict = prediction_accuracy.predict(case, alone, turn | {"verdict_ms": 4.0})
     assert with_verdict["round_ms"] - without["round_ms"] == pytest.approx(4.0)
     plain = next(row for row in case["rows"] if row["system"] == "plain")
-    assert plan_truth.predict(case, plain, turn)["tokens_per_round"] == 1
+    assert prediction_accuracy.predict(case, plain, turn)["tokens_per_round"] == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan-truth", "missing.json"], "run `python -m bench offload` first"),
-        (["plan-truth", "pyproject.toml"], "is no JSON"),
-        (["plan-truth", "bench/results/speedup.json"], "is no result of `bench offload`"),
+        (["prediction-accuracy", "missing.json"], "run `python -m bench offload` first"),
+        (["prediction-accuracy", "pyproject.toml"], "is no JSON"),
+        (["prediction-accuracy", "bench/results/speedup.json"], "is no result of `bench offload`"),
         (["offload", "--config", "plain"], "name a config that drafts"),
         (["offload", "--acceptances", "2"], "write rates from 0 to 1"),
         (["offload", "--shapes", "huge"], "is none of tiny"),
@@ -477,7 +479,7 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     assert case["rows"][-1]["resident_tokens"] > 0
     assert case["transformers_offloaded_cache"] == {"ms_per_token": None, "note": "needs a GPU"}
     assert case["rows"][0]["prefill_bytes"] == 199 * target.layers * 2 * target.kv_heads * target.head_dim * 2
-    plan_truth.predict_rows(case)
+    prediction_accuracy.predict_rows(case)
     assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
     small = dataclasses.replace(card, memory_bytes=2**20)
     assert (

@@ -44,7 +44,7 @@ from bench.offload.cases import (
     SYNTHETIC_QUICK,
     Sizes,
 )
-from bench.offload.plan_truth import predict_rows
+from bench.offload.prediction_accuracy import predict_rows
 from bench.offload.random_models import LARGE_SHAPES, SHAPES
 from bench.offload.rows import times_as_fast
 from offload_rt.config import OffloadConfig

@@ -15,7 +15,7 @@ from bench.offload.cases import GPU_MEMORY_BYTES, ON_GPU, STREAMED, Sizes, held_
 from bench.offload.engine import EngineText
 from bench.offload.measure import Measured, measure
 from bench.offload.offloaded_cache import offloaded_cache_ms
-from bench.offload.plan_truth import shape_values
+from bench.offload.prediction_accuracy import shape_values
 from bench.offload.random_models import random_model
 from bench.offload.references import Subject
 from bench.offload.timeline_plot import best_run, draw

@@ -13,7 +13,7 @@ from bench import report
 from bench.inputs import Models, say
 from bench.offload.cases import BALANCED, LINK_CASES, STREAMED, Sizes, System, held_systems, paced_systems
 from bench.offload.measure import Measured, measure, one_thread
-from bench.offload.plan_truth import shape_values
+from bench.offload.prediction_accuracy import shape_values
 from bench.offload.primitives import processor
 from bench.offload.random_models import random_model
 from bench.offload.references import References, Subject

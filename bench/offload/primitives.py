@@ -1,4 +1,4 @@
-"""What the processor does alone, in a run's own shapes: the figures that `plan-truth` predicts from."""
+"""What the processor does alone, in a run's own shapes: what `prediction-accuracy` predicts from."""
 
 from __future__ import annotations
 

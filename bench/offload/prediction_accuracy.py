@@ -1,4 +1,4 @@
-"""`python -m bench plan-truth`: what the planner predicts, beside what `bench offload` measured.
+"""`python -m bench prediction-accuracy`: what the planner predicts, beside what `bench offload` measured.
 
 The planner is asked for the placements that were run, with the figures that were measured apart from them in
 the same turn: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a
@@ -36,7 +36,7 @@ PREDICTED = ("pass_ms", "draft_ms", "round_ms", "tokens_per_round", "outcome_hit
 def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser(
-        "plan-truth",
+        "prediction-accuracy",
         help="the planner's predictions beside what was measured",
         description="Compares the planner's predictions with a result of `bench offload`.",
         allow_abbrev=False,
@@ -55,8 +55,8 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Predicts every row, prints the table, writes the JSON."""
     measured = _read(arguments.results)
-    out = arguments.out or arguments.results.with_name(f"plan-truth-{arguments.results.name}")
-    out = inputs.destination(out, "plan-truth", {})
+    out = arguments.out or arguments.results.with_name(f"prediction-accuracy-{arguments.results.name}")
+    out = inputs.destination(out, "prediction-accuracy", {})
     rows, cells = [], []
     for case in measured["cases"]:
         predict_rows(case)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
             rows.append(named | {"measured": found, "predicted": one["predicted"], "ratio": ratio})
             cells.append(_cells(rows[-1]))
     result = {
-        "benchmark": "plan-truth",
+        "benchmark": "prediction-accuracy",
         "of": arguments.results.name,
         "machine": measured["machine"],
         "worst": worst([one["ratio"] for one in rows]),
