@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -80,16 +81,21 @@ HEALTHY = Report(
 )
 
 
-def changed(report: Any, path: str, value: object) -> Any:
-    """`report` with another value at `path`, where `cards.0.name` means `cards[0].name`."""
+def changed(report: Report, changes: Mapping[str, object]) -> Report:
+    """`report` with other values at some paths, where `cards.0.name` means `cards[0].name`."""
+    for path, value in changes.items():
+        report = _changed(report, path, value)
+    return report
+
+
+def _changed(record: Any, path: str, value: object) -> Any:
     name, _, rest = path.partition(".")
-    if isinstance(report, tuple):
+    if isinstance(record, tuple):
         place = int(name)
-        inner = changed(report[place], rest, value) if rest else value
-        return (*report[:place], inner, *report[place + 1 :])
-    if isinstance(report, dict):
-        return report | {name: value}
-    return replace(report, **{name: changed(getattr(report, name), rest, value) if rest else value})
+        return (*record[:place], _changed(record[place], rest, value), *record[place + 1 :])
+    if isinstance(record, dict):
+        return record | {name: value}
+    return replace(record, **{name: _changed(getattr(record, name), rest, value) if rest else value})
 
 
 def assert_positive(figures: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,17 +37,12 @@ CARD = Gpu("card", 24 * GIB, 1000.0, 160.0, 25.0, 20.0, 0.3)
 DESKTOP = Hardware(HOST, (CARD,), measured=True)
 
 
-def request(**changes: Any) -> PlanRequest:
-    """Llama2-7B with a small draft at 128K on a desktop, unless `changes` say otherwise."""
-    given: dict[str, Any] = {
-        "target": LLAMA,
-        "draft": JF68M,
-        "config": load_config("triforce"),
-        "context": CONTEXT,
-        "new_tokens": 256,
-        "hardware": DESKTOP,
-    }
-    return PlanRequest(**given | changes)
+def request(
+    overrides: Mapping[str, object] = {}, config: str = "triforce", context: int = CONTEXT, **changes: Any
+) -> PlanRequest:
+    """Llama2-7B with a small draft at 128K on a desktop, unless `overrides` and `changes` say otherwise."""
+    asked = PlanRequest(LLAMA, JF68M, load_config(config, overrides), context, 256, DESKTOP)
+    return replace(asked, **changes)
 
 
 def gpu(number: int = 1, **changes: Any) -> Hardware:
@@ -60,7 +56,7 @@ def host(gpus: int = 1, **changes: Any) -> Hardware:
 
 
 def expected_round(
-    predictor: Predictor, ring: int, gamma: int, resident: int, cpu: int, outcomes: int
+    predictor: Predictor, gamma: int, resident: int = 0, cpu: int = 0, outcomes: int = 0, ring: int = 3
 ) -> RoundTime:
     """A round with so many tokens on the GPU and so many attended by the CPU."""
     placement = predictor.request.placement(resident, cpu, ring)

@@ -64,7 +64,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
 
     def of_a_large_one(request: PlanRequest) -> Plan:
         asked.append(request)
-        made.append(plan(replace(request, target=LLAMA, context=130_000, new_tokens=256)))
+        made.append(plan(replace(request, target=LLAMA, context=100_000, new_tokens=256)))
         return made[-1]
 
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
@@ -76,7 +76,8 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
         assert config.speculation == subject.config.speculation
-        assert config.store.ring_buffers == made[0].placement.ring_buffers
+        deeper = made[0].placement.ring_buffers
+        assert config.store.ring_buffers == deeper > subject.config.store.ring_buffers
         shares.check(config.store.page)
         # What a config says is kept.
         offload = replace(subject.config.offload, resident_tokens=512, cpu_tokens=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,119 +15,89 @@ from unittest.mock import Mock
 import pytest
 import torch
 from machine_cases import HEALTHY
-from machine_cases import tiny as tiny  # a fixture
 
 from offload_rt import devices
 from offload_rt.machine import inventory
 from offload_rt.machine.hardware import GIB
-from offload_rt.machine.inventory import read_cards, read_versions
+from offload_rt.machine.inventory import Card, read_cards, read_versions
 
 
 class NVMLError(Exception):
     pass
 
 
-def driver(**answers: Any) -> SimpleNamespace:
-    """pynvml on a machine with one RTX 4090; an answer that is an exception is raised."""
-    given: dict[str, Any] = {
-        "nvmlInit": None,
-        "nvmlSystemGetDriverVersion": "580.1",
-        "nvmlDeviceGetCount": 1,
-        "nvmlDeviceGetHandleByIndex": "handle",
-        "nvmlDeviceGetHandleByUUID": "handle",
-        "nvmlDeviceGetName": "NVIDIA GeForce RTX 4090",
-        "nvmlDeviceGetUUID": "GPU-1",
-        "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:0A:00.0"),
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24 * GIB, free=20 * GIB),
-        "nvmlDeviceGetCurrPcieLinkGeneration": 1,
-        "nvmlDeviceGetGpuMaxPcieLinkGeneration": 4,
-        "nvmlDeviceGetCurrPcieLinkWidth": 8,
-        "nvmlDeviceGetMaxPcieLinkWidth": 8,
-        "nvmlDeviceGetPerformanceState": 8,
-        "nvmlDeviceGetEnforcedPowerLimit": 300_000,
-        "nvmlDeviceGetPowerManagementDefaultLimit": 450_000,
-        **answers,
-    }
-    # An exception in a list of effects is raised.
-    functions = {name: Mock(side_effect=itertools.repeat(answer)) for name, answer in given.items()}
-    return SimpleNamespace(NVMLError=NVMLError, **functions)
+DRIVER: dict[str, Any] = {  # what it answers on a machine with one RTX 4090
+    "nvmlInit": None,
+    "nvmlSystemGetDriverVersion": "580.1",
+    "nvmlDeviceGetCount": 1,
+    "nvmlDeviceGetHandleByIndex": "handle",
+    "nvmlDeviceGetHandleByUUID": "handle",
+    "nvmlDeviceGetName": "NVIDIA GeForce RTX 4090",
+    "nvmlDeviceGetUUID": "GPU-1",
+    "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:0A:00.0"),
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24 * GIB, free=20 * GIB),
+    "nvmlDeviceGetCurrPcieLinkGeneration": 1,
+    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 4,
+    "nvmlDeviceGetCurrPcieLinkWidth": 8,
+    "nvmlDeviceGetMaxPcieLinkWidth": 8,
+    "nvmlDeviceGetPerformanceState": 8,
+    "nvmlDeviceGetEnforcedPowerLimit": 300_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": 450_000,
+}
 
 
 @pytest.fixture
-def with_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Installs a driver and a slot in which the card says that it can do ×16."""
+def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Card, ...]]:
+    """Cards as they are read where torch sees those of some uuids, and the driver gives other answers.
+
+    An answer that is an exception is raised. The slot says that the card can do ×16.
+    """
     place = tmp_path / "0000:0a:00.0"
     place.mkdir()
     (place / "max_link_width").write_text("16\n")
     (place / "numa_node").write_text("-1\n")
     monkeypatch.setattr(inventory, "_PCI_DEVICES", tmp_path)
 
-    def install(**answers: Any) -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", driver(**answers))
+    def cards(*uuids: str, **answers: Any) -> tuple[Card, ...]:
+        # An exception in a list of effects is raised.
+        effects = {name: itertools.repeat(answer) for name, answer in (DRIVER | answers).items()}
+        functions = {name: Mock(side_effect=effect) for name, effect in effects.items()}
+        monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **functions))
+        for name, answer in {
+            "is_available": lambda: bool(uuids),
+            "device_count": lambda: len(uuids),
+            "get_device_properties": lambda device: SimpleNamespace(uuid=uuids[device]),
+            "get_device_name": lambda device: f"card {device}",
+            "mem_get_info": lambda device: (19 * GIB, 24 * GIB),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        return read_cards()
 
-    return install
-
-
-@pytest.fixture
-def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """torch computes on cards of these uuids."""
-
-    def see(*uuids: str) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(uuids))
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device])
-        )
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device}")
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (19 * GIB, 24 * GIB))
-
-    return see
+    return cards
 
 
-@pytest.mark.parametrize(
-    "answers", [{"nvmlInit": NVMLError("driver not loaded")}, {"nvmlDeviceGetCount": 0}], ids=str
-)
-def test_no_driver_or_no_card(
-    with_driver: Callable[..., None], torch_sees: Callable[..., None], answers: dict[str, Any]
-) -> None:
-    with_driver(**answers)
-    torch_sees()
-    assert read_cards() == ()
-    assert read_versions()["driver"] == (None if "nvmlInit" in answers else "580.1")
+def test_no_driver_or_no_card(read: Callable[..., tuple[Card, ...]]) -> None:
+    assert read(nvmlDeviceGetCount=0) == () and read_versions()["driver"] == "580.1"
+    assert read(nvmlInit=NVMLError("driver not loaded")) == () and read_versions()["driver"] is None
 
 
-def test_a_card_in_a_narrow_slot(with_driver: Callable[..., None], torch_sees: Callable[..., None]) -> None:
-    with_driver()
-    torch_sees("1")  # torch leaves the prefix out
+def test_a_card_in_a_narrow_slot(read: Callable[..., tuple[Card, ...]]) -> None:
     expected = replace(HEALTHY.cards[0], bus="0000:0a:00.0", free_bytes=19 * GIB, link_width=8)
-    assert read_cards() == (replace(expected, numa_node=None, power_limit_watts=300.0),)
+    expected = replace(expected, numa_node=None, power_limit_watts=300.0)
+    assert read("1") == (expected,), "torch leaves the prefix out"
     assert inventory.link_now("GPU-1") == (1, 8)
 
 
-def test_what_the_driver_does_not_say_is_unknown(
-    with_driver: Callable[..., None], torch_sees: Callable[..., None]
-) -> None:
-    unknown = NVMLError("not supported")
-    with_driver(
-        nvmlDeviceGetPciInfo=unknown,
-        nvmlDeviceGetMemoryInfo=unknown,
-        nvmlDeviceGetCurrPcieLinkWidth=unknown,
-        nvmlDeviceGetMaxPcieLinkWidth=unknown,
-        nvmlDeviceGetEnforcedPowerLimit=unknown,
-    )
-    torch_sees()
-    (card,) = read_cards()
+def test_what_the_driver_does_not_say_is_unknown(read: Callable[..., tuple[Card, ...]]) -> None:
+    silent = ("PciInfo", "MemoryInfo", "CurrPcieLinkWidth", "MaxPcieLinkWidth", "EnforcedPowerLimit")
+    (card,) = read(**{f"nvmlDeviceGet{name}": NVMLError("not supported") for name in silent})
     assert (card.bus, card.link_width, card.link_width_most, card.power_limit_watts) == (None,) * 4
     assert (card.device, card.total_bytes, card.free_bytes) == (None, 0, 0)
     assert inventory.link_now("GPU-1") == (1, None)
 
 
-def test_cards_stand_in_torchs_order_and_hidden_ones_behind(
-    with_driver: Callable[..., None], torch_sees: Callable[..., None]
-) -> None:
-    with_driver()
-    torch_sees("MIG-7")
-    seen, hidden = read_cards()
+def test_cards_stand_in_torchs_order_and_hidden_ones_behind(read: Callable[..., tuple[Card, ...]]) -> None:
+    seen, hidden = read("MIG-7")
     assert (seen.name, seen.uuid, seen.device, seen.free_bytes) == ("card 0", "MIG-7", 0, 19 * GIB)
     assert (hidden.uuid, hidden.device, hidden.free_bytes) == ("GPU-1", None, 20 * GIB)
 
@@ -167,8 +138,6 @@ def test_what_can_be_locked(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, binds: bool, lockable: int
 ) -> None:
     """A limit counts only for what is held to it: the lock is tried under a lowered one."""
-    import resource
-
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
 
     def can_lock(memory: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,13 +20,18 @@ def run(arguments: str, *more: str) -> int:
     return cli.main(["plan", *arguments.split(), *more])
 
 
+SIZES = ("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes")
+COUNTS = ("resident_tokens", "streamed_tokens", "cpu_attended_tokens", "ring_buffers", "segment_tokens")
+TIMES = ("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token")
+
+
 def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --json"
     assert run(flags, str(file)) == 0
     out, err = capsys.readouterr()
     report = json.loads(file.read_text())
-    predicted = report["predicted"]
+    predicted, (card,) = report["predicted"], report["memory"]["gpus"]
     assert not err
     for said in (
         "llama2-7b and jf68m in bfloat16, 130,048 tokens of context, 256 new; config triforce",
@@ -35,7 +41,13 @@ def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
         *report["assumptions"],
     ):
         assert said in out
-    assert report["fits"] and sum(report["memory"]["gpus"][0].values()) <= 24_564 * 2**20
+    assert set(report) == {"fits", "placement", "memory", "predicted", "assumptions"}
+    assert set(report["placement"]) == {*SIZES, *COUNTS}
+    assert set(predicted) == {*TIMES, "tokens_per_round", "bottleneck"}
+    assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
+    assert card["weights"] == 2 * 6_738_415_616 and report["memory"]["host"]["kv"] >= 63.5 * 2**30
+    assert card["staging_ring"] == report["placement"]["ring_bytes"]
+    assert all(re.search(r"\d", sentence) for sentence in report["assumptions"])
 
 
 def test_the_command_refuses_with_the_nearest_plan(
@@ -46,10 +58,10 @@ def test_the_command_refuses_with_the_nearest_plan(
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
     assert "llama2-7b at 130048 tokens does not fit: host memory has 44.0 GiB" in err
-    context = nearest_context(err)
     report = json.loads(file.read_text())
     assert report["fits"] is False and report["refusal"] in err
-    assert run(f"--model llama2-7b --context {context} --gpu rtx4090 --ram 48") == 0
+    assert report["predicted"] == dict.fromkeys((*TIMES, "tokens_per_round", "bottleneck"))
+    assert run(f"--model llama2-7b --context {nearest_context(err)} --gpu rtx4090 --ram 48") == 0
 
 
 @pytest.mark.parametrize(

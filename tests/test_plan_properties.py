@@ -19,7 +19,7 @@ from offload_rt.planning.planner import EXTRA_RING_BUFFERS, plan
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import SHAPES
 
-GAMMA_8 = load_config("triforce", {"speculation.gamma2": 8})
+GAMMA_8 = {"speculation.gamma2": 8}
 quick = settings(derandomize=True, deadline=None, max_examples=30)
 
 
@@ -124,8 +124,8 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
 
 @quick
 @given(gpu_requests(longest=10_000))
-@example(request(context=20_001, config=GAMMA_8))
-@example(request(context=20_001, config=GAMMA_8, hardware=gpu(2, memory_bytes=12 * GIB)))
+@example(request(context=20_001, overrides=GAMMA_8))
+@example(request(context=20_001, overrides=GAMMA_8, hardware=gpu(2, memory_bytes=12 * GIB)))
 def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
     """Every way to share out a context, tried one by one."""
     planned = plan(asked)
@@ -143,5 +143,5 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
         places |= {(capacity, cpu) for cpu in range(0, asked.context - capacity, page)}
         places |= {(resident, asked.context - resident) for resident in range(0, capacity + 1, page)}
         for (resident, cpu), outcomes in itertools.product(places, predictor.outcomes):
-            best = min(best, expected_round(predictor, ring, gamma, resident, cpu, outcomes).ms_per_token)
+            best = min(best, expected_round(predictor, gamma, resident, cpu, outcomes, ring).ms_per_token)
     assert planned.check().ms_per_token == pytest.approx(best, rel=1e-9)

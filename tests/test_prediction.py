@@ -8,13 +8,13 @@ import pytest
 import torch
 from plan_cases import CONTEXT, HOST, JF68M, LLAMA, expected_round, gpu, request
 
-from offload_rt.config import load_config
 from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory
 from offload_rt.planning.planner import plan
 from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
+from offload_rt.planning.times import RoundTime
 
 HEAD_BYTES = 32000 * 4096 * 2  # of the output head of Llama2-7B
 
@@ -24,7 +24,7 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
     assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
     predictor = Predictor(request())
-    lanes = expected_round(predictor, 3, 0, 0, 0, 0).verification
+    lanes = expected_round(predictor, 0).verification
     assert lanes.placement.streamed_bytes == 64 * GIB
     layer = ((LLAMA.step_bytes - HEAD_BYTES) / 1000.0 / 1e6 + 32 * 0.3) / 32
     assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + layer)
@@ -41,7 +41,7 @@ def test_a_pass_with_a_cpu_share() -> None:
     """
     eight = find_shape("llama3.1-8b", None)
     predictor = Predictor(request(target=eight, draft=None))
-    lanes = expected_round(predictor, 3, 4, CONTEXT // 4, CONTEXT // 4, 0).verification
+    lanes = expected_round(predictor, 4, CONTEXT // 4, CONTEXT // 4).verification
     dense = eight.step_bytes / 1000e6 + 32 * 0.3
     layer = (dense - 128256 * 4096 * 2 / 1000e6) / 32
     assert lanes.link == pytest.approx(8 * GIB / (25 * 0.9) / 1e6 + layer)
@@ -53,7 +53,7 @@ def test_a_pass_with_a_cpu_share() -> None:
     assert lanes.processor == pytest.approx(dense + 12 * GIB / 1000e6)
     assert lanes.ms == max(lanes.link, lanes.cpu_attention)
     # Nothing is streamed: the CPU attends at its full rate, and nothing crosses the link.
-    alone = expected_round(predictor, 3, 4, 0, CONTEXT, 0).verification
+    alone = expected_round(predictor, 4, 0, CONTEXT).verification
     assert alone.cpu_attention == pytest.approx(dense + 16 * GIB / 37.5e6 + exchange) and alone.link == 0
 
 
@@ -66,7 +66,7 @@ def test_the_link_waits_where_the_ring_is_shallow() -> None:
     for ring in (2, 3):
         expected = max(32 * layer + dense, 32 * (dense + layer - (ring - 1) * segment))
         expected += HEAD_BYTES / 20e6 + 2 * 4096 * LLAMA.layer_token_bytes / 20e6 - ring * segment
-        assert expected_round(predictor, ring, 0, 0, 0, 0).verification.link == pytest.approx(expected)
+        assert expected_round(predictor, 0, ring=ring).verification.link == pytest.approx(expected)
 
 
 def test_the_time_of_a_hierarchys_draft() -> None:
@@ -107,12 +107,11 @@ def test_a_prefill_by_hand() -> None:
 
 
 def test_memory_of_one_card_by_hand() -> None:
-    config = load_config("triforce")
     parts = gpu_memory(request(), 0, 3)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
     assert parts["retrieved_caches"] == 2 * (4096 + 128) * 512 * 1024
     assert parts["draft_cache"] == (16 + 240 + 128) * 6 * 1024
-    assert parts["staging_ring"] == 3 * config.store.segment_tokens * 16 * 1024
+    assert parts["staging_ring"] == 3 * 4096 * 16 * 1024
     assert parts["reserve"] == int(0.03 * 24 * GIB)
     # One layer's KV and the hidden states of the prompt, and what a chunk of 2,048 tokens passes through.
     chunk = 2048 * (4 * 4096 + 4 * 4096 + 3 * 11008) * 2
@@ -135,7 +134,7 @@ def test_two_cards_halve_what_is_split() -> None:
 def test_host_memory_is_whole_pages_and_summaries() -> None:
     parts = host_memory(request(context=1000, new_tokens=100))
     assert parts == {"kv": 1280 * 512 * 1024, "summaries": 137 * 256 * 1024, "reserve": int(0.03 * 92 * GIB)}
-    assert "summaries" not in host_memory(request(config=load_config("naive")))
+    assert "summaries" not in host_memory(request(config="naive"))
 
 
 def test_rates_between_measurements_and_beyond() -> None:
@@ -156,7 +155,7 @@ def test_expected_tokens_and_outcomes_by_hand() -> None:
 
 def test_two_links_fill_their_rings_from_one_memory() -> None:
     predictor = Predictor(request(hardware=gpu(2)))
-    lanes = expected_round(predictor, 3, 0, 0, 0, 0).verification
+    lanes = expected_round(predictor, 0).verification
     ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
     dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
     head = HEAD_BYTES / LLAMA.step_bytes * (dense - 32 * 0.3)
@@ -168,9 +167,8 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
 
 
 def test_a_round_by_hand() -> None:
-    config = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})  # how often is not foreseen
-    predictor = Predictor(request(config=config))
-    late = expected_round(predictor, 3, 16, 0, 0, 0)
+    predictor = Predictor(request({"retrieval.refresh": "acceptance:0.5"}))  # how often is not foreseen
+    late = expected_round(predictor, 16)
     lanes, draft = late.verification, late.draft
     segment = 4096 * LLAMA.layer_token_bytes
     ring = 3 * segment / 25e6
@@ -180,7 +178,7 @@ def test_a_round_by_hand() -> None:
     waited = lanes.link - ring + edges + draft.ms  # the link is the slowest lane even so
     assert late.ms == pytest.approx(waited)
     assert late.refresh_share == 0
-    ahead = expected_round(predictor, 3, 16, 0, 0, 2)
+    ahead = expected_round(predictor, 16, outcomes=2)
     first, second = outcome_chances(0.92, 16)[:2]
     hits = first + second
     step = draft.ms / 16 * expected_tokens(0.5, 2)
@@ -206,42 +204,41 @@ def test_a_round_by_hand() -> None:
     [("every", 7.0, 1.0), ("stride:32", 7.0, 1 / 5), ("stride:32", 40.0, 1.0), ("acceptance:0.5", 7.0, 0.0)],
 )
 def test_how_often_a_retrieved_cache_is_refreshed(policy: str, tokens: float, share: float) -> None:
-    config = load_config("triforce", {"retrieval.refresh": policy})
-    assert Predictor(request(config=config)).refresh_share(tokens) == share
-    assert Predictor(request(config=load_config("naive"))).refresh_share(tokens) == 0
-    assert Predictor(request(config=config, context=4096)).refresh_share(tokens) == 0, "everything is held"
+    refreshed = {"retrieval.refresh": policy}
+    assert Predictor(request(refreshed)).refresh_share(tokens) == share
+    assert Predictor(request(config="naive")).refresh_share(tokens) == 0
+    assert Predictor(request(refreshed, context=4096)).refresh_share(tokens) == 0, "everything is held"
 
 
 def test_a_round_with_a_refresh_by_hand() -> None:
     """4 GiB of mean keys are read on the host, and 2 GiB of entries are read and written on the card."""
-    often = load_config("triforce", {"retrieval.refresh": "every"})
-    never = load_config("triforce", {"retrieval.refresh": "acceptance:0.5"})
-    every, without = (Predictor(request(config=one)) for one in (often, never))
+
+    def longer(policy: str, resident: int = 0, cpu: int = 0, streamed: bool = True) -> float:
+        keys = {"retrieval.refresh": policy, "offload.refresh_from_stream": streamed}
+        rounds[policy], without = (
+            expected_round(Predictor(request(keys | {"retrieval.refresh": one})), 16, resident, cpu)
+            for one in (policy, "acceptance:0.5")
+        )
+        assert without.refresh_share == 0
+        return rounds[policy].ms - without.ms
+
+    rounds: dict[str, RoundTime] = {}
     copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
-    refresh = Predictor(request(config=often)).refresh()
+    refresh = Predictor(request()).refresh()
     assert refresh.work.ms == pytest.approx(copied)
     assert refresh.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
     assert refresh.link == pytest.approx(2 * GIB / 25e6)
     # Streamed: the link waits for one layer's part. Attended by the CPU: the card's work comes on top.
-    streamed, plain = expected_round(every, 3, 16, 0, 0, 0), expected_round(without, 3, 16, 0, 0, 0)
-    assert streamed.ms - plain.ms == pytest.approx(copied / 32)
-    assert (streamed.refresh_share, streamed.refresh_ms) == (1.0, pytest.approx(copied / 32))
-    by_cpu, plain = expected_round(every, 3, 16, 0, CONTEXT, 0), expected_round(without, 3, 16, 0, CONTEXT, 0)
-    assert by_cpu.ms - plain.ms == pytest.approx(copied)
+    assert longer("every") == pytest.approx(copied / 32)
+    assert (rounds["every"].refresh_share, rounds["every"].refresh_ms) == (1, pytest.approx(copied / 32))
+    assert longer("every", cpu=CONTEXT) == pytest.approx(copied)
+    assert longer("stride:32", cpu=CONTEXT) == pytest.approx(rounds["stride:32"].refresh_share * copied)
+    assert 0 < rounds["stride:32"].refresh_share < 1
     # A quarter attended by the CPU: so much of the entries is sent, and the link is the slowest lane.
-    some, plain = (expected_round(one, 3, 16, CONTEXT // 4, CONTEXT // 4, 0) for one in (every, without))
-    assert some.verification.link == some.verification.ms
-    assert some.ms - plain.ms == pytest.approx(copied / 32 + refresh.link / 4)
+    assert longer("every", CONTEXT // 4, CONTEXT // 4) == pytest.approx(copied / 32 + refresh.link / 4)
+    assert rounds["every"].verification.link == rounds["every"].verification.ms
     # Gathered before a draft: everything is waited for, whatever streams.
-    apart = load_config("triforce", {"retrieval.refresh": "every", "offload.refresh_from_stream": False})
-    gathered = expected_round(Predictor(request(config=apart)), 3, 16, 0, 0, 0)
-    waited = copied + refresh.scoring + refresh.link
-    assert gathered.ms - expected_round(without, 3, 16, 0, 0, 0).ms == pytest.approx(waited)
-    plain = expected_round(without, 3, 16, 0, CONTEXT, 0)
-    stride = load_config("triforce", {"retrieval.refresh": "stride:32"})
-    sometimes = expected_round(Predictor(request(config=stride)), 3, 16, 0, CONTEXT, 0)
-    share = sometimes.refresh_share
-    assert 0 < share < 1 and sometimes.ms - plain.ms == pytest.approx(share * copied)
+    assert longer("every", streamed=False) == pytest.approx(copied + refresh.scoring + refresh.link)
 
 
 # The machine without a GPU.
@@ -259,16 +256,11 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     target, draft = find_shape("demo", torch.float32), find_shape("demo-draft", torch.float32)
     asked = request(target=target, draft=draft, hardware=Hardware(two_cores, (), measured=True))
     planned = plan(asked)
-    assert planned.fits and planned.predicted is not None
-    placement = planned.placement
-    assert (placement.resident_bytes, placement.streamed_bytes) == (0, 0)
-    assert placement.cpu_attended_bytes == GIB
-    predicted = planned.predicted
+    placement, predicted = planned.placement, planned.check()
+    assert (placement.resident_bytes, placement.streamed_bytes, placement.cpu_attended_bytes) == (0, 0, GIB)
     assert predicted.plain_ms_per_token == pytest.approx(31, rel=0.15)
-    refresh = Predictor(asked).refresh()
-    refresh_ms = refresh.scoring + refresh.work.ms
     mean_keys, copied = GIB / 2 / 8, 2 * 4096 * target.token_bytes
-    assert refresh_ms == pytest.approx((mean_keys + copied) / 46e6 + 4 * 0.5)
+    refresh_ms = (mean_keys + copied) / 46e6 + 4 * 0.5
     share = Predictor(asked).refresh_share(predicted.tokens_per_round)
     assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms + share * refresh_ms)
     assert 3 <= Predictor(asked).step(target, 3, 4096).ms <= 5
