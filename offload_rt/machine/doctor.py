@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
@@ -141,31 +140,24 @@ def _measure(
     for card in cards:
         if card.device is None:
             continue
-        device = torch.device("cuda", card.device)
-        with _told_of(card), closing(PinnedCopies(device, within(COPY_BYTES, card.free_bytes))) as copies:
-            measured.append(measure_gpu(card, copies, device, on_progress))
-            processor = processor or measure_host(host.available_bytes, copies.copy, on_progress)
+        device, name = torch.device("cuda", card.device), f"GPU {card.device} ({card.name})"
+        try:
+            with closing(PinnedCopies(device, within(COPY_BYTES, card.free_bytes))) as copies:
+                measured.append(measure_gpu(card, copies, device, on_progress))
+                processor = processor or measure_host(host.available_bytes, copies.copy, on_progress)
+        except torch.OutOfMemoryError:
+            raise UsageError(
+                f"{name}: {card.free_bytes / GIB:.1f} GiB of free memory are too few to measure it; end other"
+                " programs that use it (nvidia-smi lists them)"
+            ) from None
+        except RuntimeError as error:
+            raise UsageError(
+                f"{name} failed while it was measured: {str(error).splitlines()[0]}; check it and its driver"
+                " (nvidia-smi), or hide it with CUDA_VISIBLE_DEVICES"
+            ) from error
     processor = processor or measure_host(host.available_bytes, None, on_progress)
     gpus, links = zip(*measured, strict=True) if measured else ((), ())
     return Hardware(processor, gpus, measured=True), links
-
-
-@contextmanager
-def _told_of(card: Card) -> Iterator[None]:
-    """Failures of a card, as a line to the user."""
-    name = f"GPU {card.device} ({card.name})"
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise UsageError(
-            f"{name}: {card.free_bytes / GIB:.1f} GiB of free memory are too few to measure it; end other"
-            " programs that use it (nvidia-smi lists them)"
-        ) from None
-    except RuntimeError as error:
-        raise UsageError(
-            f"{name} failed while it was measured: {str(error).splitlines()[0]}; check it and its driver"
-            " (nvidia-smi), or hide it with CUDA_VISIBLE_DEVICES"
-        ) from error
 
 
 def _file_name(host: HostFacts, cards: tuple[Card, ...], versions: dict[str, str | None]) -> str:

@@ -106,8 +106,7 @@ class Plan:
 def plan(request: PlanRequest) -> Plan:
     """The fastest placement that fits, or why there is none and what comes nearest."""
     said = tuple(assumptions.machine(request))
-    fitting = _with_fitting_budget(request)
-    if fitting is None:
+    if (fitting := _fitting(request)) is None:
         cpu = request.context if request.in_place else 0
         placement = request.placement(0, cpu, request.config.store.ring_buffers)
         return Plan(request, placement, 0, f"{shortage(request)}; {_nearest(request)}", None, said)
@@ -205,11 +204,7 @@ def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime
 # What comes nearest.
 
 
-def _fits(request: PlanRequest) -> bool:
-    return _with_fitting_budget(request) is not None
-
-
-def _with_fitting_budget(request: PlanRequest) -> PlanRequest | None:
+def _fitting(request: PlanRequest) -> PlanRequest | None:
     """The request, with a smaller retrieved cache if only that fits; None if nothing does."""
     if shortage(request) is None:
         return request
@@ -239,7 +234,7 @@ def _nearest(request: PlanRequest) -> str:
 def _others(request: PlanRequest) -> Iterator[str]:
     """Plans that fit and differ from the request in one thing."""
     config, page, gpus = request.config, request.config.store.page, request.hardware.gpus
-    if pages := _most((request.context - 1) // page, lambda n: _fits(replace(request, context=n * page))):
+    if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
         yield f"a context of {pages * page} tokens"
     if request.given_resident:
         resident = resident_capacity(request, config.store.ring_buffers)
@@ -253,16 +248,16 @@ def _others(request: PlanRequest) -> Iterator[str]:
         if request.target.kv_heads % count or request.target.heads % count:
             continue
         hardware = replace(request.hardware, gpus=(*gpus, *gpus[:1] * (count - len(gpus))))
-        if _fits(replace(request, hardware=hardware)):
+        if _fitting(replace(request, hardware=hardware)):
             yield f"{count} such GPUs"
             break
     if request.target.dtype == torch.float32:
         target = replace(request.target, dtype=torch.bfloat16)
         draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
-        if _fits(replace(request, target=target, draft=draft)):
+        if _fitting(replace(request, target=target, draft=draft)):
             yield "--dtype bfloat16"
 
 
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
+def _most(limit: int, fits: Callable[[int], object]) -> int:
     """The largest of 1 … limit that fits, where all smaller ones fit too; 0 if none does."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
