@@ -42,14 +42,12 @@ class PassCost:
 
     def __init__(self, model: CausalModel, budget: int | None) -> None:
         rates = NOMINAL.get(model.device.type, NOMINAL["cpu"])
-        element = model.dtype.itemsize
         self._budget = budget
         self._fixed_ms = model.layers * rates.launch_ms + model.weight_bytes / rates.memory / 1e6
-        kv_bytes = 2 * model.layers * model.kv_heads * model.head_dim * element
         rate = rates.store if budget is None else rates.memory
-        self._entry_ms = kv_bytes / rate / 1e6
+        self._entry_ms = model.kv_layout().token_bytes / rate / 1e6
         self._query_entry_ms = 4 * model.layers * model.heads * model.head_dim / rates.compute / 1e6
-        self._query_ms = 2 * model.weight_bytes / element / rates.compute / 1e6
+        self._query_ms = 2 * model.weight_bytes / model.dtype.itemsize / rates.compute / 1e6
 
     def __call__(self, length: int, queries: int) -> float:
         """ms of a pass of `queries` tokens at a text of `length` tokens."""

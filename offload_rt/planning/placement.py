@@ -74,7 +74,7 @@ class PlanRequest:
             )
         if self.draft is not None:
             check_vocabulary(self.draft, target)
-        _ = self.levels  # at least one, where the config names any
+        available_levels(self.config, self.draft is not None)  # refuses what drafts with nothing else
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ def available_levels(config: Config, small_model: bool) -> tuple[LevelConfig, ..
 
 
 def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> Memory:
-    """What one GPU holds of KV, with so many tokens resident, and besides."""
+    """What one GPU holds with so many tokens of the context resident."""
     target, store, parts = request.target, request.config.store, request.parts
     queries = request.longest_draft + 1
     newest = (store.page + queries) * target.token_bytes
