@@ -23,13 +23,18 @@ from offload_rt.machine.doctor import Report, inspect
 from offload_rt.machine.hardware import GIB, Hardware, Host
 
 
+def become(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]) -> None:
+    """From now on, the machine is the healthy one with these changes."""
+    now = changed(HEALTHY, changes)
+    for part in ("host", "cards", "versions"):
+        monkeypatch.setattr(doctor, f"read_{part}", lambda part=part: getattr(now, part))
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache folder, a machine that changes only where a test says so, and a count of measurements."""
+    """The cache folder of a healthy machine."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
-    monkeypatch.setattr(doctor, "read_host", lambda: HEALTHY.host)
-    monkeypatch.setattr(doctor, "read_cards", lambda: HEALTHY.cards)
-    monkeypatch.setattr(doctor, "read_versions", lambda: HEALTHY.versions)
+    become(monkeypatch, {})
     monkeypatch.setattr(doctor, "lockable_memory", lambda host: host.available_bytes)
     return tmp_path
 
@@ -92,25 +97,21 @@ def test_another_machine_is_measured(
     measured: list[str], monkeypatch: pytest.MonkeyPatch, path: str, value: object
 ) -> None:
     inspect()
-    other = changed(HEALTHY, {path: value})
-    for part in ("host", "cards", "versions"):
-        monkeypatch.setattr(doctor, f"read_{part}", lambda part=part: getattr(other, part))
+    become(monkeypatch, {path: value})
     inspect()
     assert len(measured) == 2
 
 
 def test_what_is_free_is_never_old(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     inspect()
-    now = changed(HEALTHY, {"host.available_bytes": 5 * GIB, "cards.0.free_bytes": 3 * GIB})
-    monkeypatch.setattr(doctor, "read_host", lambda: now.host)
-    monkeypatch.setattr(doctor, "read_cards", lambda: now.cards)
+    become(monkeypatch, {"host.available_bytes": 5 * GIB, "cards.0.free_bytes": 3 * GIB})
     monkeypatch.setattr(doctor, "lockable_memory", lambda host: host.available_bytes // 2)
     report = inspect()
     assert len(measured) == 1
     assert report.hardware.host.memory_bytes == 5 * GIB
     assert report.hardware.host.lockable_bytes == 5 * GIB // 2
-    assert report.hardware.gpus[0].memory_bytes == 3 * GIB
-    assert (report.host, report.cards) == (now.host, now.cards)
+    assert report.hardware.gpus[0].memory_bytes == report.cards[0].free_bytes == 3 * GIB
+    assert report.host.available_bytes == 5 * GIB
 
 
 def test_a_folder_that_cannot_be_written_is_a_notice(
@@ -126,7 +127,7 @@ def test_a_folder_that_cannot_be_written_is_a_notice(
 
 
 def test_everything_without_a_card(folder: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "read_cards", lambda: ())
+    become(monkeypatch, {"cards": ()})
     report = inspect()
     assert_positive(report.hardware.host)
     assert report.hardware.gpus == () and report.links == ()
