@@ -18,7 +18,7 @@ from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import find_shape
 from offload_rt.planning.times import RoundTime
 
-LLAMA = find_shape("llama2-7b", None)
+LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)
 CONTEXT = 131_072
 

@@ -27,7 +27,7 @@ from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.shapes import ModelShape, find_shape, from_config
 
 CPU = torch.device("cpu")
-LLAMA = find_shape("llama2-7b", torch.bfloat16)
+LLAMA = replace(find_shape("llama2-7b", torch.bfloat16), max_positions=2**18)
 
 
 def planned(shape: ModelShape, config: str, context: int, new: int, loaded_bytes: int = 0) -> Plan:

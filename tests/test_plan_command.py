@@ -70,6 +70,11 @@ def test_the_command_refuses_with_the_nearest_plan(
         ("--model llama2-7b", "--context"),
         ("--model nothing --context 10 --gpu none", "no shape of that name"),
         ("--context 10 --gpu rtx9", "--gpu rtx9"),
+        ("--context 10kk --gpu none", "'10kk' is no number of tokens, like 100000 or 96k"),
+        (
+            "--model llama3.1-8b --context 200000 --gpu rtx4090",
+            "200000 prompt tokens and 256 new ones are more than the 131072 positions of llama3.1-8b",
+        ),
         ("--context 10 --link 25", "--link describes a machine: name its card"),
         ("--context 10 --gpu none --dram -1", "--dram -1"),
         ("--context 10 --gpu none --gpus 0", "--gpus 0"),
@@ -85,6 +90,28 @@ def test_mistakes_are_a_line(flags: str, said: str, capsys: pytest.CaptureFixtur
     assert run(flags) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("offload-rt: error: ") and err.count("\n") == 1 and said in err
+
+
+@pytest.mark.parametrize("card", ["rtx4090", "4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
+def test_a_card_may_be_written_in_any_usual_way(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model qwen2.5-7b --draft qwen2.5-0.5b --context 8k --gpu", card) == 0
+    out = capsys.readouterr().out
+    assert "rtx4090, 24.0 GiB" in out and "8,192 tokens of context" in out
+
+
+def test_a_draft_that_makes_it_slower_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--model llama3.1-8b --context 120000 --gpu rtx4090"
+    found = {}
+    for draft in ("llama3.2-1b", "none"):
+        assert run(flags, "--draft", draft) == 0
+        out = capsys.readouterr().out
+        ms, plain_ms = re.search(r"([0-9.]+) ms a token; .* without speculation \(([0-9.]+)\)", out).groups()
+        found[draft] = ms, plain_ms, out
+    assert f"draft      makes it slower: {found['none'][0]} ms a token without it" in found["llama3.2-1b"][2]
+    assert "makes it slower" not in found["none"][2]
+    assert run(flags, "--config", "plain") == 0
+    plain = capsys.readouterr().out
+    assert f"predicted  {found['none'][1]} ms a token; 1.00 times" in plain, "one basis: the fastest plan"
 
 
 def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

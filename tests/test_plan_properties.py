@@ -24,7 +24,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=30)
 
 
 shapes = st.builds(
-    lambda shape, dtype: replace(shape, vocabulary=JF68M.vocabulary, dtype=dtype),
+    lambda shape, dtype: replace(shape, vocabulary=JF68M.vocabulary, dtype=dtype, max_positions=2**20),
     st.sampled_from(list(SHAPES.values())),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )

@@ -39,7 +39,7 @@ def test_a_pass_with_a_cpu_share() -> None:
 
     Llama-3.1-8B has four query heads a key head: the CPU attends 20 of them at 5 tokens.
     """
-    eight = find_shape("llama3.1-8b", None)
+    eight = replace(find_shape("llama3.1-8b", None), max_positions=2**18)
     predictor = Predictor(request(target=eight, draft=None))
     lanes = expected_round(predictor, 4, CONTEXT // 4, CONTEXT // 4).verification
     dense = eight.step_bytes / 1000e6 + 32 * 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
     add("--draft", metavar="FOLDER|ID|SHAPE|none", help="small model that drafts, e.g. jf68m")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    add("--context", type=int, required=True, metavar="N", help="tokens of the prompt")
+    add(
+        "--context", type=_tokens, required=True, metavar="N", help="tokens of the prompt, e.g. 100000 or 96k"
+    )
     add("--new-tokens", type=int, default=256, metavar="N", help="default: 256")
 
     add = plan.add_argument_group("configuration").add_argument
@@ -71,6 +74,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
 
 
+def _tokens(text: str) -> int:
+    """A number of tokens; "96k" is 96 × 1,024."""
+    number, unit = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    try:
+        return unit * int(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 100000 or 96k") from None
+
+
 def run(arguments: argparse.Namespace) -> int:
     # What needs no model is checked before torch is imported: that alone takes seconds.
     if arguments.json is not None:
@@ -100,8 +112,18 @@ def run(arguments: argparse.Namespace) -> int:
     planned = plan(request)
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
-    print("\n".join(_report(planned, planned.check())))
+    lines = list(_report(planned, planned.check()))
+    if small is not None and len(request.levels) > 1:
+        lines += _without_draft(planned.check(), plan(replace(request, draft=None)))
+    print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
     return 0
+
+
+def _without_draft(predicted: Prediction, alone: Plan) -> Iterator[str]:
+    """A line where the given draft is a hindrance."""
+    if alone.predicted is not None and alone.predicted.ms_per_token < predicted.ms_per_token:
+        ms = alone.predicted.ms_per_token
+        yield f"draft      makes it slower: {ms:.1f} ms a token without it (--draft none)"
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
@@ -150,8 +172,6 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     )
     yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s"
     yield f"bottleneck {predicted.bottleneck}"
-    yield "assumed"
-    yield from (f"  - {sentence}" for sentence in plan.assumptions)
 
 
 def _memory(where: str, parts: dict[str, int], available: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -148,7 +149,7 @@ def named_hardware(
     """A machine with `gpus` cards of a known kind; whatever is not given is a desktop's.
 
     Args:
-        gpu: a name from `CARDS`, or "none".
+        gpu: a name from `CARDS`, written in any usual way ("4090", "RTX 4090"), or "none".
         link: GB/s of pinned copies between host and each card, each way.
         dram: GB/s at which the CPU reads its memory.
         ram: GiB of it.
@@ -179,11 +180,13 @@ def named_hardware(
     )
     if gpu == NO_GPU:
         return Hardware(host, (), measured=False)
-    if gpu not in CARDS:
+    written = re.sub("nvidia|geforce|tesla|[^a-z0-9]", "", gpu.lower())
+    card = next((name for name in CARDS if name.replace("-", "") in (written, f"rtx{written}")), None)
+    if card is None:
         raise UsageError(f"--gpu {gpu}: is not known; there are {', '.join(CARDS)} and {NO_GPU}")
-    mib, memory_rate, compute_rate = CARDS[gpu]
+    mib, memory_rate, compute_rate = CARDS[card]
     one = Gpu(
-        name=gpu,
+        name=card,
         memory_bytes=int(vram * GIB) if vram is not None else mib * 2**20,
         memory_rate=MEMORY_SHARE * memory_rate,
         compute_rate=COMPUTE_SHARE * compute_rate,

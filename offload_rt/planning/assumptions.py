@@ -72,12 +72,6 @@ def _departures(request: PlanRequest, fitting: PlanRequest) -> Iterator[str]:
         )
     if request.levels != request.config.speculation.names:
         yield f"no draft model: level {DRAFT_STREAMING} is left out ({len(request.levels)} level left)"
-    total, limit = request.context + request.new_tokens, request.target.max_positions
-    if total > limit:
-        yield (
-            f"{request.context} tokens and {request.new_tokens} new ones are more than the {limit} positions "
-            f"of {request.target.name}: generate will refuse more than {limit} in all"
-        )
 
 
 def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:

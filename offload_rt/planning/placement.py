@@ -66,7 +66,12 @@ class PlanRequest:
         for rate in (self.same_model_acceptance, self.small_model_acceptance):
             if not 0 <= rate <= 1:
                 raise UsageError(f"acceptance {rate:g}: must be from 0 to 1")
-        target = self.target
+        target, total = self.target, self.context + self.new_tokens
+        if total > target.max_positions:
+            raise UsageError(
+                f"{self.context} prompt tokens and {self.new_tokens} new ones are more than the "
+                f"{target.max_positions} positions of {target.name}: plan for a shorter context"
+            )
         if target.kv_heads % self.parts or target.heads % self.parts:
             raise UsageError(
                 f"{target.name} has {target.kv_heads} key heads, which {self.parts} GPUs cannot share "
@@ -124,6 +129,12 @@ class PlanRequest:
         """So many tokens resident and so many attended by the CPU; the others are streamed."""
         streamed, segment = self.context - resident - cpu, self.config.store.segment_tokens
         return Placement(resident, cpu, streamed, ring_buffers, segment, self.target)
+
+    @property
+    def without_speculation(self) -> PlanRequest:
+        """The same, decoded plainly."""
+        speculation = replace(self.config.speculation, levels=())
+        return replace(self, draft=None, config=replace(self.config, speculation=speculation))
 
     def with_budget(self, budget: int) -> PlanRequest:
         """The same with a retrieved cache of another size."""

@@ -36,7 +36,7 @@ SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be anothe
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times of a plan, in ms; `plain_ms_per_token` is for the same placement without speculation."""
+    """Times of a plan, in ms; `plain_ms_per_token` is that of the fastest plan without speculation."""
 
     pass_ms: float
     draft_ms: float
@@ -111,7 +111,7 @@ def plan(request: PlanRequest) -> Plan:
         placement = request.placement(0, cpu, request.config.store.ring_buffers)
         return Plan(request, placement, 0, f"{shortage(request)}; {_nearest(request)}", None, said)
     predictor = Predictor(fitting)
-    best = min(_best_rounds(predictor), key=lambda found: found.ms_per_token)
+    best = _best_round(predictor)
     placement = best.verification.placement
     predicted = Prediction(
         pass_ms=best.verification.ms,
@@ -121,13 +121,18 @@ def plan(request: PlanRequest) -> Plan:
         ms_per_token=best.ms_per_token,
         prefill_ms=predictor.prefill_ms(),
         bottleneck=predictor.bottleneck(best),
-        plain_ms_per_token=predictor.verification(placement, 0).ms,
+        plain_ms_per_token=_best_round(Predictor(fitting.without_speculation)).ms_per_token,
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
     return Plan(fitting, placement, best.gamma, None, predicted, said)
 
 
 # How a context is shared out between GPU, CPU and link.
+
+
+def _best_round(predictor: Predictor) -> RoundTime:
+    """The round with the least time a token."""
+    return min(_best_rounds(predictor), key=lambda found: found.ms_per_token)
 
 
 def _best_rounds(predictor: Predictor) -> Iterator[RoundTime]:
