@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Protocol
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.passes import Running
 
-WINDOW = 6  # rounds that are judged together
-CLEAR_WINDOW = 3  # rounds after which a clear loss is enough
-CLEAR_MARGIN = 1.25  # what a clear loss is
+WINDOW = 8  # rounds that are judged together
+CLEAR_WINDOW = 4  # rounds after which a clear loss is enough
+CLEAR_MARGIN = 1.5  # what a clear loss is
+YIELDS = 24  # rounds from which it is known how many tokens one yields
+CHECKS = 4  # plain rounds that a loss is checked against
 FIRST_BREAK = 64  # tokens of plain decoding after the first verdict against speculation
 FORESEEN_BREAK = 256  # where it was not expected to pay at all
 LONGEST_BREAK = 1024
@@ -279,6 +281,10 @@ def _fitted(observed: deque[tuple[float, float]], nominal: float, plain: float) 
 class StepDown:
     """Whether the next round is plain, because speculation does not pay.
 
+    A clock is noisy: other work slows a few rounds, or all of them for a while. So the slowest quarter of the
+    judged rounds does not count, what rounds yield is taken from more of them, and a loss is checked against
+    plain rounds of the same moment before speculation is given up.
+
     Args:
         watches: False: never.
         clock: whether rounds are judged by measured time, or by their nominal costs.
@@ -294,8 +300,10 @@ class StepDown:
         self._watches = watches
         self._clock = clock
         self._plain_ms: deque[float] = deque(maxlen=WINDOW)
-        self._judged: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._judged: list[float] = []  # ms of rounds
+        self._yields: deque[int] = deque(maxlen=YIELDS)
         self._rounds = 0
+        self._checks = 0  # plain rounds to go before a loss is believed
         self._break = FIRST_BREAK
         self._break_left = 0
 
@@ -308,18 +316,21 @@ class StepDown:
             self._break = FORESEEN_BREAK
             self._step_down()
 
-    def _step_down(self) -> None:
+    def _step_down(self, tokens: int = 0) -> None:
+        """Begins a break, of which so many tokens are decoded already."""
         self.steps_down += 1
-        self._break_left = self._break
+        self.plain_tokens += tokens
+        self._break_left = self._break - tokens
         self._break = min(2 * self._break, LONGEST_BREAK)
         self._judged.clear()
+        self._yields.clear()
 
     def plain(self) -> bool:
         """Whether the next round is plain."""
         # Where the clock decides, the second round is plain, to know its cost; the first one warms up.
         # It may have been drafted ahead of, and what has been drafted is used: then it is the third.
         probing = self._watches and self._clock and self._rounds > 0 and not self._plain_ms
-        return probing or self._break_left > 0
+        return probing or self._checks > 0 or self._break_left > 0
 
     def observe(self, length: int, tokens: int, times: RoundTimes) -> None:
         """A round below a text of `length` tokens yielded `tokens`."""
@@ -331,16 +342,31 @@ class StepDown:
             if self._break_left > 0:
                 self._break_left = max(0, self._break_left - tokens)
                 self.plain_tokens += tokens
-            return
-        if self._rounds > 1:  # the first round pays for memory that is touched for the first time
-            self._judged.append((tokens, times.ms if self._clock else times.nominal_ms))
-        if len(self._judged) < CLEAR_WINDOW:
-            return
-        plain = median(self._plain_ms) if self._clock else self._forecast.nominal_pass_ms(length, 0)
-        yielded = sum(tokens for tokens, _ in self._judged)
-        loss = sum(ms for _, ms in self._judged) / (plain * yielded)
-        whole = len(self._judged) == WINDOW
-        if loss > (MARGIN if whole else CLEAR_MARGIN):
+            elif self._checks > 0:
+                self._checks -= 1
+                if self._checks == 0 and self._loses(length):
+                    self._step_down(CHECKS)
+        elif self._rounds > 1:  # the first round pays for memory that is touched for the first time
+            self._judged.append(times.ms if self._clock else times.nominal_ms)
+            self._yields.append(tokens)
+            if self._checks == 0 and len(self._judged) in (CLEAR_WINDOW, WINDOW):
+                self._judge(length)
+        if self._checks == 0 and len(self._judged) >= WINDOW:
+            self._judged.clear()
+
+    def _judge(self, length: int) -> None:
+        if not self._loses(length):
+            if len(self._judged) == WINDOW:
+                self._break = FIRST_BREAK
+        elif self._clock:
+            self._checks = CHECKS
+            self._plain_ms.clear()
+        else:
             self._step_down()
-        elif whole:
-            self._break = FIRST_BREAK
+
+    def _loses(self, length: int) -> bool:
+        """Whether the judged rounds take longer a token than plain ones."""
+        quicker = sorted(self._judged)[: len(self._judged) - len(self._judged) // 4]
+        plain = median(self._plain_ms) if self._clock else self._forecast.nominal_pass_ms(length, 0)
+        margin = MARGIN if len(self._judged) >= WINDOW else CLEAR_MARGIN
+        return fmean(quicker) > margin * plain * fmean(self._yields)
