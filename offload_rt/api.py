@@ -13,7 +13,7 @@ from typing import cast, overload
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import Link
-from offload_rt.config import DRAFT_STREAMING, Config, load_config
+from offload_rt.config import AUTO, Config, load_config, load_configs, possible, uses_small_model
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
@@ -29,7 +29,7 @@ from offload_rt.loading import (
 )
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.planner import plan
+from offload_rt.planning.planner import ranked
 from offload_rt.planning.shapes import find_shape
 from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
 from offload_rt.sampling import GeneratorDraws, Sampler
@@ -53,7 +53,8 @@ class LLM:
         model: folder or hub id of the target; None: the embedded demo pair.
         draft: folder or hub id of the small model; None: the demo draft for the demo target, else none;
             "none": none. Levels of the config that need one are left out, and a notice says so.
-        config: name of a shipped config, or a TOML file.
+        config: name of a shipped config, or a TOML file; `auto`: whichever is predicted to be fastest for a
+            text, among those that the models allow.
         device: auto, cpu or cuda.
         dtype: auto, float32, bfloat16 or float16.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
@@ -70,7 +71,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft: str | Path | None = None,
-        config: str = "triforce",
+        config: str = AUTO,
         device: str = "auto",
         dtype: str = "auto",
         overrides: Mapping[str, object] = {},
@@ -78,7 +79,7 @@ class LLM:
         on_notice: Callable[[str], None] | None = None,
         size_hint: tuple[int, int] | None = None,
     ) -> None:
-        settings = load_config(config, overrides)  # what is cheap to check comes first
+        configs = load_configs(config, overrides)  # what is cheap to check comes first
         place = choose_device(device)
         wanted = choose_dtype(dtype, place)
         if model is None and draft is None:
@@ -86,7 +87,7 @@ class LLM:
         source = demo_model("target") if model is None else model
         name = DEMO if model is None else str(model)
         draft_name = None if draft is None or str(draft) == NO_DRAFT else str(draft)
-        if DRAFT_STREAMING not in settings.speculation.names:
+        if not uses_small_model(configs):
             draft_name = None
         tokenizer = load_tokenizer(source)
         if draft_name is not None:
@@ -95,7 +96,9 @@ class LLM:
             shape = find_shape(name, wanted)
             small_shape = None if draft_name is None else find_shape(draft_name, shape.dtype)
             hardware = usable_hardware(place, on_progress=on_progress)
-            plan(PlanRequest(shape, small_shape, settings, *size_hint, hardware)).check()
+            candidates = possible(configs, small_shape is not None)
+            plans = ranked(PlanRequest(shape, small_shape, one, *size_hint, hardware) for one in candidates)
+            plans[0].check()
         target = load_model(source, place, wanted)
         small = None if draft_name is None else load_model(draft_name, place, target.dtype)
         if model is None and draft_name is not None and Path(draft_name) == demo_model("draft"):
@@ -104,7 +107,7 @@ class LLM:
             (target, name),
             None if small is None else (small, draft_name or ""),
             tokenizer,
-            settings,
+            configs,
             on_progress,
             on_notice,
         )
@@ -115,7 +118,7 @@ class LLM:
         target: PreTrainedModel,
         draft: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        config: str = "triforce",
+        config: str = AUTO,
         overrides: Mapping[str, object] = {},
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] | None = None,
@@ -127,14 +130,14 @@ class LLM:
             link: what moves KV to the device; None: what the target's device calls for.
         """
         llm = cls.__new__(cls)
-        settings = load_config(config, overrides)
-        if DRAFT_STREAMING not in settings.speculation.names:
+        configs = load_configs(config, overrides)
+        if not uses_small_model(configs):
             draft = None
         llm._start(
             (target, _name_of(target)),
             None if draft is None else (draft, _name_of(draft)),
             tokenizer,
-            settings,
+            configs,
             on_progress,
             on_notice,
             link,
@@ -146,7 +149,7 @@ class LLM:
         target: tuple[PreTrainedModel, str],
         draft: tuple[PreTrainedModel, str] | None,
         tokenizer: PreTrainedTokenizerBase | None,
-        config: Config,
+        configs: Sequence[Config],
         on_progress: ProgressReport | None,
         on_notice: Callable[[str], None] | None,
         link: Link | None = None,
@@ -163,7 +166,7 @@ class LLM:
                 if models[-1] is not None:
                     refused.callback(models[-1].restore)
             assert models[0] is not None
-            self._engine = Engine(models[0], models[1], config, link, on_progress, self._notice)
+            self._engine = Engine(models[0], models[1], configs, link, on_progress, self._notice)
             refused.pop_all()
 
     def _notice(self, text: str) -> None:
@@ -173,8 +176,8 @@ class LLM:
 
     @property
     def config(self) -> Config:
-        """What is run: the config without the levels that cannot be had."""
-        return self._engine.config
+        """What is run; with `auto` a result says what was chosen."""
+        return self._engine.configs[0]
 
     @property
     def timeline(self) -> Timeline:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -27,6 +27,11 @@ TARGET_RETRIEVED = "target:retrieved"
 
 LEVELS = (LOOKUP, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
+
+
+AUTO = "auto"
+AUTOMATIC = ("triforce", "retrieval", "naive", "lookup", "plain")
+"""What `auto` stands for: the one that the planner predicts to be fastest, the first among equals."""
 
 
 class InvalidValue(UsageError):
@@ -362,6 +367,25 @@ def config_names() -> list[str]:
     return sorted(path.stem for path in _CONFIGS.glob("*.toml"))
 
 
+def load_configs(name_or_path: str, overrides: Mapping[str, object] = {}) -> tuple[Config, ...]:
+    """What a name stands for: one config, or those among which `auto` chooses; see `load_config`."""
+    names = AUTOMATIC if name_or_path == AUTO else (name_or_path,)
+    if "speculation.levels" in overrides:  # which leaves no choice
+        names = names[:1]
+    return tuple(load_config(name, overrides) for name in names)
+
+
+def uses_small_model(configs: Iterable[Config]) -> bool:
+    """Whether one of them has a level for a small model."""
+    return any(DRAFT_STREAMING in config.speculation.names for config in configs)
+
+
+def possible(configs: Sequence[Config], small_model: bool) -> list[Config]:
+    """Those of several that need no small model, where there is none; a single one is kept as it is."""
+    kept = len(configs) == 1 or small_model
+    return [config for config in configs if kept or DRAFT_STREAMING not in config.speculation.names]
+
+
 def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
     """Reads a config by its name or from a TOML file, with `overrides` on top.
 
@@ -423,8 +447,8 @@ def parse_override(text: str) -> tuple[str, object]:
 
 
 def _config_path(name_or_path: str) -> Path:
-    names = config_names()
-    if name_or_path in names:
+    names = [AUTO, *config_names()]
+    if name_or_path in names[1:]:
         return _CONFIGS / f"{name_or_path}.toml"
     path = Path(name_or_path)
     if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
-from offload_rt.config import TARGET_RETRIEVED, Config
+from offload_rt.config import TARGET_RETRIEVED, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.errors import UsageError
@@ -18,8 +19,8 @@ from offload_rt.machine.doctor import usable_hardware
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
 from offload_rt.planning.placement import PlanRequest, available_levels, check_vocabulary
-from offload_rt.planning.planner import plan
-from offload_rt.planning.shapes import from_config
+from offload_rt.planning.planner import Plan, comparison, ranked
+from offload_rt.planning.shapes import ModelShape, from_config
 from offload_rt.rounds import round_of
 from offload_rt.session import Continuation, Session, Shared
 from offload_rt.timeline import NO_TIMELINE
@@ -39,7 +40,7 @@ class Engine:
         on_notice: told, in a line, what a user should know.
 
     Attributes:
-        config: without the levels that cannot be had.
+        configs: among which the planner chooses for each text; without levels that cannot be had.
         timeline: records what runs when; it may be set before a text is opened.
     """
 
@@ -47,7 +48,7 @@ class Engine:
         self,
         target: CausalModel,
         draft: CausalModel | None,
-        config: Config,
+        configs: Sequence[Config],
         link: Link | None = None,
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] = lambda text: None,
@@ -65,12 +66,13 @@ class Engine:
         self.timeline = NO_TIMELINE
         self._on_progress = on_progress
         self._on_notice = on_notice
-        self.config = self.available(config)
+        self.configs = tuple(map(self.available, possible(configs, draft is not None)))
+        self._chosen = ""
         self._backend = choose_backend(target.device)
         self.store = PagedKVStore(
-            target.kv_layout(config.store.page),
+            target.kv_layout(self.configs[0].store.page),
             pin=target.device.type == "cuda",
-            slab_tokens=config.store.slab_tokens,
+            slab_tokens=self.configs[0].store.slab_tokens,
             on_warning=on_notice,
         )
         self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
@@ -138,26 +140,47 @@ class Engine:
             self._thread.join()
 
     def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
-        """Sizes and shares for such a text; the planner keeps what the config gives."""
-        config, offload = self.config, self.config.offload
-        resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
+        """Composition, sizes and shares for such a text; the planner keeps what the config gives."""
+        on_gpu = self.target.device.type == "cuda"
+        config = self.configs[0]
+        if on_gpu or len(self.configs) > 1:
+            planned = self._fastest(prompt_tokens, new_tokens)
+            config = planned.request.config
         if self._link.in_place:
             return config, EVERYTHING_STREAMED
-        if self.target.device.type == "cuda":
-            models = [model for model in (self.target, self.draft) if model is not None]
-            target, *draft = (from_config(model.module.config, model.dtype, model.name) for model in models)
-            loaded = sum(model.weight_bytes for model in models)
-            hardware = usable_hardware(self.target.device, loaded, self._on_progress)
-            small = draft[0] if draft else None
-            planned = plan(PlanRequest(target, small, config, prompt_tokens, new_tokens, hardware))
+        offload = config.offload
+        resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
+        if on_gpu:
             planned.check()
             placement, page = planned.placement, config.store.page
             store = replace(config.store, ring_buffers=placement.ring_buffers)
-            config = replace(config, store=store, retrieval=planned.request.config.retrieval)
+            config = replace(config, store=store)
             resident = -(-placement.resident_tokens // page) * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page
         return config, Shares(resident, cpu)
+
+    @cached_property
+    def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
+        target, draft = (
+            None if model is None else from_config(model.module.config, model.dtype, model.name)
+            for model in (self.target, self.draft)
+        )
+        assert target is not None
+        return target, draft
+
+    def _fastest(self, prompt_tokens: int, new_tokens: int) -> Plan:
+        """The fastest plan for such a text; tells which composition that is, where there is a choice."""
+        loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
+        hardware = usable_hardware(self.target.device, loaded, self._on_progress)
+        plans = ranked(
+            PlanRequest(*self._shapes, config, prompt_tokens, new_tokens, hardware) for config in self.configs
+        )
+        chosen = plans[0].request.config.name
+        if len(plans) > 1 and plans[0].fits and chosen != self._chosen:
+            self._on_notice(comparison(plans))
+            self._chosen = chosen
+        return plans[0]
 
     def check_room(
         self, prompt_tokens: int, new_tokens: int, texts: int = 1, instead_of: Session | None = None
@@ -178,8 +201,9 @@ class Engine:
             )
         layout = self.store.layout
         token_bytes = layout.token_bytes
-        if TARGET_RETRIEVED in self.config.speculation.names:
-            token_bytes += layout.token_bytes // (2 * self.config.retrieval.chunk)  # a mean key a chunk
+        chunks = [one.retrieval.chunk for one in self.configs if TARGET_RETRIEVED in one.speculation.names]
+        if chunks:
+            token_bytes += layout.token_bytes // (2 * min(chunks))  # a mean key a chunk
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from offload_rt import LLM, SamplingParams, devices, pace, passes, rounds, writer
 from offload_rt.drafting import lookup
 from offload_rt.errors import UsageError
+from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.times import RoundTime
 
 ASCII = 128
 PROMPT = byte_ids(100, vocabulary=ASCII)
@@ -51,6 +53,35 @@ def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
     yield llm
     for each in made:
         each.close()
+
+
+def test_auto_takes_what_is_predicted_to_be_fastest(
+    target: PreTrainedModel, draft: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict = Predictor.round
+
+    def favouring(predictor: Predictor, *arguments: Any) -> RoundTime:
+        found = predict(predictor, *arguments)
+        quick = predictor.config.name == ("naive" if predictor.request.context > 50 else "plain")
+        return replace(found, ms=1e-3 * found.ms) if quick else found
+
+    monkeypatch.setattr(Predictor, "round", favouring)
+    params = SamplingParams(max_tokens=12)
+    with LLM.from_models(target, draft, overrides=SIZES) as llm:
+        long, short = llm.generate([PROMPT, PROMPT[:20]], params)
+        assert (long.config, short.config) == ("naive", "plain") and long.levels[0].name == "draft:streaming"
+        assert long.tokens == llm.generate(PROMPT, params).tokens
+        told = [notice for notice in llm.last_result.notices if notice.startswith("config auto: ")]
+        assert [re.match("config auto: ([a-z]+) [0-9.]+ ms a token", notice)[1] for notice in told] == [
+            *("naive", "plain", "naive")
+        ]
+    # Without a small model there is nothing to draft with it.
+    with LLM.from_models(target, overrides=SIZES) as llm:
+        result = llm.generate(PROMPT, params)
+        assert result.config in ("retrieval", "lookup", "plain") and result.tokens == long.tokens
+        assert "naive" not in "".join(result.notices)
+    with LLM.from_models(target, draft, config="triforce", overrides=SIZES) as llm:
+        assert llm.generate(PROMPT, params).config == "triforce", "what is named is kept"
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,16 @@ from zipfile import ZipFile
 import pytest
 
 from offload_rt.config import (
+    AUTOMATIC,
     LEVELS,
     Config,
     LevelConfig,
     RefreshPolicy,
     config_names,
     load_config,
+    load_configs,
     parse_override,
+    possible,
 )
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
@@ -307,3 +310,13 @@ def test_a_wheel_holds_the_packages_with_their_data_and_nothing_else(tmp_path: P
     }
     expected |= {f"offload_rt/configs/{name}.toml" for name in COMPOSITIONS}
     assert files == expected
+
+
+def test_auto_stands_for_several_and_levels_leave_no_choice() -> None:
+    assert [config.name for config in load_configs("auto")] == list(AUTOMATIC)
+    assert [config.name for config in load_configs("naive")] == ["naive"]
+    (given,) = load_configs("auto", {"speculation.levels": ["target:streaming"]})
+    assert given.speculation.names == ("target:streaming",)
+    assert [config.name for config in possible(load_configs("auto"), small_model=False)] == [
+        *("retrieval", "lookup", "plain")
+    ]

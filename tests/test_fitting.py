@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -62,29 +63,31 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
     asked: list[PlanRequest] = []
     made: list[Plan] = []
 
-    def of_a_large_one(request: PlanRequest) -> Plan:
+    def of_a_large_one(requests: Iterable[PlanRequest]) -> list[Plan]:
+        (request,) = requests
         asked.append(request)
         made.append(plan(replace(request, target=LLAMA, context=100_000, new_tokens=256)))
-        return made[-1]
+        return made[-1:]
 
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
-    monkeypatch.setattr(engine, "plan", of_a_large_one)
+    monkeypatch.setattr(engine, "ranked", of_a_large_one)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
         subject = llm._engine
+        (given_config,) = subject.configs
         subject.target.device = torch.device("cuda")
         config, shares = subject._plan(1000, 24)
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
-        assert config.speculation == subject.config.speculation
+        assert config.speculation == given_config.speculation
         deeper = made[0].placement.ring_buffers
-        assert config.store.ring_buffers == deeper > subject.config.store.ring_buffers
+        assert config.store.ring_buffers == deeper > given_config.store.ring_buffers
         shares.check(config.store.page)
         # What a config says is kept.
-        offload = replace(subject.config.offload, resident_tokens=512, cpu_tokens=-1)
-        subject.config = replace(subject.config, offload=offload)
+        offload = replace(given_config.offload, resident_tokens=512, cpu_tokens=-1)
+        subject.configs = (replace(given_config, offload=offload),)
         given = subject._plan(1000, 24)[1]
         assert given.resident_tokens == 512 and given.cpu_tokens > shares.cpu_tokens
-        subject.config = replace(subject.config, offload=replace(offload, cpu_tokens=256))
+        subject.configs = (replace(given_config, offload=replace(offload, cpu_tokens=256)),)
         assert subject._plan(1000, 24)[1] == Shares(512, 256)
         assert len(asked) == 3, "also what is given has to fit"
         subject.target.device = CPU

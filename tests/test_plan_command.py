@@ -27,7 +27,7 @@ TIMES = ("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain
 
 def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --json"
+    flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --config triforce --json"
     assert run(flags, str(file)) == 0
     out, err = capsys.readouterr()
     report = json.loads(file.read_text())
@@ -41,7 +41,7 @@ def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
         *report["assumptions"],
     ):
         assert said in out
-    assert set(report) == {"fits", "placement", "memory", "predicted", "assumptions"}
+    assert set(report) == {"fits", "config", "placement", "memory", "predicted", "assumptions"}
     assert set(report["placement"]) == {*SIZES, *COUNTS}
     assert set(predicted) == {*TIMES, "tokens_per_round", "bottleneck"}
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
@@ -103,7 +103,7 @@ def test_a_draft_that_makes_it_slower_is_named(capsys: pytest.CaptureFixture[str
     flags = "--model llama3.1-8b --context 120000 --gpu rtx4090"
     found = {}
     for draft in ("llama3.2-1b", "none"):
-        assert run(flags, "--draft", draft) == 0
+        assert run(flags, "--config", "triforce", "--draft", draft) == 0
         out = capsys.readouterr().out
         ms, plain_ms = re.search(r"([0-9.]+) ms a token; .* without speculation \(([0-9.]+)\)", out).groups()
         found[draft] = ms, plain_ms, out
@@ -114,11 +114,30 @@ def test_a_draft_that_makes_it_slower_is_named(capsys: pytest.CaptureFixture[str
     assert f"predicted  {found['none'][1]} ms a token; 1.00 times" in plain, "one basis: the fastest plan"
 
 
+def test_auto_is_the_fastest_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, file = "--model llama3.1-8b --draft llama3.2-1b --context 120000 --gpu rtx4090", tmp_path / "plan"
+    each = {}
+    for config in ("triforce", "retrieval", "naive", "lookup", "plain"):
+        assert run(flags, "--config", config, "--json", str(file)) == 0
+        each[config] = json.loads(file.read_text())["predicted"]["ms_per_token"]
+    capsys.readouterr()
+    assert run(flags, "--json", str(file)) == 0
+    report, out = json.loads(file.read_text()), capsys.readouterr().out
+    best, *others = sorted(each, key=lambda config: each[config])
+    assert report["config"] == best and report["predicted"]["ms_per_token"] == each[best]
+    told = ", ".join(f"{config} {each[config]:.1f}" for config in others)
+    assert f"config     {best} {each[best]:.1f} ms a token, as predicted ({told})" in out
+    # Without a draft, what needs one is not among them.
+    assert run("--model llama3.1-8b --context 120000 --gpu rtx4090") == 0
+    out = capsys.readouterr().out
+    assert "triforce" not in out and "naive" not in out and "lookup" in out
+
+
 def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--model llama3.1-8b --draft llama3.2-1b --context 60000 --new-tokens 100 --gpu rtx3090 --gpus 2"
         " --link 12.5 --dram 60 --ram 128 --cpu-attention 33 --vram 20 --acceptance 0.85"
-        " --draft-acceptance 0.6 --set speculation.gamma2=7 --dtype float16 --no-ahead"
+        " --draft-acceptance 0.6 --config triforce --set speculation.gamma2=7 --dtype float16 --no-ahead"
     )
     assert run(flags) == 0
     out = capsys.readouterr().out

@@ -69,7 +69,7 @@ class EngineText:
         self.link = link
         self._device = target.device
         self._queries = torch.empty(0)  # of the prompt's last tokens
-        self._engine = Engine(target, draft, config, link)
+        self._engine = Engine(target, draft, [config], link)
         with ExitStack() as opened:
             opened.callback(self._engine.close)
             self._timeline = self._engine.timeline = Timeline()
@@ -77,7 +77,7 @@ class EngineText:
             shared = Shared(target, draft, self._engine.store, link, backend, self._timeline)
             # Not by `Engine.open`, which would prefill.
             self._session = Session(
-                shared, self._engine.config, prompt, self._continuation(new_tokens), shares
+                shared, self._engine.configs[0], prompt, self._continuation(new_tokens), shares
             )
             opened.callback(self._session.close)
             self._opened = opened.pop_all()

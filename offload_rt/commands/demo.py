@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.results import SamplingParams
 
+CONFIG = "triforce"
 NEW_TOKENS = 128
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 1
 LINK_RATE = 2e9
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(quiet=False)
     console.tokens["decode"] = NEW_TOKENS
-    cpu = choose_device("cpu")
+    cpu, report = choose_device("cpu"), console.progress
     target, draft = (
         load_model(demo_model(part), cpu, choose_dtype("auto", cpu)) for part in ("target", "draft")
     )
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     prompt = prompts.encode(tokenizer, text, arguments, console)
     with machine_errors_in_a_line():
-        with LLM.from_models(target, draft, tokenizer, on_progress=console.progress) as llm:
+        with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
             status, failure = write_text(llm, prompt, sampled, console)
             if failure is not None:
                 raise failure
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             " emulated, everything else runs at this machine's own speed"
         )
         link = PacedLink(LINK_RATE)
-        with LLM.from_models(target, draft, tokenizer, on_progress=console.progress, link=link) as llm:
+        with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report, link=link) as llm:
             llm.generate(prompt, greedy)
             _compare("over link", llm, greedy, console)
     return 0

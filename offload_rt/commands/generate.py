@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
-from offload_rt.config import parse_override
+from offload_rt.config import AUTO, config_names, parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json
 
@@ -70,7 +70,12 @@ def _add_sampling(generate: argparse.ArgumentParser) -> None:
 
 def _add_configuration(generate: argparse.ArgumentParser) -> None:
     config = generate.add_argument_group("configuration")
-    config.add_argument("--config", default="triforce", metavar="NAME|FILE", help="default: triforce")
+    config.add_argument(
+        "--config",
+        default=AUTO,
+        metavar="NAME|FILE",
+        help=f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default)",
+    )
     for flag, key, metavar in (
         ("--retrieval-budget", "retrieval.budget", "N"),
         ("--chunk-size", "retrieval.chunk", "N"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
-from offload_rt.config import DRAFT_STREAMING, load_config, parse_override
+from offload_rt.config import AUTO, load_configs, parse_override, possible, uses_small_model
 from offload_rt.errors import UsageError
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.files import check_writable, write_json
@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--new-tokens", type=int, default=256, metavar="N", help="default: 256")
 
     add = plan.add_argument_group("configuration").add_argument
-    add("--config", default="triforce", metavar="NAME|FILE", help="default: triforce")
+    add("--config", default=AUTO, metavar="NAME|FILE", help="default: auto, the fastest of all")
     add(
         "--set",
         type=parse_override,
@@ -88,33 +88,38 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable("--json", arguments.json)
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
-    config = load_config(arguments.config, overrides)
+    configs = load_configs(arguments.config, overrides)
     hardware = _hardware(arguments)
 
     import torch
 
     from offload_rt.loading import DEMO, choose_dtype
     from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import plan
+    from offload_rt.planning.planner import comparison, plan, ranked
     from offload_rt.planning.shapes import DEMO_DRAFT, find_shape
 
     dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
     target = find_shape(arguments.model, dtype)
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
-    if DRAFT_STREAMING not in config.speculation.names:
+    if not uses_small_model(configs):
         draft = NO_DRAFT
     small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
-    request = PlanRequest(
-        *(target, small, config, arguments.context, arguments.new_tokens, hardware),
-        same_model_acceptance=arguments.acceptance,
-        small_model_acceptance=arguments.draft_acceptance,
+    plans = ranked(
+        PlanRequest(
+            *(target, small, config, arguments.context, arguments.new_tokens, hardware),
+            same_model_acceptance=arguments.acceptance,
+            small_model_acceptance=arguments.draft_acceptance,
+        )
+        for config in possible(configs, small is not None)
     )
-    planned = plan(request)
+    planned = plans[0]
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
     lines = list(_report(planned, planned.check()))
-    if small is not None and len(request.levels) > 1:
-        lines += _without_draft(planned.check(), plan(replace(request, draft=None)))
+    if len(plans) > 1:
+        lines.insert(1, comparison(plans).replace("config auto:", "config    ", 1))
+    elif small is not None and len(planned.request.levels) > 1:
+        lines += _without_draft(planned.check(), plan(replace(planned.request, draft=None)))
     print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
     return 0
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 
 import torch
 
@@ -95,6 +96,7 @@ class Plan:
         unknown = dict.fromkeys(field.name for field in fields(Prediction))
         report: dict[str, object] = {
             "fits": self.fits,
+            "config": self.request.config.name,
             "placement": self.placement.to_json(),
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
@@ -125,6 +127,20 @@ def plan(request: PlanRequest) -> Plan:
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
     return Plan(fitting, placement, best.gamma, None, predicted, said)
+
+
+def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
+    """Plans of several compositions, the fastest first; what does not fit comes last."""
+    return sorted(map(plan, requests), key=lambda one: one.predicted.ms_per_token if one.predicted else inf)
+
+
+def comparison(plans: Sequence[Plan]) -> str:
+    """What was chosen of `ranked` plans, and what the others would take."""
+    first, *others = (
+        f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
+    )
+    beside = f" ({', '.join(others)})" if others else ""
+    return f"config auto: {first} ms a token, as predicted{beside}"
 
 
 # How a context is shared out between GPU, CPU and link.
