@@ -41,19 +41,33 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
     if attention_pass is None:
-        raise RuntimeError(f"attention {ATTENTION_NAME!r} works only for a model that offload_rt runs")
+        raise ValueError("its layers do not pass keyword arguments on to their attention")
     # What would change the result and is not asked for by name must not be dropped in silence.
-    unknown = [name for name in _CHANGES_ATTENTION if extra.get(name) is not None]
+    extra["sliding_window"] = _window(module.config, extra.get("sliding_window"))
+    unknown = [word for name, word in _CHANGES_ATTENTION.items() if extra.get(name) is not None]
+    if attention_mask is not None:
+        unknown.append("a mask of its own")
     if unknown:
-        raise ValueError(f"its attention uses {', '.join(unknown)}")
+        raise ValueError(f"its attention has {', '.join(unknown)}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = attention_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1)[None].contiguous(), None
 
 
-_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias", "sliding_window")
+_CHANGES_ATTENTION = {
+    "softcap": "capped scores (softcap)",
+    "s_aux": "learned sinks (s_aux)",
+    "position_bias": "position biases",
+    "sliding_window": "a sliding window",
+}
+
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+
+
+def _window(config: Any, window: int | None) -> int | None:
+    """A sliding window, in tokens; None where the model has no positions for a longer text."""
+    return window if window is not None and window < config.max_position_embeddings else None
 
 
 @contextmanager
@@ -117,12 +131,14 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
             f"{name}: {kind} has layers of type {others}; only full attention is supported. "
             "Their KV is not the whole context"
         )
-    window = getattr(config, "sliding_window", None)
+    window = _window(config, getattr(config, "sliding_window", None))
     if window is not None and getattr(config, "use_sliding_window", True) and not layer_types:
         raise UsageError(
             f"{name}: {kind} attends through a sliding window of {window} tokens, which is not supported; "
             "use a checkpoint whose config has sliding_window null"
         )
+    if config.is_heterogeneous:
+        raise UsageError(f"{name}: {kind} is not supported: its layers differ in their sizes")
     body = getattr(model, "model", None)
     missing = [
         part
@@ -138,8 +154,12 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     if missing:
         raise UsageError(f"{name}: {kind} is not supported: it has no {', '.join(missing)}")
     rope = getattr(body.rotary_emb, "rope_type", "default")  # type: ignore[union-attr]
-    if rope in ("dynamic", "longrope"):
+    # Of models with several types of layers, which have a dict, none has LongRoPE yet.
+    changing = {"dynamic"} & {rope} if isinstance(rope, str) else {"dynamic", "longrope"} & {*rope.values()}
+    if changing:
         raise UsageError(
-            f"{name}: {kind} changes its rotary frequencies with the length of the text ({rope}), which is "
-            "not supported: KV in the store never changes"
+            f"{name}: {kind} changes its rotary frequencies with the length of the text "
+            f"({', '.join(changing)}), which is not supported: KV in the store never changes"
         )
+    if not isinstance(rope, str) and "full_attention" not in rope:
+        raise UsageError(f"{name}: {kind} is not supported: its full attention has no rotary frequencies")

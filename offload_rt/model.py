@@ -9,15 +9,17 @@ is no global state.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpu_kv import KVLayout
+from offload_rt.architecture import Rotary, scale_embeddings, scale_logits
 from offload_rt.attention_hook import (
     ATTENTION_NAME,
     AttentionPass,
@@ -115,7 +117,7 @@ class CausalModel:
         self.name = name
         self.module = model
         refuse_unsupported(model, name)
-        config = model.config.get_text_config()
+        self._config = config = model.config.get_text_config()
         self.layers: int = config.num_hidden_layers
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
@@ -128,6 +130,8 @@ class CausalModel:
         self.device: torch.device = model.device
         self._body: Any = model.model
         self._blocks: list[Any] = list(self._body.layers)
+        self._rotary = Rotary(self._body.rotary_emb)
+        self._of_long_texts: Self | None = None
         self._given_training = model.training
         model.eval()
         try:
@@ -150,9 +154,28 @@ class CausalModel:
 
     @property
     def rotary_frequencies(self) -> Tensor:
-        """`[head_dim / 2]`, radians a position."""
-        frequencies: Tensor = self._body.rotary_emb.inv_freq
-        return frequencies
+        """`[rotated / 2]`, radians a position; `rotated` is at most `head_dim`."""
+        return self._rotary.frequencies
+
+    def for_text(self, prompt_tokens: int, new_tokens: int) -> Self:
+        """The runner of such a text: this one, or, beyond the original context of LongRoPE, another.
+
+        Raises:
+            UsageError: the text would grow beyond that context.
+        """
+        border = self._rotary.border
+        if border is None or prompt_tokens + new_tokens <= border:
+            return self
+        if prompt_tokens <= border:
+            raise UsageError(
+                f"{prompt_tokens} prompt tokens and {new_tokens} new ones cross {border} tokens, from where "
+                f"on {self.name} has other rotary frequencies (longrope), and KV in the store never changes: "
+                f"stay within {border} tokens, or give a prompt of more"
+            )
+        if self._of_long_texts is None:
+            self._of_long_texts = copy.copy(self)
+            self._of_long_texts._rotary = self._rotary.beyond_the_border()
+        return self._of_long_texts
 
     def share_vocabulary(self, entries: int) -> None:
         """From now on for a target whose vocabulary has so many entries, padding included."""
@@ -162,8 +185,7 @@ class CausalModel:
         """Token ids `[tokens]` to hidden states `[1, tokens, hidden_size]`."""
         if self._entries < self.vocabulary:
             tokens = tokens.clamp(max=self._entries - 1)
-        hidden: Tensor = self._body.embed_tokens(tokens[None])
-        return hidden
+        return scale_embeddings(self._body.embed_tokens(tokens[None]), self._config)
 
     def run_layer(
         self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
@@ -183,7 +205,7 @@ class CausalModel:
         given = {
             "attention_mask": None,
             "position_ids": position_ids,
-            "position_embeddings": self._body.rotary_emb(hidden, position_ids=position_ids),
+            "position_embeddings": self._rotary(hidden, position_ids),
             "attention_pass": attention_pass,
         }
         # Switched for the pass alone: between passes the model is its owner's, and other LLMs may share it.
@@ -233,7 +255,7 @@ class CausalModel:
         whole = self.run_layer(0, hidden, positions, probe)
         given = {
             "attention_mask": None,
-            "position_embeddings": self._body.rotary_emb(hidden, position_ids=positions[None]),
+            "position_embeddings": self._rotary(hidden, positions[None]),
             "attention_pass": probe,
         }
         try:
@@ -249,7 +271,7 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states `[1, tokens, hidden_size]` to logits `[tokens, vocabulary]`."""
-        logits: Tensor = self.module.lm_head(self._body.norm(hidden))[0]
+        logits = scale_logits(self.module.lm_head(self._body.norm(hidden))[0], self._config)
         if self._entries != self.vocabulary:
             logits = torch.nn.functional.pad(logits, (0, self.vocabulary - self._entries), value=-torch.inf)
         return logits
@@ -335,8 +357,8 @@ class CausalModel:
     def _check_against_its_own_forward(self) -> None:
         """Compares the runner with the model's own forward pass on a few tokens.
 
-        What a model does between its layers (scaled embeddings, capped logits, parallel residuals …) is
-        not declared anywhere; running both is the only honest test that the runner fits. Once for a model:
+        What a model does between its modules (other factors, capped logits, norms …) is declared nowhere
+        for certain; running both is the only honest test that the runner fits. Once for a model:
         while another thread is in a pass of it, its own attention cannot be had.
         """
         switch = switch_of(self.module)
@@ -347,10 +369,10 @@ class CausalModel:
         probe = _Probe(self.kv_heads, self.head_dim)
         try:
             with torch.inference_mode():
-                with attention_through(self.module, "sdpa"):
-                    expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
                 layers = ((layer,) for layer in range(self.layers))
                 found = self.logits(self._run(layers, self.embed(tokens), positions, probe))
+                with attention_through(self.module, "sdpa"):
+                    expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -386,7 +408,10 @@ class _Probe:
         self.calls += 1
         expected = (self.kv_heads, keys.shape[1], self.head_dim)
         if keys.shape != expected or values.shape != expected:
-            raise ValueError(f"its KV has shapes {list(keys.shape)} and {list(values.shape)}")
+            raise ValueError(
+                f"its attention has {keys.shape[0]} heads of keys {keys.shape[2]} wide and values "
+                f"{values.shape[2]} wide, and its config says {self.kv_heads} heads of {self.head_dim}"
+            )
         return torch.nn.functional.scaled_dot_product_attention(
             queries[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
         )[0]

@@ -8,7 +8,7 @@ reads as if it were alone, and a batch needs no code of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -225,8 +225,7 @@ class Together:
         return progress.results
 
     def _forward(self, progress: _Progress, asked: dict[int, Forward]) -> None:
-        for model, plan in dict.fromkeys((request.model, request.plan) for request in asked.values()):
-            group = {n: one for n, one in asked.items() if one.model is model and one.plan == plan}
+        for model, plan, group in _by_model(asked):
             started = perf_counter()
             try:
                 outputs = model.forward([request.part for request in group.values()], plan)
@@ -254,18 +253,21 @@ class Together:
             progress.answer(number, [next(read) for _ in request.tensors])
 
     def _begin(self, progress: _Progress, asked: dict[int, Begin]) -> None:
-        first = next(iter(asked.values())).forward
-        parts = [request.forward.part for request in asked.values()]
+        forwards = {number: request.forward for number, request in asked.items()}
 
         def forward() -> list[Output]:
-            return first.model.forward(parts, first.plan)
+            outputs: dict[int, Output] = {}
+            for model, plan, group in _by_model(forwards):
+                parts = [request.part for request in group.values()]
+                outputs |= zip(group, model.forward(parts, plan), strict=True)
+            return [outputs[number] for number in forwards]
 
         def ended() -> None:
             for one in running:
                 one.ended = perf_counter()
 
         outputs: Future[list[Output]] = Future()
-        running = [Running(outputs, number) for number in range(len(parts))]
+        running = [Running(outputs, number) for number in range(len(asked))]
         if self._thread is None:
             try:
                 outputs.set_result(forward())
@@ -288,6 +290,14 @@ class Together:
                 progress.fail([number], error)
             else:
                 progress.answer(number, output.error or output)
+
+
+def _by_model(
+    asked: dict[int, Forward],
+) -> Iterator[tuple[Model, LayerPlan | None, dict[int, Forward]]]:
+    """The requests that are one pass each: of one model, in one order of layers."""
+    for model, plan in dict.fromkeys((request.model, request.plan) for request in asked.values()):
+        yield model, plan, {n: one for n, one in asked.items() if one.model is model and one.plan == plan}
 
 
 class _Progress:

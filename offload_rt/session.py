@@ -86,6 +86,7 @@ class Session:
         self.ready: Proposal | None = None
         self.rounds: list[RoundTimes] = []
         self._shared = shared
+        self._target = shared.target.for_text(len(prompt), continuation.max_tokens)
         self._ended = False
         self._sequence = shared.store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
         with ExitStack() as failed:
@@ -122,7 +123,7 @@ class Session:
         self.verifier = compose(
             Parts(
                 config,
-                shared.target,
+                self._target,
                 shared.draft,
                 self.full,
                 continuation.sampling,
@@ -150,7 +151,7 @@ class Session:
         started = perf_counter()
         prompt = self.tokens[:-1]
         if prompt:
-            prefill(self._shared.target, self.full, prompt, self.config.prefill.chunk, progress)
+            prefill(self._target, self.full, prompt, self.config.prefill.chunk, progress)
         self.take_prompt()
         self.prefill_ms = 1e3 * (perf_counter() - started)
 
@@ -205,8 +206,10 @@ class Session:
         `config` for prefill and store come too late.
 
         Raises:
-            UsageError: `config` retrieves, and the prompt was read without summaries of its chunks.
+            UsageError: `config` retrieves, and the prompt was read without summaries of its chunks; or see
+                `CausalModel.for_text`.
         """
+        self._shared.target.for_text(self.prompt_tokens, continuation.max_tokens)
         summaries = self._sequence.summaries
         held = None if summaries is None else summaries.chunk_size
         chunk = config.retrieval.chunk

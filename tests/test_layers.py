@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import byte_ids, tiny_target
 from torch import Tensor
-from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.base import NewTokens
@@ -178,20 +178,16 @@ def test_a_skipped_block_adds_nothing(
     assert (found - plain_logits(target, TOKENS, ALONE)).abs().max() > 1e-2
 
 
-def test_layers_that_are_not_two_blocks_are_refused() -> None:
-    torch.manual_seed(0)
-    config = GraniteConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        pad_token_id=None,
-        initializer_range=0.2,
-        residual_multiplier=0.3,
-    )
-    model = CausalModel(GraniteForCausalLM(config).eval(), "some/granite")
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("granite", r"GraniteForCausalLM\) does more in a layer.*use layers all"),
+        ("gemma3", r"Gemma3ForCausalLM\) does more in a layer.*use layers all"),
+        ("cohere", r"cohere cannot be run block by block: .*post_attention_layernorm"),
+    ],
+)
+def test_layers_that_are_not_two_blocks_are_refused(arch: str, message: str) -> None:
+    model = CausalModel(tiny_target(arch, layers=3), arch)
     assert model.layer_plan("all") is None
-    with pytest.raises(UsageError, match=r"GraniteForCausalLM\) does more in a layer.*use layers all"):
+    with pytest.raises(UsageError, match=message):
         model.layer_plan("groups:2")

@@ -10,14 +10,30 @@ import torch
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_draft, tiny_target
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 from cpu_kv import CopyFailed
@@ -82,12 +98,66 @@ def gemma() -> PreTrainedModel:
     return other(GemmaConfig, GemmaForCausalLM, eos_token_id=None, bos_token_id=None, initializer_range=0.3)
 
 
-def granite() -> PreTrainedModel:
-    return other(GraniteConfig, GraniteForCausalLM, embedding_multiplier=3.0, logits_scaling=2.0)
+def other_granite() -> PreTrainedModel:
+    """One whose config no longer says what its modules do."""
+    model = tiny_target("granite")
+    model.config.embedding_multiplier = 2.0
+    return model
 
 
 def gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2)).eval()
+
+
+def mamba() -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1)).eval()
+
+
+def phi2() -> PreTrainedModel:
+    return other(PhiConfig, PhiForCausalLM)
+
+
+def gemma2() -> PreTrainedModel:
+    return other(Gemma2Config, Gemma2ForCausalLM)
+
+
+def full_gemma2() -> PreTrainedModel:
+    return other(Gemma2Config, Gemma2ForCausalLM, layer_types=2 * ["full_attention"])
+
+
+def gpt_oss() -> PreTrainedModel:
+    return other(GptOssConfig, GptOssForCausalLM, num_local_experts=2, layer_types=2 * ["full_attention"])
+
+
+def nemotron() -> PreTrainedModel:
+    return other(NemotronConfig, NemotronForCausalLM)
+
+
+def stablelm() -> PreTrainedModel:
+    return other(StableLmConfig, StableLmForCausalLM)
+
+
+def nanochat() -> PreTrainedModel:
+    return other(NanoChatConfig, NanoChatForCausalLM)
+
+
+def doge() -> PreTrainedModel:
+    return other(DogeConfig, DogeForCausalLM)
+
+
+def deepseek() -> PreTrainedModel:
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    return other(
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        head_dim=8,
+        v_head_dim=16,
+        max_position_embeddings=512,
+        first_k_dense_replace=2,
+        **sizes,
+        **experts,
+    )
 
 
 REFUSED = [
@@ -95,8 +165,18 @@ REFUSED = [
     (partly_sliding_qwen, r"Qwen2ForCausalLM .*sliding_attention"),
     (dynamic_llama, r"LlamaForCausalLM .*\(dynamic\)"),
     (scaled_embeddings, r"LlamaForCausalLM is not supported: it does more than plain full attention"),
-    (granite, r"GraniteForCausalLM is not supported"),
+    (other_granite, r"GraniteForCausalLM is not supported: it does more than plain full attention"),
+    (nanochat, r"NanoChatForCausalLM is not supported: it does more than plain full attention"),
     (gpt2, r"GPT2LMHeadModel is not supported: it has no model.embed_tokens"),
+    (phi2, r"PhiForCausalLM is not supported: it has no model.norm$"),
+    (mamba, r"MambaForCausalLM .*layers of type linear_attention|MambaForCausalLM .*it has no model"),
+    (gemma2, r"Gemma2ForCausalLM has layers of type sliding_attention"),
+    (full_gemma2, r"Gemma2ForCausalLM is not supported: its attention has capped scores \(softcap\)$"),
+    (gpt_oss, r"GptOssForCausalLM is not supported: its attention has learned sinks \(s_aux\)$"),
+    (doge, r"DogeForCausalLM is not supported: its attention has a mask of its own$"),
+    (nemotron, r"NemotronForCausalLM is not supported: its layers do not pass keyword arguments on"),
+    (stablelm, r"StableLmForCausalLM is not supported: its layers do not pass keyword arguments on"),
+    (deepseek, r"DeepseekV3ForCausalLM .*2 heads of keys 24 wide and values 16 wide.* 2 heads of 8$"),
 ]
 
 

@@ -30,8 +30,9 @@ def test_parameters_are_those_of_the_model(arch: str, settings: dict[str, Any]) 
     shape = from_config(model.config, torch.float32, arch)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
-    key = model.model.layers[0].self_attn.k_proj.weight
-    assert shape.token_bytes == 2 * 3 * key.shape[0] * 4
+    attention = model.model.layers[0].self_attn
+    key_width = attention.o_proj.weight.shape[1] // attention.num_key_value_groups
+    assert shape.token_bytes == 2 * 3 * key_width * 4
     assert shape.layer_token_bytes * 3 == shape.token_bytes
     assert shape.group * shape.kv_heads == shape.heads
 

@@ -14,10 +14,20 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -30,6 +40,10 @@ VOCABULARY = 256
 MAX_POSITIONS = 8192
 HEAD_DIM = 16
 ROTARY_BASE = 10_000.0
+LONGROPE_BORDER = 2048
+"""The original context of `phi3`: longer texts have other rotary frequencies."""
+
+ALL_FULL = {"layer_types": ["full_attention"]}  # of each layer, how many there may be
 
 Architecture = tuple[type[Any], type[Any], dict[str, Any]]
 
@@ -66,6 +80,37 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_key_value_heads": 1}),
     "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None}),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "cohere": (CohereConfig, CohereForCausalLM, {"num_key_value_heads": 2, "use_qk_norm": True}),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, ALL_FULL),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {**ALL_FULL, "tie_word_embeddings": False}),
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "sliding_window": 4 * MAX_POSITIONS,  # as in the checkpoints for 128K: no text is as long
+            "original_max_position_embeddings": LONGROPE_BORDER,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": ROTARY_BASE,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 1.5, 2.5, 4.0, 5.5, 7.0],
+                "original_max_position_embeddings": LONGROPE_BORDER,
+            },
+        },
+    ),
 }
 
 
@@ -102,6 +147,8 @@ def tiny_target(
         **copy.deepcopy(settings),
         **config,
     }
+    if "layer_types" in settings:
+        settings["layer_types"] *= layers
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config_class(**settings))

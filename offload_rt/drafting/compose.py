@@ -60,6 +60,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
     model = parts.draft if level.name == DRAFT_STREAMING else parts.target
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")
+    if level.name == DRAFT_STREAMING:
+        model = model.for_text(config.draft.sinks + config.draft.window, 0)  # it sees no more at a time
     cache: StreamingCache | RetrievedCache
     if level.cache == "streaming":
         cache = StreamingCache(

@@ -1,0 +1,86 @@
+"""LongRoPE: a text has the frequencies of its own length from its beginning to its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import LONGROPE_BORDER, byte_ids, noisy_copy, tiny_target
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import UsageError
+from offload_rt.model import CausalModel
+
+NEW = 12
+PARAMS = SamplingParams(max_tokens=NEW)
+SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
+
+
+def transformers_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("length", [LONGROPE_BORDER - NEW, LONGROPE_BORDER + 1])
+def test_up_to_the_border_and_from_there_on(length: int) -> None:
+    target = tiny_target("phi3")
+    prompt = byte_ids(length)
+    expected = transformers_greedy(target, prompt)
+    with LLM.from_models(target, noisy_copy(target), overrides=SMALL | {"prefill.chunk": 500}) as llm:
+        assert llm.generate(prompt, PARAMS).tokens == expected
+
+
+@pytest.mark.parametrize("length", [LONGROPE_BORDER - NEW + 1, LONGROPE_BORDER])
+def test_a_text_that_would_cross_the_border_is_refused(length: int) -> None:
+    with LLM.from_models(tiny_target("phi3"), config="plain") as llm:
+        with pytest.raises(UsageError, match=f"{length} prompt tokens and {NEW} new ones cross 2048 tokens"):
+            llm.generate(byte_ids(length), PARAMS)
+        short = llm.generate(byte_ids(30), PARAMS).tokens
+        with pytest.raises(UsageError, match="30 prompt tokens and 2100 new ones cross 2048 tokens"):
+            llm.plain(SamplingParams(max_tokens=2100))
+        assert llm.plain(PARAMS).tokens == short  # the refusal took nothing from the prompt
+
+
+def test_a_batch_has_texts_of_both_sides() -> None:
+    target = tiny_target("phi3")
+    prompts = [byte_ids(length) for length in (50, LONGROPE_BORDER + 40, 90, LONGROPE_BORDER + 7)]
+    expected = [transformers_greedy(target, prompt) for prompt in prompts]
+    with LLM.from_models(target, noisy_copy(target), overrides=SMALL) as llm:
+        assert [result.tokens for result in llm.generate(prompts, PARAMS)] == expected
+
+
+def test_the_model_is_left_as_found() -> None:
+    target = tiny_target("phi3")
+    rotary = target.model.rotary_emb
+    before = {name: value.clone() for name, value in rotary.named_buffers()}
+    with LLM.from_models(target, config="plain") as llm:
+        llm.generate(byte_ids(LONGROPE_BORDER + 40), PARAMS)
+    assert rotary.rope_type == "longrope"
+    assert all(torch.equal(value, before[name]) for name, value in rotary.named_buffers())
+
+
+def test_frequencies_are_those_of_the_texts_length() -> None:
+    model = CausalModel(tiny_target("phi3"), "phi")
+    long = model.for_text(LONGROPE_BORDER + 1, 0)
+    factors = model.module.config.rope_parameters
+    base = factors["rope_theta"] ** (-torch.arange(0, 12, 2) / 12)
+    for runner, name in ((model, "short_factor"), (long, "long_factor")):
+        torch.testing.assert_close(runner.rotary_frequencies, base / torch.tensor(factors[name]))
+    assert model.for_text(LONGROPE_BORDER, 0) is model
+    assert model.for_text(4000, 50) is long  # texts of one side go through together
+
+
+def test_a_drafts_frequencies_are_those_of_its_window() -> None:
+    target = tiny_target("phi3")
+    prompt = byte_ids(LONGROPE_BORDER + 40)
+    accepted = []
+    for window in (200, LONGROPE_BORDER + 100):
+        sizes = SMALL | {"draft.window": window, "speculation.step_down": False}
+        with LLM.from_models(target, target, config="naive", overrides=sizes) as llm:
+            accepted.append(llm.generate(prompt, PARAMS).timings)
+    # A window that holds the whole text makes the model its own perfect draft.
+    assert accepted[0].draft_n_accepted < accepted[0].draft_n
+    assert accepted[1].draft_n_accepted == accepted[1].draft_n > 0
