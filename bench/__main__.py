@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import bench.architectures
 import bench.attention
 import bench.drafts
 import bench.model_card
@@ -24,6 +25,7 @@ COMMANDS = (
     bench.drafts,
     bench.model_card,
     bench.attention,
+    bench.architectures,
     bench.offload.command,
     bench.offload.prediction_accuracy,
 )

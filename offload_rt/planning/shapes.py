@@ -155,7 +155,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
         name=name,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
+        intermediate=getattr(text, "intermediate_size", None) or text.moe_intermediate_size,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,

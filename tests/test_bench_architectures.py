@@ -1,0 +1,42 @@
+"""The page of architectures says what the program says now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from bench.architectures import EQUAL, Row, architectures, page, read_page, rows_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+RUNNING = ("llama", "qwen3", "granite", "cohere", "glm4_moe", "smollm3", "phi3")
+MIXED = ("granitemoehybrid", "cohere2", "gemma3_text", "olmo3", "mistral", "qwen3_next")
+REFUSED = ("gpt2", "opt", "falcon", "gpt_neox", "phi", "stablelm", "nemotron", "gemma2", "gpt_oss", "mamba")
+ODD = ("deepseek_v3", "deepseek_v32", "minicpm3", "nanochat", "doge", "diffllama", "gemma4_text")
+
+
+@pytest.mark.parametrize("model_type", RUNNING + MIXED + REFUSED + ODD)
+def test_the_page_says_what_the_program_says(model_type: str) -> None:
+    text = PAGE.read_text()
+    if f"transformers {transformers.__version__}." not in text:
+        pytest.skip(f"the page is of another version than {transformers.__version__}")
+    written = read_page(text)
+    rows = rows_of(model_type)
+    assert rows
+    for row in rows:
+        assert written[row.name] == row.result
+
+
+def test_the_page_has_every_architecture_and_no_difference() -> None:
+    written = read_page(PAGE.read_text())
+    if f"transformers {transformers.__version__}." in PAGE.read_text():
+        names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        assert {names[model_type] for model_type in architectures()} <= set(written)
+    assert "TOKENS DIFFER" not in written.values()
+    assert list(written.values()).count(EQUAL) > 40
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    rows = [Row("OneForCausalLM", EQUAL), Row("OtherForCausalLM, all layers full", "has no model.norm")]
+    assert read_page(page(rows)) == {row.name: row.result for row in rows}
