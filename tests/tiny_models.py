@@ -93,7 +93,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere": (CohereConfig, CohereForCausalLM, {"num_key_value_heads": 2, "use_qk_norm": True}),
     "cohere2": (Cohere2Config, Cohere2ForCausalLM, ALL_FULL),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {**ALL_FULL, "tie_word_embeddings": False}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            **ALL_FULL,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": ROTARY_BASE, "factor": 8.0}
+            },
+        },
+    ),
     "phi3": (
         Phi3Config,
         Phi3ForCausalLM,
