@@ -342,6 +342,20 @@ def test_is_built_once(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.load_kernel() is not None
 
 
+@pytest.mark.parametrize("left", [0, 20_000, -1], ids=["empty", "truncated", "one byte short"])
+def test_a_damaged_build_is_built_again(unbuilt: Path, left: int) -> None:
+    if native.load_kernel() is None:
+        pytest.skip("no C++ compiler here")
+    (path,) = unbuilt.iterdir()
+    whole = path.read_bytes()
+    path.unlink()  # it is loaded: another file takes its place
+    path.write_bytes(whole[:left])
+    native.load_kernel.cache_clear()
+    kernel = native.load_kernel()
+    assert kernel is not None and native._whole(path)
+    assert_as_exact_as_torch(kernel, *drawn(1, 2, 40, 64, torch.float32))
+
+
 def test_another_source_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:

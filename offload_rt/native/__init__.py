@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("attention.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 SWITCH = "OFFLOAD_RT_NATIVE"
 BUILD_TIMEOUT_S = 120
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -123,7 +124,7 @@ def load_kernel() -> Kernel | None:
         return None
     try:
         path = cache_folder() / f"attention-{_fingerprint(compiler)}.so"
-        if not path.exists():
+        if not _whole(path):
             _build(compiler, path)
         return Kernel(path)
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
@@ -143,6 +144,17 @@ def _fingerprint(compiler: str) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
+def _whole(path: Path) -> bool:
+    """Whether the library is there as it was built: to load a part of one kills the process."""
+    data = path.read_bytes() if path.exists() else b""
+    return data.endswith(_digest(data[:-_DIGEST_BYTES]))
+
+
+def _digest(library: bytes) -> bytes:
+    """What follows a library in its file, where the loader does not look."""
+    return hashlib.sha256(library).digest()
+
+
 def _build(compiler: str, path: Path, processor: str = "native") -> None:
     """Compiles the sources for a processor by the compiler's name for it."""
     # Built aside and moved into place: another process may be building the same.
@@ -154,4 +166,6 @@ def _build(compiler: str, path: Path, processor: str = "native") -> None:
             capture_output=True,
             timeout=BUILD_TIMEOUT_S,
         )
+        library = built.read_bytes()
+        built.write_bytes(library + _digest(library))
         built.replace(path)
