@@ -99,7 +99,7 @@ class _Together:
 
 
 class NotANumber(UsageError):
-    """Logits contain NaN; the message names the first layer whose output does."""
+    """Logits contain NaN; the message names the weight, or the first layer, that they come from."""
 
 
 class CausalModel:
@@ -338,21 +338,24 @@ class CausalModel:
         raise NotANumber(self._locate_nan(part, part_ids(part, self.device), positions))
 
     def _locate_nan(self, part: Part, tokens: Tensor, positions: Tensor) -> str:
-        for name, parameter in self.module.named_parameters():
-            if bool(parameter.isnan().any()):
-                return (
-                    f"{self.name}: logits are NaN because the weight {name} has NaN entries; check its file"
-                )
+        self._check_weights()
         part.cache.begin(part.new)
         hidden = self.embed(tokens)
         for layer in range(self.layers):
             hidden = self.run_layer(layer, hidden, positions, part.cache)
-            if bool(hidden.isnan().any()):
+            if not bool(hidden.isfinite().all()):
                 return (
-                    f"{self.name}: logits are NaN; the first NaN is in the output of layer {layer}. "
+                    f"{self.name}: logits are NaN; the first NaN or inf is in the output of layer {layer}. "
                     f"With {self.dtype} try a wider dtype (--dtype float32 or bfloat16)"
                 )
         return f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"
+
+    def _check_weights(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise NotANumber(
+                    f"{self.name}: the weight {name} has NaN or infinite entries; check its file"
+                )
 
     def _check_against_its_own_forward(self) -> None:
         """Compares the runner with the model's own forward pass on a few tokens.
@@ -377,7 +380,8 @@ class CausalModel:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(f"{self.name}: {kind_of(self.module)} is not supported: {error}") from error
-        if bool(expected.isnan().any()):
+        if not bool(expected.isfinite().all()):
+            self._check_weights()
             return  # reported where it matters, by layer, at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = float(expected.abs().max())

@@ -296,27 +296,41 @@ def test_a_model_may_draft_for_itself() -> None:
     assert target.config._attn_implementation == "sdpa" and target.training
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "weight", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"]
+)
+def test_a_weight_that_is_no_number_is_named(weight: str, value: float) -> None:
+    target = tiny_target("llama")
+    with torch.no_grad():
+        target.get_parameter(weight).view(-1)[5] = value
+    with pytest.raises(NotANumber, match=rf"the weight {weight} has NaN or infinite entries; check its file"):
+        LLM.from_models(target, config="plain")
+
+
 @pytest.mark.parametrize("config", ["plain", "triforce"])
-def test_nan_in_a_weight_is_named(config: str) -> None:
+def test_an_embedding_that_is_no_number_is_named_where_its_token_occurs(config: str) -> None:
     target = tiny_target("llama")
     draft = noisy_copy(target)
     with torch.no_grad():
-        target.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+        target.model.embed_tokens.weight[99, 5] = torch.inf
     with (
         LLM.from_models(target, draft, config=config, overrides=SMALL) as llm,
-        pytest.raises(NotANumber, match=r"weight model\.layers\.1\.mlp\.down_proj\.weight"),
+        pytest.raises(NotANumber, match=r"the weight model\.embed_tokens\.weight has NaN or infinite"),
     ):
-        llm.generate(byte_ids(30), SHORT)
+        llm.generate([*byte_ids(30), 99], SHORT)
 
 
-@pytest.mark.parametrize("config", ["plain", "streaming"])
+@pytest.mark.parametrize(
+    ("config", "value"), [("plain", torch.nan), ("streaming", torch.nan), ("plain", torch.inf)]
+)
 @pytest.mark.parametrize("layer", [0, 1])
-def test_nan_from_a_layer_is_named(layer: int, config: str) -> None:
+def test_nan_from_a_layer_is_named(layer: int, config: str, value: float) -> None:
     target = tiny_target("llama")
     with LLM.from_models(target, config=config, overrides=SMALL) as llm:
         expected = llm.generate(byte_ids(30), SHORT).tokens
         hook = target.model.layers[layer].mlp.register_forward_hook(
-            lambda module, inputs, output: torch.full_like(output, torch.nan)
+            lambda module, inputs, output: torch.full_like(output, value)
         )
         with pytest.raises(NotANumber, match=f"output of layer {layer}.*--dtype"):
             llm.generate(byte_ids(30), SHORT)
@@ -340,11 +354,8 @@ def test_a_nan_in_the_draft_names_the_draft() -> None:
     draft.config._name_or_path = "the/draft"
     with torch.no_grad():
         draft.lm_head.weight[0, 0] = torch.nan
-    with (
-        LLM.from_models(target, draft, config="naive", overrides=SMALL) as llm,
-        pytest.raises(NotANumber, match=r"^the/draft: .*weight lm_head\.weight"),
-    ):
-        llm.generate(byte_ids(30), SHORT)
+    with pytest.raises(NotANumber, match=r"^the/draft: the weight lm_head\.weight"):
+        LLM.from_models(target, draft, config="naive", overrides=SMALL)
 
 
 class Breakable(StreamingCache):
