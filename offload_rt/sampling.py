@@ -49,8 +49,10 @@ class Sampler:
         Not defined for a greedy sampler, which needs the argmax alone: see `choices`.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # The largest becomes 0 first: a tiny temperature must not make it infinite.
-        wide = (wide - wide.amax(-1, keepdim=True)) / self.temperature
+        # The largest becomes 0 first: a tiny temperature must not make it infinite. One that the dtype rounds
+        # to 0 would make it NaN.
+        temperature = max(self.temperature, torch.finfo(wide.dtype).tiny)
+        wide = (wide - wide.amax(-1, keepdim=True)) / temperature
         if 0 < self.top_k < wide.shape[-1]:
             kth = wide.topk(self.top_k, dim=-1).values[..., -1:]
             wide = wide.masked_fill(wide < kth, -torch.inf)

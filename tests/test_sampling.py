@@ -68,6 +68,15 @@ def test_narrow_logits_give_wide_probs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(probs.double(), wide, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-38, 1e-40, 1e-300, 5e-324])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_tiny_temperature_leaves_the_largest_logits_alone(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, -2.0, 3.0], [0.5, 0.25, -1.0, -torch.inf]], dtype=dtype)
+    probs = Sampler(temperature).probs(logits)
+    assert probs.tolist() == [[0.0, 0.5, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0]]
+    assert Sampler(temperature, 0.9, 2).probs(logits).tolist() == probs.tolist()
+
+
 def test_greedy_choices() -> None:
     assert Sampler().greedy and not Sampler(0.1).greedy
     assert choices(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])).tolist() == [1, 0]
