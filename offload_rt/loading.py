@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
+_BODY = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
+"""Weights that a text goes through. Files may hold others: a vision tower, a reward head."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -67,7 +72,12 @@ def demo_model(part: str) -> Path:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; None where there is none (the model then works with token ids)."""
+    """The tokenizer beside a model; None where there is none (the model then works with token ids).
+
+    Raises:
+        UsageError: it cannot be read, or there is no such model.
+    """
+    model_config(source)  # what is wrong with the whole folder or id is not the tokenizer's fault
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("*token*")):
         return None
@@ -119,7 +129,10 @@ def model_config(source: str | Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
-        raise UsageError(f"model {where}: its config cannot be read: {_first_line(error)}") from error
+        wrong = "its config.json cannot be read"
+        if not folder.exists():
+            wrong = "there is no such folder here, and no model of that id can be had"
+        raise UsageError(f"model {where}: {wrong}: {_first_line(error)}") from error
     return config
 
 
@@ -145,6 +158,7 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
             dtype=wanted,
             attn_implementation="sdpa",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
             trust_remote_code=False,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -158,12 +172,7 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        raise UsageError(
-            f"model {where}: {len(missing)} weights are missing from its files, the first is {missing[0]}; "
-            "download it again"
-        )
+    _check_report(where, report)
     try:
         placed: PreTrainedModel = model.to(device).eval()
     except torch.OutOfMemoryError as error:
@@ -172,11 +181,41 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     return placed
 
 
+def _check_report(where: str, report: Mapping[str, Any]) -> None:
+    """Refuses a model whose files hold other weights than its config describes."""
+    differ = f"model {where}: its config.json does not describe its weights"
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        weight, held, described = mismatched[0]
+        raise UsageError(
+            f"{differ}: {weight} is {list(held)} in the files and {list(described)} by the config; "
+            "download both again"
+        )
+    unknown = sorted(key for key in report["unexpected_keys"] if _BODY.match(key))
+    if unknown:
+        raise UsageError(
+            f"{differ}: {len(unknown)} of those in the files have no place by the config, the first is "
+            f"{unknown[0]}; download both again"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"model {where}: {len(missing)} weights are missing from its files, the first is {missing[0]}; "
+            "download it again"
+        )
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"model {folder}: is a file; name the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
         raise UsageError(f"model {folder}: there is no config.json in it")
+    try:
+        json.loads((folder / "config.json").read_bytes())
+    except ValueError as error:
+        raise UsageError(
+            f"model {folder}: its config.json is no JSON ({error}); download it again"
+        ) from error
 
 
 def _check_weights(folder: Path) -> None:

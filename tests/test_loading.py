@@ -88,6 +88,10 @@ def corrupt_second_shard(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"\0" * 7)
 
 
+def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(load_file(folder / WEIGHTS) | tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
 def missing_tensor(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     del tensors["model.layers.1.self_attn.k_proj.weight"]
@@ -100,6 +104,14 @@ def wrong_shape(folder: Path) -> None:
 
 def broken_json(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+def config_of_bytes(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff" * 9)
+
+
+def fewer_layers(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=1)
 
 
 def unknown_architecture(folder: Path) -> None:
@@ -118,8 +130,16 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (corrupt, r"model\.safetensors is truncated or corrupt"),
     (corrupt_second_shard, r"model-00002-of-00002\.safetensors is truncated or corrupt"),
     (missing_tensor, r"1 weights are missing.*model\.layers\.1\.self_attn\.k_proj\.weight"),
-    (wrong_shape, r"LlamaForCausalLM\): cannot be loaded: .*(shape|size|mismatch)"),
-    (broken_json, r"its config cannot be read"),
+    (
+        wrong_shape,
+        r"layers\.0\.mlp\.down_proj\.weight is \[64, 128\] in the files and \[64, 96\] by the config",
+    ),
+    (
+        fewer_layers,
+        r"9 of those in the files have no place by the config, the first is model\.layers\.1\.input_",
+    ),
+    (broken_json, r"its config\.json is no JSON \(Expecting property name"),
+    (config_of_bytes, r"its config\.json is no JSON \('utf-8' codec"),
     (unknown_architecture, r"perceptron9000"),
     (not_causal, r"ViTForImageClassification"),
 ]
@@ -139,6 +159,22 @@ def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
     tied.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
     load_model(tmp_path, CPU, torch.float32)
+    add_tensors(
+        tmp_path, {"lm_head.weight": load_file(tmp_path / WEIGHTS)["model.embed_tokens.weight"].clone()}
+    )
+    load_model(tmp_path, CPU, torch.float32)
+
+
+def test_tensors_that_no_text_goes_through_are_left_alone(folder: Path) -> None:
+    names = ["model.layers.0.self_attn.rotary_emb.inv_freq", "v_head.weight", "vision_tower.layers.0.weight"]
+    add_tensors(folder, {name: torch.ones(8) for name in names})
+    load_model(folder, CPU, torch.float32)
+
+
+def test_a_bias_that_the_config_leaves_out_is_refused(folder: Path) -> None:
+    add_tensors(folder, {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})
+    with pytest.raises(UsageError, match=r"1 of those .* first is model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_model(folder, CPU, torch.float32)
 
 
 def test_a_file_is_no_model(saved: Path) -> None:
@@ -148,15 +184,19 @@ def test_a_file_is_no_model(saved: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./not-here", "../not/here", "~/not-here", "a/b/c"])
 def test_a_path_that_does_not_exist(name: str) -> None:
-    with pytest.raises(UsageError, match=f"model {name}: there is no such folder"):
-        load_model(name, CPU, None)
+    for read in (lambda: load_model(name, CPU, None), lambda: load_tokenizer(name)):
+        with pytest.raises(UsageError, match=f"model {name}: there is no such folder"):
+            read()
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
 def test_an_id_that_cannot_be_fetched(name: str) -> None:
-    with pytest.raises(UsageError, match=f"model {name}: its config cannot be read") as caught:
-        load_model(name, CPU, None)
-    assert "\n" not in str(caught.value)
+    for read in (lambda: load_model(name, CPU, None), lambda: load_tokenizer(name)):
+        with pytest.raises(
+            UsageError, match=f"model {name}: there is no such folder here, and no .*id"
+        ) as caught:
+            read()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
