@@ -1,35 +1,56 @@
 """`offload-rt COMMAND`: one module of `commands/` each.
 
-Exit codes: 0 done; 2 the request cannot be fulfilled (one line on stderr); 130 interrupted by Ctrl-C; 141
-the reader of stdout is gone.
+Exit codes: 0 done; 2 the request cannot be fulfilled (one line on stderr); 130 interrupted by Ctrl-C, 143 by
+SIGTERM; 141 the reader of stdout is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from offload_rt.commands import demo, doctor, generate, plan
-from offload_rt.commands.generate import INTERRUPTED
+from offload_rt.commands.exits import REFUSED, status_of, terminable
 from offload_rt.errors import UsageError
 
 COMMANDS = (demo, generate, plan, doctor)
+FIRST_STEPS = """\
+to begin:
+  offload-rt demo                                        the embedded models, with no download and no GPU
+  offload-rt doctor                                      what this machine can do
+  offload-rt plan --model llama2-7b --context 127000     whether it fits, and how fast it will be
+  offload-rt generate --model FOLDER --prompt-file FILE  continue a text; see offload-rt generate --help
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: that of the process); returns the exit code."""
+    if sys.stderr is None:  # closed: print would send what is meant for it to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
-        arguments = _parser().parse_args(argv)
-        status: int = arguments.run(arguments)
-        return status
+        with terminable():
+            return _run(_parser(), argv)
     except UsageError as error:
         print(f"offload-rt: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        return REFUSED
+    except KeyboardInterrupt as interrupt:
         print("offload-rt: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return status_of(interrupt)
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    arguments = parser.parse_args(argv)
+    if sys.stdout is None:
+        raise UsageError("stdout: is closed; send it to a file, or to /dev/null")
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    status: int = arguments.run(arguments)
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,9 +62,15 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="offload-rt", description="Lossless, fast generation from long prompts.", allow_abbrev=False
+        prog="offload-rt",
+        description="Lossless, fast generation from long prompts, with the KV cache in CPU memory.",
+        epilog=FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    version = importlib.metadata.version("offload-rt")
+    parser.add_argument("--version", action="version", version=f"offload-rt {version}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     for command in COMMANDS:
         command.add_parser(commands)
     return parser

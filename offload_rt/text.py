@@ -21,9 +21,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = Non
     tokenizer.model_max_length = 10**12  # its warning about long prompts does not apply
     tokens: list[int] = tokenizer(text)["input_ids"]
     tokenizer.model_max_length = longest
-    if last is None or len(tokens) <= last:
+    return tokens if last is None else keep_last(tokens, last, tokenizer.bos_token_id)
+
+
+def keep_last(tokens: list[int], last: int, beginning: int | None) -> list[int]:
+    """The last so many tokens of a prompt, its beginning-of-text token in front of them."""
+    if len(tokens) <= last:
         return tokens
-    if last > 1 and tokens[0] == tokenizer.bos_token_id:
+    if last > 1 and tokens[0] == beginning:
         return [tokens[0], *tokens[len(tokens) - last + 1 :]]
     return tokens[len(tokens) - last :]
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -201,6 +202,44 @@ def test_prompts_from_a_file_and_from_stdin(
     assert llm.made.prompt == [0xDF, 10]
 
 
+@pytest.mark.parametrize(
+    "ids", ["1 2\n300", "1,2,\n 300,", " [1, 2, 300]\n"], ids=["spaces", "commas", "list"]
+)
+def test_token_ids_in_and_out(
+    llm: type[FakeLLM],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ids: str,
+) -> None:
+    monkeypatch.setattr(loading, "load_tokenizer", lambda source: None)
+    path = tmp_path / "ids"
+    path.write_text(ids)
+    assert cli.main(["generate", "--model", "m", "--prompt-tokens", str(path)]) == 0
+    assert llm.made.prompt == [1, 2, 300]
+    assert capsys.readouterr().out == "0 1 2 3 4 5 6 7 8\n"
+    assert cli.main(["generate", "--prompt-tokens", str(path), "--max-prompt-tokens", "2"]) == 0
+    assert llm.made.prompt == [2, 300]
+    assert "kept the last 2 of 3 tokens\n" in capsys.readouterr().err
+    assert cli.main(["generate", "--model", "m", "--prompt", "a text"]) == 2
+    told = (
+        "model m has no tokenizer, so a text cannot be its prompt; give token ids with --prompt-tokens FILE\n"
+    )
+    assert capsys.readouterr().err.endswith(told)
+
+
+def test_a_long_prompt_is_encoded_once(llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, encoded = CharacterTokenizer.__call__, []
+
+    def counted(self: CharacterTokenizer, text: str) -> dict[str, list[int]]:
+        encoded.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(CharacterTokenizer, "__call__", counted)
+    assert cli.main(["generate", "--prompt", "abcd", "--max-prompt-tokens", "2"]) == 0
+    assert encoded == ["abcd"] and llm.made.prompt == [ord("c"), ord("d")]
+
+
 def test_json_and_the_comparison(
     llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +279,24 @@ def test_ctrl_c_keeps_what_was_written(
     assert llm.made.closed
 
 
+def test_sigterm_keeps_what_ctrl_c_keeps(
+    llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(self: FakeLLM, phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("decode", 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(Console, "progress", tell)
+    path = tmp_path / "out.json"
+    assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]) == 143
+    out, err = capsys.readouterr()
+    assert out == "some words (held)\n"
+    assert "finish: interrupted" in err and "compared" not in err
+    assert json.loads(path.read_text()) == {"tokens": [0, 1], "finish_reason": "interrupted"}
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_ctrl_c_while_comparing_keeps_the_result(
     llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,13 +325,27 @@ def test_ctrl_c_while_loading(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "COMMAND"),
         (["chat"], "'chat'"),
         (["generate", "--promt", "abc"], "--promt"),
         (["generate", "abc"], "'abc'; a prompt is given with --prompt"),
         (["generate", "--prompt", ""], "--prompt: the prompt is empty"),
         (["generate", "--prompt", "caf\udce9"], "--prompt: not UTF-8 (byte 3)"),
         (["generate", "--prompt", "a", "-"], "--prompt and -: give one prompt only"),
+        (
+            ["generate", "--prompt-file", "a", "--prompt-file", "b"],
+            "--prompt-file and --prompt-file: give one prompt only",
+        ),
+        (["generate", "--prompt-file", "{folder}/paper.pdf"], "paper.pdf: is a PDF; give its text instead"),
+        (["generate", "--prompt-file", "{folder}/wide.txt"], "wide.txt: byte 1 is zero, as in no text"),
+        (["generate", "--prompt-tokens", "{folder}/no"], "token file {folder}/no: cannot be read (No such"),
+        (["generate", "--prompt-tokens", "{folder}/words"], "words: entry 3 is 'x'; give whole numbers"),
+        (["generate", "--prompt-tokens", "{folder}/list"], "list: entry 2 is 3.5; give whole numbers"),
+        (["generate", "--prompt-tokens", "{folder}/half"], "half: begins like a JSON list and is none"),
+        (["generate", "--prompt-tokens", "{folder}/blank"], "blank: the prompt is empty; give at least one"),
+        (
+            ["demo", "--prompt-tokens", "{folder}/words", "--prompt", "a"],
+            "--prompt and --prompt-tokens: give",
+        ),
         (["generate", "--prompt-file", "{folder}/no.txt"], "no.txt: cannot be read (No such file"),
         (["generate", "--prompt-file", "{folder}"], "cannot be read (Is a directory)"),
         (["generate", "--prompt-file", "{folder}/latin.txt"], "latin.txt: not UTF-8 (byte 3)"),
@@ -296,12 +367,16 @@ def test_a_mistake_is_one_line_and_nothing_is_loaded(
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n")
+    (tmp_path / "wide.txt").write_bytes("text".encode("utf-16-le"))
+    for name, ids in {"words": "1, 2 x", "list": "[1, 3.5]", "half": "[1, 2", "blank": " \n"}.items():
+        (tmp_path / name).write_text(ids)
     assert cli.main([argument.format(folder=tmp_path) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("offload-rt: error: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert said.format(folder=tmp_path) in err
     assert not hasattr(llm, "made")
 
 
@@ -367,6 +442,51 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
             cwd=Path(__file__).parent.parent,
         )
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", ["", "generate --prompt a", "plan --context 9", "doctor"])
+def test_a_closed_stdout_is_a_line(arguments: str) -> None:
+    command = f'"{sys.executable}" -m offload_rt {arguments} >&-'
+    ended = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    told = "offload-rt: error: stdout: is closed; send it to a file, or to /dev/null\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", told)
+
+
+def test_what_is_meant_for_a_closed_stderr_goes_nowhere(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["generate", "--prompt", "abc"]) == 0
+    assert cli.main(["chat"]) == 2
+    assert capsys.readouterr().out == TEXT + "\n"
+
+
+def test_a_stdout_that_lacks_characters_is_told_of_once(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "WORDS", ["na", "\xef", "ve \N{EN DASH}", " text"])
+    with io.BytesIO() as written, io.TextIOWrapper(written, "ascii") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["generate", "--prompt", "abc"]) == 0
+        assert written.getvalue() == b"na?ve ? text\n"
+    told = r"stdout is ascii, which lacks '\xef': what it lacks is written as '?'; set PYTHONUTF8=1 for UTF-8"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_person_who_begins_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    told = capsys.readouterr().out
+    for words in ("COMMAND", "--version", "to begin:", "offload-rt demo ", "--prompt-file FILE"):
+        assert words in told
+    ended = subprocess.run(
+        [sys.executable, "-m", "offload_rt", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert ended.returncode == 0 and re.fullmatch(r"offload-rt \d+\.\d+\.\d+\n", ended.stdout)
 
 
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

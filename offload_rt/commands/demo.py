@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = prompts.encode(tokenizer, text, arguments, console)
     with machine_errors_in_a_line():
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
-            status, failure = write_text(llm, prompt, sampled, console)
+            status, failure = write_text(llm, prompt, sampled, console, arguments.prompt_tokens is not None)
             if failure is not None:
                 raise failure
             if status:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
+from offload_rt.commands.exits import READER_GONE, status_of
 from offload_rt.config import AUTO, config_names, parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json
@@ -20,9 +21,6 @@ from offload_rt.files import check_writable, write_json
 if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.results import GenerationResult, SamplingParams
-
-INTERRUPTED = 130
-READER_GONE = 141
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -124,9 +122,6 @@ def run(arguments: argparse.Namespace) -> int:
         seed=int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed,
         ignore_eos=arguments.ignore_eos,
     )
-    # A character that stdout's encoding lacks must not end the text.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     console = Console(arguments.quiet)
     with machine_errors_in_a_line():
         tokenizer = load_tokenizer(arguments.model or demo_model("target"))
@@ -146,16 +141,17 @@ def run(arguments: argparse.Namespace) -> int:
             size_hint=(len(prompt), params.max_tokens),
         ) as llm,
     ):
-        status, failure = write_text(llm, prompt, params, console)
+        as_tokens = arguments.prompt_tokens is not None
+        status, failure = write_text(llm, prompt, params, console, as_tokens)
         result = llm.last_result
         report = result.to_json()
         console.summary(result)
         if arguments.compare_plain and not status and failure is None:
             try:
                 report["plain"] = _compare(llm, params, console)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 console.say("compared   interrupted")
-                status = INTERRUPTED
+                status = status_of(interrupt)
         # Before the runtime closes: on a broken link, closing may fail too.
         if arguments.json is not None:
             write_json("--json", arguments.json, report)
@@ -193,9 +189,12 @@ def _told(error: Exception) -> UsageError:
 
 
 def write_text(
-    llm: LLM, prompt: list[int], params: SamplingParams, console: Console
+    llm: LLM, prompt: list[int], params: SamplingParams, console: Console, as_tokens: bool = False
 ) -> tuple[int, UsageError | None]:
     """Streams the text to stdout.
+
+    Args:
+        as_tokens: its token ids instead, with spaces between them.
 
     Returns:
         The exit code, and the error that cut the text short, if any; what was written by then stands.
@@ -207,15 +206,15 @@ def write_text(
     try:
         with closing(events):
             for made, event in enumerate(events, 1):
+                piece = f"{' ' * (made > 1)}{event.token}" if as_tokens else event.text
                 console.clear()
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-                written += len(event.text)
+                _write(piece, console)
+                written += len(piece)
                 # On a terminal the text itself is the progress.
                 if not sys.stdout.isatty():
                     console.progress("decode", made, params.max_tokens)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        status = status_of(interrupt)
     except _refusals() as error:
         failure = _told(error)
     except OSError as error:
@@ -227,10 +226,26 @@ def write_text(
     finally:
         console.clear()
     if status != READER_GONE:
+        result = llm.last_result
         # Text held back when an interruption came is part of the result.
-        sys.stdout.write(llm.last_result.text[written:] + "\n")
-        sys.stdout.flush()
+        whole = " ".join(map(str, result.tokens)) if as_tokens else result.text
+        _write(whole[written:] + "\n", console)
     return status, failure
+
+
+def _write(text: str, console: Console) -> None:
+    """Writes to stdout at once; a character that its encoding lacks must not end the text."""
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError as error:
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        console.notice(
+            f"stdout is {error.encoding}, which lacks {error.object[error.start]!a}: what it lacks is written"
+            " as '?'; set PYTHONUTF8=1 for UTF-8"
+        )
+        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _compare(llm: LLM, params: SamplingParams, console: Console) -> dict[str, object]:

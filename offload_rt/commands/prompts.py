@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import reprlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +26,18 @@ BUILT_IN_TOKENS = 32768
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `read` and `encode` look at."""
     prompt = parser.add_argument_group(f"prompt (default: {BUILT_IN})")
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 text file, such as a book")
-    prompt.add_argument("stdin", nargs="?", metavar="-", help="read the prompt from stdin")
+    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="the text itself")
+    prompt.add_argument(
+        "--prompt-file", action="append", metavar="FILE", help="a UTF-8 text file, such as a book"
+    )
+    prompt.add_argument(
+        "--prompt-tokens",
+        action="append",
+        metavar="FILE",
+        help="a file of token ids, between spaces or commas or as a JSON list; token ids are written then"
+        " too (default: text)",
+    )
+    prompt.add_argument("stdin", nargs="?", metavar="-", help="read a text from stdin")
     prompt.add_argument(
         "--max-prompt-tokens",
         type=_positive,
@@ -40,71 +52,113 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def read(arguments: argparse.Namespace) -> str:
-    """The prompt the user gave, or the built-in one.
+def read(arguments: argparse.Namespace) -> str | list[int]:
+    """The prompt the user gave, or the built-in one: a text, or token ids.
 
     Raises:
-        UsageError: more than one prompt, an empty one, or one that cannot be read as UTF-8.
+        UsageError: more than one prompt, an empty one, or one that cannot be read.
     """
     if arguments.stdin not in (None, "-"):
         raise UsageError(f"unexpected argument {arguments.stdin!r}; a prompt is given with --prompt TEXT")
     named = _named(arguments)
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)}: give one prompt only")
+        raise UsageError(f"{' and '.join(flag for flag, _ in named)}: give one prompt only")
     if not named:
         # Every Python ships these pages; together they are as long as a book.
         from pydoc_data.topics import topics
 
         return "\n".join(topics[name] for name in sorted(topics))
-    source = named[0]
+    ((flag, value),) = named
+    files = {"--prompt-file": f"prompt file {value}", "--prompt-tokens": f"token file {value}", "-": "stdin"}
+    source = files.get(flag, flag)
+    text = _text(source, _bytes(source, flag, value))
+    return _token_ids(source, text) if flag == "--prompt-tokens" else text
+
+
+def _bytes(source: str, flag: str, value: str) -> bytes:
+    if flag == "--prompt":
+        return os.fsencode(value)  # what of it is not UTF-8 has arrived as lone surrogates
     try:
-        if source == "--prompt":
-            # Bytes of the command line that are not UTF-8 arrive as lone surrogates.
-            text = os.fsencode(arguments.prompt).decode("utf-8")
-        elif source == "--prompt-file":
-            source = f"prompt file {arguments.prompt_file}"
-            text = Path(arguments.prompt_file).read_bytes().decode("utf-8")
-        else:
-            source = "stdin"
-            if sys.stdin is None:
-                raise UsageError("stdin: is closed; pipe a text into it")
-            text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+        if flag != "-":
+            return Path(value).read_bytes()
+        if sys.stdin is None:
+            raise UsageError("stdin: is closed; pipe a text into it")
+        return sys.stdin.buffer.read()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{source}: cannot be read ({reason}); give a text file") from None
-    if not text:
+
+
+def _text(source: str, data: bytes) -> str:
+    if not data:
         raise UsageError(f"{source}: the prompt is empty; give at least one character")
-    return text
+    if data.startswith(b"%PDF-"):
+        raise UsageError(f"{source}: is a PDF; give its text instead, e.g. what pdftotext makes of it")
+    if b"\0" in data:
+        at = data.index(b"\0")
+        raise UsageError(f"{source}: byte {at} is zero, as in no text; give a text file in UTF-8")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+
+
+def _token_ids(source: str, text: str) -> list[int]:
+    try:
+        entries = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
+    except ValueError as error:
+        raise UsageError(f"{source}: begins like a JSON list and is none ({error})") from None
+    for number, entry in enumerate(entries, 1):
+        if not re.fullmatch("[0-9]{1,18}", str(entry)):
+            raise UsageError(
+                f"{source}: entry {number} is {reprlib.repr(entry)}; give whole numbers of at least 0"
+            )
+    if not entries:
+        raise UsageError(f"{source}: the prompt is empty; give at least one token id")
+    return [int(entry) for entry in entries]
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase | None, text: str, arguments: argparse.Namespace, console: Console
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: str | list[int],
+    arguments: argparse.Namespace,
+    console: Console,
 ) -> list[int]:
     """Token ids of the prompt: the last of them if there are more than the limit.
 
     Raises:
-        UsageError: there is no tokenizer.
+        UsageError: the prompt is a text, and there is no tokenizer.
     """
     from offload_rt.text import encode as encoded
+    from offload_rt.text import keep_last
 
-    if tokenizer is None:
-        raise UsageError(f"model {arguments.model} has no tokenizer: a text cannot be its prompt")
     limit: int | None = arguments.max_prompt_tokens
     built_in = not _named(arguments)
     if limit is None and built_in:
         limit = BUILT_IN_TOKENS
-    prompt = encoded(tokenizer, text)
-    if limit is not None and len(prompt) > limit:
+    if isinstance(prompt, list):
+        tokens = prompt
+    elif tokenizer is None:
+        raise UsageError(
+            f"model {arguments.model} has no tokenizer, so a text cannot be its prompt; give token ids with"
+            " --prompt-tokens FILE"
+        )
+    else:
+        tokens = encoded(tokenizer, prompt)
+    if limit is not None and len(tokens) > limit:
         source = f" of {BUILT_IN}" if built_in else ""
-        console.notice(f"prompt: kept the last {limit:,} of {len(prompt):,} tokens{source}")
-        prompt = encoded(tokenizer, text, last=limit)
-    console.tokens["prefill"] = len(prompt)
-    return prompt
+        console.notice(f"prompt: kept the last {limit:,} of {len(tokens):,} tokens{source}")
+        tokens = keep_last(tokens, limit, None if tokenizer is None else tokenizer.bos_token_id)
+    console.tokens["prefill"] = len(tokens)
+    return tokens
 
 
-def _named(arguments: argparse.Namespace) -> list[str]:
-    """The ways in which the user gave a prompt."""
-    given = {"--prompt": arguments.prompt, "--prompt-file": arguments.prompt_file, "-": arguments.stdin}
-    return [name for name, value in given.items() if value is not None]
+def _named(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The ways in which the user gave a prompt, with what was given; one that is given twice counts twice."""
+    given = {
+        "--prompt": arguments.prompt,
+        "--prompt-file": arguments.prompt_file,
+        "--prompt-tokens": arguments.prompt_tokens,
+        "-": None if arguments.stdin is None else [arguments.stdin],
+    }
+    return [(flag, value) for flag, values in given.items() for value in values or ()]
