@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import cast, overload
@@ -31,7 +29,7 @@ from offload_rt.machine.doctor import usable_hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import ranked
 from offload_rt.planning.shapes import find_shape
-from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
+from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, check_params, is_batch, token_ids
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session
 from offload_rt.text import encode
@@ -230,7 +228,7 @@ class LLM:
         prompt: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     ) -> GenerationResult | list[GenerationResult]:
-        """Continues a prompt, a string or token ids; or each of a list of prompts, all at once.
+        """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
 
         The texts of a batch share every reading of the weights. Each has its own length, acceptance, stop and
         seed; one that fails ends alone, with `finish_reason` "error".
@@ -238,18 +236,18 @@ class LLM:
         Args:
             params: for all prompts, or one for each.
         """
-        if isinstance(prompt, str) or all(isinstance(token, int) for token in prompt):
-            if not isinstance(params, SamplingParams):
-                raise UsageError("a list of parameters belongs to a list of prompts")
-            for _ in self.stream(cast(Prompt, prompt), params):
-                pass
-            return self.last_result
-        return self._generate_all(cast(Sequence[Prompt], prompt), params)
+        if is_batch(prompt):
+            return self._generate_all(cast(Sequence[Prompt], prompt), params)
+        if isinstance(params, Sequence):
+            raise UsageError("a list of parameters belongs to a list of prompts")
+        for _ in self.stream(cast(Prompt, prompt), params):
+            pass
+        return self.last_result
 
     def _generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[GenerationResult]:
-        wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        wanted = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(wanted) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts but {len(wanted)} parameters: give one for each")
         checked = [self._check_prompt(*one) for one in zip(prompts, wanted, strict=True)]
@@ -296,7 +294,7 @@ class LLM:
             self._engine.close_session(kept)
 
     def _open(self, tokens: list[int], params: SamplingParams) -> Writer:
-        params = _seeded(params)
+        params = params.seeded()
         session = self._engine.open(tokens, self._continuation(params))
         return self._writer(session, params)
 
@@ -325,8 +323,9 @@ class LLM:
         settings = session.planned
         if config is not None:
             settings = self._engine.available(load_config(config, overrides))
+        check_params(params)
         self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
-        params = _seeded(params)
+        params = params.seeded()
         session.rerun(settings, self._continuation(params))
         first = self._result
         try:
@@ -366,9 +365,10 @@ class LLM:
 
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         target = self._engine.target
+        check_params(params)
         if params.stop and self._tokenizer is None:
             raise UsageError(f"model {target.name} has no tokenizer: stop strings cannot be used")
-        tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens or (isinstance(prompt, str) and not prompt):
             raise UsageError("the prompt is empty: give it at least one token")
         outside = next((t for t in tokens if not 0 <= t < target.vocabulary), None)
@@ -392,10 +392,7 @@ class LLM:
         self.close()
 
 
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed that is drawn where none is given."""
-    return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-
-
 def _name_of(model: PreTrainedModel) -> str:
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"model {model!r} is no transformers model; LLM(…) takes folders and hub ids")
     return str(getattr(model.config, "_name_or_path", "")) or type(model).__name__

@@ -397,7 +397,11 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Conf
         UsageError: an unknown config or key, a file that cannot be read, a value of the wrong type or
             range.
     """
-    path = _config_path(name_or_path)
+    if not isinstance(overrides, Mapping):
+        raise UsageError(
+            f"overrides {overrides!r}: give values by full key, e.g. {{'retrieval.budget': 4096}}"
+        )
+    path = _config_path(str(name_or_path))
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     for source, given in ((str(path), _read_toml(path)), ("override", overrides)):

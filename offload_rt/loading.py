@@ -121,6 +121,10 @@ def model_config(source: str | Path) -> PretrainedConfig:
         UsageError: no such folder, no config in it, or one that transformers cannot read.
     """
     where = str(source)
+    if not isinstance(source, str | Path):
+        raise UsageError(
+            f"model {where[:60]!r} is no folder and no hub id; LLM.from_models takes loaded models"
+        )
     folder = Path(source)
     if folder.exists():
         _check_folder(folder)

@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import numbers
+import operator
+import reprlib
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from offload_rt.errors import UsageError
 from offload_rt.sampling import Sampler
 
 FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
+
+
+def whole_number(name: str, value: object) -> int:
+    """`value` as an int; UsageError, which names it, where it is none (True is none either)."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise UsageError(f"{name} {reprlib.repr(value)} is no whole number")
+
+
+def number(name: str, value: object) -> float:
+    """`value` as a float; UsageError, which names it, where it is no number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise UsageError(f"{name} {reprlib.repr(value)} is no number")
+    return float(value)
+
+
+_NUMBERS = {
+    "temperature": number,
+    "top_p": number,
+    "top_k": whole_number,
+    "max_tokens": whole_number,
+    "seed": whole_number,
+}
+
+
+def is_batch(prompt: object) -> bool:
+    """Whether it is a list of prompts, and not one: all of its entries are texts or sequences."""
+    if not isinstance(prompt, list | tuple):
+        return getattr(prompt, "ndim", 1) == 2
+    return len(prompt) > 0 and all(isinstance(one, Sequence) or getattr(one, "ndim", 0) for one in prompt)
+
+
+def token_ids(prompt: object) -> list[int]:
+    """Token ids from a sequence of whole numbers, or from a tensor or an array of one dimension.
+
+    Raises:
+        UsageError: it is neither; names the value.
+    """
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(given, Sequence):
+        raise UsageError(
+            f"prompt {reprlib.repr(prompt)} is of type {type(prompt).__name__}:"
+            " give a text (str) or token ids"
+        )
+    return [whole_number(f"prompt token {at}:", token) for at, token in enumerate(given)]
 
 
 @dataclass(frozen=True)
@@ -36,15 +88,34 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in _NUMBERS.items():
+            value = getattr(self, name)
+            if name != "seed" or value is not None:
+                object.__setattr__(self, name, kind(name.replace("_", "-"), value))
         Sampler(self.temperature, self.top_p, self.top_k)  # says what is out of range
         if self.max_tokens < 1:
-            raise UsageError(f"max tokens {self.max_tokens} is out of range: use 1 or more")
-        if isinstance(self.stop, str):
-            raise UsageError(f"stop {self.stop!r} must be a sequence of strings, not one string")
-        if any(not text for text in self.stop):
-            raise UsageError("a stop string is empty: leave it out")
+            raise UsageError(f"max-tokens {self.max_tokens} is out of range: use 1 or more")
+        if isinstance(self.stop, str | bytes) or not isinstance(self.stop, Collection):
+            raise UsageError(f"stop {self.stop!r} must be a sequence of strings")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise UsageError(f"stop string {text!r} is no string (str)")
+            if not text:
+                raise UsageError("a stop string is empty: leave it out")
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore-eos {self.ignore_eos!r} must be True or False")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed {self.seed} is out of range: use 0 to {2**63 - 1}")
+
+    def seeded(self) -> SamplingParams:
+        """With a seed that is drawn where none is given."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+def check_params(params: object) -> None:
+    """Raises UsageError for what are no `SamplingParams`."""
+    if not isinstance(params, SamplingParams):
+        raise UsageError(f"params {reprlib.repr(params)}: give SamplingParams")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from small_engine import CONFIGS, SIZES
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from transformers import PreTrainedModel
@@ -104,8 +106,22 @@ def plain_tokens(target: PreTrainedModel) -> list[int]:
         ({"top_p": 1.01}, "top-p 1.01"),
         ({"top_p": float("nan")}, "top-p nan"),
         ({"top_k": -1}, "top-k -1"),
-        ({"max_tokens": 0}, "max tokens 0"),
+        ({"max_tokens": 0}, "max-tokens 0"),
         ({"stop": "end"}, "stop 'end' must be a sequence"),
+        ({"stop": b"end"}, "stop b'end' must be a sequence"),
+        ({"stop": None}, "stop None must be a sequence"),
+        ({"stop": ["a", b"b"]}, "stop string b'b' is no string"),
+        ({"temperature": "0.5"}, "temperature '0.5' is no number"),
+        ({"temperature": None}, "temperature None is no number"),
+        ({"top_p": True}, "top-p True is no number"),
+        ({"top_k": 2.5}, "top-k 2.5 is no whole number"),
+        ({"max_tokens": 3.5}, "max-tokens 3.5 is no whole number"),
+        ({"max_tokens": "3"}, "max-tokens '3' is no whole number"),
+        ({"max_tokens": None}, "max-tokens None is no whole number"),
+        ({"max_tokens": True}, "max-tokens True is no whole number"),
+        ({"seed": 1.0}, "seed 1.0 is no whole number"),
+        ({"seed": torch.tensor([1, 2])}, "seed tensor([1, 2]) is no whole number"),
+        ({"ignore_eos": 1}, "ignore-eos 1 must be True or False"),
         ({"stop": ("a", "")}, "a stop string is empty"),
         ({"seed": -1}, "seed -1"),
         ({"seed": 2**63}, "seed 9223372036854775808"),
@@ -119,6 +135,57 @@ def test_sampling_params_out_of_range(values: dict[str, Any], message: str) -> N
 def test_sampling_params_at_the_ends_of_their_ranges() -> None:
     SamplingParams(temperature=0, top_p=1.0, top_k=0, max_tokens=1, stop=[], seed=2**63 - 1)
     SamplingParams(temperature=100.0, top_p=1e-9, seed=None)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    given = SamplingParams(np.float32(0.5), top_k=np.int64(3), max_tokens=torch.tensor(7), seed=np.uint8(9))
+    assert given == SamplingParams(0.5, top_k=3, max_tokens=7, seed=9)
+    assert {type(value) for value in (given.top_k, given.max_tokens, given.seed)} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (b"abc", "prompt b'abc' is of type bytes: give a text (str) or token ids"),
+        (None, "prompt None is of type NoneType"),
+        (3, "prompt 3 is of type int"),
+        ({1: 2}, "prompt {1: 2} is of type dict"),
+        ([1, "a"], "prompt token 1: 'a' is no whole number"),
+        (["a", 1], "prompt token 0: 'a' is no whole number"),
+        ([3.5], "prompt token 0: 3.5 is no whole number"),
+        ([1, True], "prompt token 1: True is no whole number"),
+        (torch.tensor([1.5, 2.0]), "prompt token 0: 1.5 is no whole number"),
+        (torch.tensor([True]), "prompt token 0: True is no whole number"),
+        (torch.tensor([[[1]]]), "prompt token 0: [[1]] is no whole number"),
+        ([[1, 2], b"ab"], "prompt b'ab' is of type bytes"),
+        (["a", [1, "b"]], "prompt token 1: 'b' is no whole number"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt(make: Any, prompt: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make("plain").generate(prompt, PARAMS)
+
+
+def test_what_are_no_params(make: Any) -> None:
+    llm = make("plain")
+    for prompt in ("a", ["a", "b"]):
+        for params in (None, {"max_tokens": 3}, 5):
+            with pytest.raises(UsageError, match=re.escape(f"params {params!r}: give SamplingParams")):
+                llm.generate(prompt, params)
+    with pytest.raises(UsageError, match="params None: give SamplingParams"):
+        llm.generate("a", PARAMS) and llm.rerun(None)
+
+
+def test_a_model_that_is_none_where_one_is_wanted(target: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match=re.escape("model './m' is no transformers model; LLM(…) takes")):
+        LLM.from_models("./m")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is no folder and no hub id; LLM.from_models takes loaded models"):
+        LLM(target)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown config '3'"):
+        LLM.from_models(target, config=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="overrides .* give values by full key"):
+        LLM.from_models(target, overrides=["a=b"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prompt", ["", [], ()])
@@ -177,9 +244,18 @@ def test_nothing_was_generated_yet(make: Any) -> None:
 def test_a_prompt_is_text_or_tokens(make: Any, plain_tokens: list[int]) -> None:
     llm = make("plain")
     text = real_text()[:100]
-    for prompt in (text, PROMPT, tuple(PROMPT)):
+    for prompt in (
+        text,
+        PROMPT,
+        tuple(PROMPT),
+        torch.tensor(PROMPT),
+        np.array(PROMPT),
+        [*torch.tensor(PROMPT)],
+    ):
         result = llm.generate(prompt, PARAMS)
         assert result.tokens == plain_tokens and result.prompt_tokens == 100
+    (both,) = {tuple(result.tokens) for result in llm.generate(torch.tensor([PROMPT, PROMPT]), PARAMS)}
+    assert list(both) == plain_tokens
     assert llm.encode(text) == PROMPT
     assert llm.encode(text, last=7) == PROMPT[-7:]
 
