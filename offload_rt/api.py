@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,7 +46,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A target model, perhaps a draft model, and a composition of them.
+    """A target model, perhaps a draft model, and a composition of them. Threads that call it take turns.
 
     Args:
         model: folder or hub id of the target; None: the embedded demo pair.
@@ -155,6 +156,7 @@ class LLM:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
         self._on_notice = on_notice
+        self._turn = threading.RLock()  # of a thread whose text is the last one while it is made
         self._last: Session | None = None
         self._result: GenerationResult | None = None
         with ExitStack() as refused:
@@ -238,11 +240,10 @@ class LLM:
         """
         if is_batch(prompt):
             return self._generate_all(cast(Sequence[Prompt], prompt), params)
-        if isinstance(params, Sequence):
-            raise UsageError("a list of parameters belongs to a list of prompts")
-        for _ in self.stream(cast(Prompt, prompt), params):
-            pass
-        return self.last_result
+        with self._turn:
+            for _ in self.stream(cast(Prompt, prompt), cast(SamplingParams, params)):
+                pass
+            return self.last_result
 
     def _generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -274,24 +275,26 @@ class LLM:
         Several streams may be open: each is a text of its own. The newest one that has ended is kept.
         """
         tokens = self._check_prompt(prompt, params)
-        before = self._last
-        self._engine.check_room(len(tokens), params.max_tokens, instead_of=before)
-        self._last = self._result = None
-        if before is not None:
-            self._engine.close_session(before)
-        events = self._run(self._open(tokens, params))
+        with self._turn:
+            before = self._last
+            self._engine.check_room(len(tokens), params.max_tokens, instead_of=before)
+            self._last = self._result = None
+            if before is not None:
+                self._engine.close_session(before)
+            events = self._run(self._open(tokens, params))
         next(events)  # from here on closing it ends the text
         return events
 
     def _keep(self, session: Session, result: GenerationResult) -> None:
         """Keeps a text that has ended, unless a newer one has."""
-        kept = self._last
-        if kept is not None and session.opened < kept.opened:
-            self._engine.close_session(session)
-            return
-        self._last, self._result = session, result
-        if kept is not None and kept is not session:
-            self._engine.close_session(kept)
+        with self._turn:
+            kept = self._last
+            if kept is not None and session.opened < kept.opened:
+                self._engine.close_session(session)
+                return
+            self._last, self._result = session, result
+            if kept is not None and kept is not session:
+                self._engine.close_session(kept)
 
     def _open(self, tokens: list[int], params: SamplingParams) -> Writer:
         params = params.seeded()
@@ -317,23 +320,24 @@ class LLM:
         Returns:
             A result whose `prompt_ms` is the time to fill the caches that the composition drafts with.
         """
-        session = self._last
-        if session is None:
-            raise UsageError("there is no prompt to decode again: generate first")
-        settings = session.planned
-        if config is not None:
-            settings = self._engine.available(load_config(config, overrides))
         check_params(params)
-        self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
-        params = params.seeded()
-        session.rerun(settings, self._continuation(params))
-        first = self._result
-        try:
-            for _ in self._run(self._writer(session, params)):
-                pass
-            return self.last_result
-        finally:
-            self._result = first
+        with self._turn:
+            session = self._last
+            if session is None:
+                raise UsageError("there is no prompt to decode again: generate first")
+            settings = session.planned
+            if config is not None:
+                settings = self._engine.available(load_config(config, overrides))
+            self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
+            params = params.seeded()
+            session.rerun(settings, self._continuation(params))
+            first = self._result
+            try:
+                for _ in self._run(self._writer(session, params)):
+                    pass
+                return self.last_result
+            finally:
+                self._result = first
 
     def plain(self, params: SamplingParams = GREEDY) -> GenerationResult:
         """Decodes the last prompt again, plainly."""

@@ -115,7 +115,9 @@ class SamplingParams:
 def check_params(params: object) -> None:
     """Raises UsageError for what are no `SamplingParams`."""
     if not isinstance(params, SamplingParams):
-        raise UsageError(f"params {reprlib.repr(params)}: give SamplingParams")
+        raise UsageError(
+            f"params {reprlib.repr(params)}: give SamplingParams, a list of them to a list of prompts"
+        )
 
 
 @dataclass(frozen=True)

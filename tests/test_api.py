@@ -402,6 +402,32 @@ def test_the_newest_text_that_has_ended_is_kept(make: Any, plain_tokens: list[in
     assert len(llm._engine._sessions) == 1
 
 
+@pytest.mark.parametrize("uses", [("generate", "generate", "plain"), ("generate", "stream", "stream")])
+def test_threads_take_turns(make: Any, plain_tokens: list[int], uses: tuple[str, ...]) -> None:
+    llm = make()
+    found: list[object] = []
+
+    def work(use: str) -> None:
+        try:
+            for _ in range(5):
+                if use == "stream":
+                    found.append([event.token for event in llm.stream(PROMPT, PARAMS)])
+                else:
+                    result = llm.plain(PARAMS) if use == "plain" else llm.generate(PROMPT, PARAMS)
+                    found.append(result.tokens)
+        except Exception as error:
+            found.append(error)
+
+    llm.generate(PROMPT, PARAMS)
+    threads = [threading.Thread(target=work, args=(use,)) for use in uses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [plain_tokens] * 15
+    assert len(llm._engine._sessions) == 1
+
+
 def test_a_stream_that_never_began_ends_as_any_other(make: Any, plain_tokens: list[int]) -> None:
     llm = make()
     llm.stream(byte_ids(70, start=500, vocabulary=ASCII), PARAMS).close()
