@@ -18,7 +18,7 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
-from offload_rt.planning.placement import PlanRequest, available_levels, check_vocabulary
+from offload_rt.planning.placement import PlanRequest, available_levels, check_positions, check_vocabulary
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.shapes import ModelShape, from_config
 from offload_rt.rounds import round_of
@@ -192,13 +192,8 @@ class Engine:
             instead_of: an open text that gives its memory back first.
         """
         self._check_open()
-        total, limit = prompt_tokens + new_tokens, self.target.max_positions
-        if total > limit:
-            raise UsageError(
-                f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "
-                f"positions of {self.target.name}: use --max-prompt-tokens "
-                f"{max(1, limit - new_tokens)} or fewer new tokens"
-            )
+        check_positions(self.target, prompt_tokens, new_tokens)
+        total = prompt_tokens + new_tokens
         layout = self.store.layout
         token_bytes = layout.token_bytes
         chunks = [one.retrieval.chunk for one in self.configs if TARGET_RETRIEVED in one.speculation.names]

@@ -202,9 +202,18 @@ def test_a_token_outside_the_vocabulary(make: Any, token: int) -> None:
 
 def test_more_tokens_than_positions(make: Any) -> None:
     llm = make("plain")
-    with pytest.raises(UsageError, match="8190 prompt tokens and 3 new ones .* 8192 positions .* 8189 or"):
+    with pytest.raises(
+        UsageError, match="8190 prompt tokens and 3 new ones .* 8192 positions .* 8189 prompt tokens or 2 new"
+    ):
         llm.generate([1] * 8190, SamplingParams(max_tokens=3))
     assert len(llm.generate([1] * 8190, SamplingParams(max_tokens=2)).tokens) == 2
+    for prompt, new, remedy in (
+        (1, 8192, "8191 new tokens"),
+        (9000, 10, "8182 prompt tokens"),
+        (9000, 9000, "8192 together"),
+    ):
+        with pytest.raises(UsageError, match=f"positions of LlamaForCausalLM: use at most {remedy}$"):
+            llm.generate([1] * prompt, SamplingParams(max_tokens=new))
 
 
 def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,12 +66,8 @@ class PlanRequest:
         for rate in (self.same_model_acceptance, self.small_model_acceptance):
             if not 0 <= rate <= 1:
                 raise UsageError(f"acceptance {rate:g}: must be from 0 to 1")
-        target, total = self.target, self.context + self.new_tokens
-        if total > target.max_positions:
-            raise UsageError(
-                f"{self.context} prompt tokens and {self.new_tokens} new ones are more than the "
-                f"{target.max_positions} positions of {target.name}: plan for a shorter context"
-            )
+        target = self.target
+        check_positions(target, self.context, self.new_tokens)
         if target.kv_heads % self.parts or target.heads % self.parts:
             raise UsageError(
                 f"{target.name} has {target.kv_heads} key heads, which {self.parts} GPUs cannot share "
@@ -184,6 +180,20 @@ class Placement:
         counts = ("resident_tokens", "streamed_tokens", "ring_buffers", "segment_tokens")
         values = {name: getattr(self, name) for name in (*sizes, *counts)}
         return values | {"cpu_attended_tokens": self.cpu_tokens}
+
+
+def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
+    """Raises UsageError where a text has more tokens than the model has positions."""
+    limit = model.max_positions
+    if prompt_tokens + new_tokens <= limit:
+        return
+    fitting = [f"{limit - new_tokens} prompt tokens"] if new_tokens < limit else []
+    if prompt_tokens < limit:
+        fitting.append(f"{limit - prompt_tokens} new tokens")
+    raise UsageError(
+        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of "
+        f"{model.name}: use at most {' or '.join(fitting) or f'{limit} together'}"
+    )
 
 
 def check_vocabulary(draft: ModelShape | CausalModel, target: ModelShape | CausalModel) -> None:
