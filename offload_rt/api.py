@@ -57,7 +57,7 @@ class LLM:
         device: auto, cpu or cuda.
         dtype: auto, float32, bfloat16 or float16.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
-        on_progress: told how far the prefill is, and what is measured of a machine for its first plan.
+        on_progress: told how far loading and prefill are, and what is measured for a machine's first plan.
         on_notice: told, in a line, what a user should know.
         size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
             weights are read.
@@ -98,8 +98,10 @@ class LLM:
             candidates = possible(configs, small_shape is not None)
             plans = ranked(PlanRequest(shape, small_shape, one, *size_hint, hardware) for one in candidates)
             plans[0].check()
-        target = load_model(source, place, wanted)
-        small = None if draft_name is None else load_model(draft_name, place, target.dtype)
+        target = load_model(source, place, wanted, on_progress)
+        small = None
+        if draft_name is not None:
+            small = load_model(draft_name, place, target.dtype, on_progress, "load draft")
         if model is None and draft_name is not None and Path(draft_name) == demo_model("draft"):
             draft_name = DEMO
         self._start(
@@ -298,8 +300,7 @@ class LLM:
 
     def _open(self, tokens: list[int], params: SamplingParams) -> Writer:
         params = params.seeded()
-        session = self._engine.open(tokens, self._continuation(params))
-        return self._writer(session, params)
+        return self._writer(self._engine.open(tokens, self._continuation(params)), params)
 
     def _writer(self, session: Session, params: SamplingParams) -> Writer:
         return Writer(self._engine, session, params, self._tokenizer, self._notices)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +142,17 @@ def model_config(source: str | Path) -> PretrainedConfig:
     return config
 
 
-def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_model(
+    source: str | Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+    phase: str = "load",
+) -> PreTrainedModel:
     """Weights from a local folder or a hub id, on `device`.
+
+    Args:
+        on_progress: told the phase, how many of the weights are read, and how many there are.
 
     Raises:
         UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture.
@@ -151,20 +162,18 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     if Path(source).exists():
         _check_weights(Path(source))
     wanted: Any = dtype if dtype is not None else "auto"
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     loader: Any = AutoModelForCausalLM.from_pretrained  # what it returns hangs on its arguments
     try:
-        model, report = loader(
-            source,
-            config=config,
-            dtype=wanted,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
-            trust_remote_code=False,
-        )
+        with _told_by_transformers(partial(on_progress, phase) if on_progress else None):
+            model, report = loader(
+                source,
+                config=config,
+                dtype=wanted,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
+                trust_remote_code=False,
+            )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UsageError(
             f"model {where}: its weights do not fit into memory: {_first_line(error)}"
@@ -172,10 +181,6 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
     except Exception as error:
         kind = ", ".join(config.architectures or [config.model_type])
         raise UsageError(f"model {where} ({kind}): cannot be loaded: {_first_line(error)}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
     _check_report(where, report)
     try:
         placed: PreTrainedModel = model.to(device).eval()
@@ -183,6 +188,34 @@ def load_model(source: str | Path, device: torch.device, dtype: torch.dtype | No
         gib = sum(p.nbytes for p in model.parameters()) / GIB
         raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on the GPU") from error
     return placed
+
+
+@contextmanager
+def _told_by_transformers(on_progress: Callable[[int, int], None] | None) -> Iterator[None]:
+    """transformers logs errors alone and draws no bars within; that of its weights goes to `on_progress`."""
+
+    def bar(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if on_progress is None or options.get("desc") != "Loading weights":
+            return factory(*arguments, **options)
+        return _counted(list(arguments[0]), on_progress)
+
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hook = transformers_logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(hook)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _counted(items: Sequence[Any], on_progress: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, item in enumerate(items, 1):
+        yield item
+        on_progress(done, len(items))
 
 
 def _check_report(where: str, report: Mapping[str, Any]) -> None:

@@ -228,7 +228,9 @@ def test_token_ids_in_and_out(
     assert capsys.readouterr().err.endswith(told)
 
 
-def test_a_long_prompt_is_encoded_once(llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_encoded_once_and_says_so(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     encode, encoded = CharacterTokenizer.__call__, []
 
     def counted(self: CharacterTokenizer, text: str) -> dict[str, list[int]]:
@@ -236,7 +238,9 @@ def test_a_long_prompt_is_encoded_once(llm: type[FakeLLM], monkeypatch: pytest.M
         return encode(self, text)
 
     monkeypatch.setattr(CharacterTokenizer, "__call__", counted)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert cli.main(["generate", "--prompt", "abcd", "--max-prompt-tokens", "2"]) == 0
+    assert "\x1b[Kencode     4 characters\r\x1b[K" in capsys.readouterr().err
     assert encoded == ["abcd"] and llm.made.prompt == [ord("c"), ord("d")]
 
 
@@ -499,7 +503,32 @@ def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch:
         console.progress("prefill", done, 4)
     console.clear()
     bar = "█" * 22 + "░" * 8
-    assert capsys.readouterr().err == f"\r\x1b[Kprefill     75%  375 tokens/s  {bar}\r\x1b[K"
+    # Half of it took 2 s.
+    assert capsys.readouterr().err == f"\r\x1b[Kprefill     75%  250 tokens/s  1 s left  {bar}\r\x1b[K"
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (200, "prefill     20%  4 min left  " + "█" * 6 + "░" * 24),
+        (40, "prefill     20%  4 min left  ██░░░░░░░░"),
+        (31, "prefill     20%  4 min left  ░"),
+        (20, "prefill     20%  4 "),
+    ],
+)
+def test_a_progress_line_is_no_wider_than_its_terminal(
+    columns: int, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
+    monkeypatch.setattr(console_module.os, "get_terminal_size", lambda fd: os.terminal_size((columns, 24)))
+    clock = iter([0.0, 0.0, 60.0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))
+    console = Console(quiet=False)
+    for done in (0, 2):
+        console.progress("prefill", done, 10)
+    line = capsys.readouterr().err.removeprefix("\r\x1b[K")
+    assert line == shown and len(line) < columns
 
 
 def test_what_cannot_fit_is_refused_before_weights_are_read(

@@ -52,6 +52,15 @@ def test_a_folder_gives_the_model_and_its_tokenizer(saved: Path) -> None:
     assert load_model(saved, CPU, None).dtype == torch.float32  # the checkpoint's own
 
 
+def test_progress_of_loading_is_told(saved: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    with LLM(
+        saved, str(saved), config="naive", device="cpu", on_progress=lambda *report: told.append(report)
+    ):
+        count = len(load_file(saved / WEIGHTS))
+        assert told == [(phase, n, count) for phase in ("load", "load draft") for n in range(1, count + 1)]
+
+
 def test_an_llm_from_folders(saved: Path, tmp_path: Path) -> None:
     tiny_draft().save_pretrained(tmp_path / "draft")
     params = SamplingParams(max_tokens=10)

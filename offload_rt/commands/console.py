@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -10,6 +11,23 @@ from offload_rt.machine.hardware import GIB
 
 if TYPE_CHECKING:
     from offload_rt.results import GenerationResult
+
+
+UNKNOWN_WIDTH = 80
+LASTING = ("load", "load draft", "prefill", "decode")
+"""Phases that report often, and are worth a line only where they last; others are shown at once."""
+
+
+def _columns() -> int:
+    """Width of the terminal that stderr is."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or UNKNOWN_WIDTH
+    except (OSError, ValueError):
+        return UNKNOWN_WIDTH
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 class Console:
@@ -29,6 +47,7 @@ class Console:
         self._live = sys.stderr.isatty()
         self._drawn = False
         self._phase = ""
+        self._first = 0.0
         self._began = self._last = time.monotonic()
         self._noticed: set[str] = set()
 
@@ -47,22 +66,37 @@ class Console:
     def progress(self, phase: str, done: int, total: int) -> None:
         """Shows how far a phase is, in units of its own; without a terminal, a line every `LOG_S`."""
         now = time.monotonic()
+        share = done / total if total else 1.0
         if phase != self._phase:
             # A rate needs two reports; a phase without one may report only once, so show it at once.
-            self._phase, self._began = phase, now
-            self._last = now if phase in self.tokens else float("-inf")
+            self._phase, self._began, self._first = phase, now, share
+            self._last = now if phase in LASTING else float("-inf")
         if self._quiet or now - self._last < (self.REDRAW_S if self._live else self.LOG_S):
             return
         self._last = now
-        share = done / total if total else 1.0
         line = f"{phase:10} {share:4.0%}"
-        if phase in self.tokens:
-            line += f"  {share * self.tokens[phase] / (now - self._began):,.0f} tokens/s"
+        rate = (share - self._first) / (now - self._began) if now > self._began else 0.0
+        if rate and phase in self.tokens:
+            line += f"  {rate * self.tokens[phase]:,.0f} tokens/s"
+        if rate and share < 1:
+            line += f"  {_duration((1 - share) / rate)} left"
+        self._show(line, share)
+
+    def working(self, phase: str, what: str) -> None:
+        """Shows what is under way on a terminal, where nobody tells how far it is."""
+        if self._live and not self._quiet:
+            self._show(f"{phase:10} {what}")
+
+    def _show(self, line: str, share: float | None = None) -> None:
         if not self._live:
             print(line, file=sys.stderr, flush=True)
             return
-        full = round(share * self.BAR)
-        print(f"\r\x1b[K{line}  {'█' * full}{'░' * (self.BAR - full)}", end="", file=sys.stderr, flush=True)
+        room = _columns() - 1  # a line that fills its row would leave the next one
+        bar = min(self.BAR, room - len(line) - 2)
+        if share is not None and bar > 0:
+            full = round(share * bar)
+            line += f"  {'█' * full}{'░' * (bar - full)}"
+        print(f"\r\x1b[K{line[:room]}", end="", file=sys.stderr, flush=True)
         self._drawn = True
 
     def clear(self) -> None:

@@ -144,7 +144,9 @@ def encode(
             " --prompt-tokens FILE"
         )
     else:
+        console.working("encode", f"{len(prompt):,} characters")
         tokens = encoded(tokenizer, prompt)
+        console.clear()
     if limit is not None and len(tokens) > limit:
         source = f" of {BUILT_IN}" if built_in else ""
         console.notice(f"prompt: kept the last {limit:,} of {len(tokens):,} tokens{source}")
