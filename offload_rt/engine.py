@@ -15,7 +15,9 @@ from offload_rt.config import TARGET_RETRIEVED, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.errors import UsageError
+from offload_rt.machine.advice import without_kernel
 from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine.inventory import native_kernel
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
 from offload_rt.planning.placement import PlanRequest, available_levels, check_positions, check_vocabulary
@@ -69,6 +71,8 @@ class Engine:
         self.configs = tuple(map(self.available, possible(configs, draft is not None)))
         self._chosen = ""
         self._backend = choose_backend(target.device)
+        if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):
+            on_notice(without_kernel(kernel))
         self.store = PagedKVStore(
             target.kv_layout(self.configs[0].store.page),
             pin=target.device.type == "cuda",

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from small_engine import CONFIGS, SIZES
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, SamplingParams, devices, pace, passes, rounds, writer
+from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
 from offload_rt.drafting import lookup
 from offload_rt.errors import UsageError
 from offload_rt.planning.prediction import Predictor
@@ -458,11 +459,45 @@ def test_progress_is_told(make: Any) -> None:
     assert told[-1] == ("prefill", 198, 198)  # two layers of all tokens but the last
 
 
+def test_tokens_without_drafts_are_told_as_what_happened(make: Any) -> None:
+    result = make(step_down=True).generate(PROMPT, PARAMS)  # so small a model is faster without
+    told = "of 60 tokens were decoded plainly, as drafting them would have taken longer"
+    assert f"{result.plain_tokens} {told}" in result.notices
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (
+            {"CXX": "/bin/false"},
+            ["attention on the processor is slower without the native kernel; its build"],
+        ),
+        (
+            {"PATH": ""},
+            ["attention on the processor is slower without the native kernel; there is no C++ comp"],
+        ),
+        ({native.SWITCH: "0"}, []),
+    ],
+    ids=["build failed", "no compiler", "switched off"],
+)
+def test_a_missing_kernel_is_told(
+    make: Any, environment: dict[str, str], told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    for name, value in {"OFFLOAD_RT_CACHE": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    native.load_kernel.cache_clear()
+    found: list[str] = []
+    make("plain", on_notice=found.append)
+    native.load_kernel.cache_clear()
+    assert [text[: len(start)] for text, start in zip(found, told, strict=True)] == told
+
+
 def test_a_missing_draft_is_told(target: PreTrainedModel, plain_tokens: list[int]) -> None:
     told: list[str] = []
     with LLM.from_models(target, config="triforce", overrides=SIZES, on_notice=told.append) as llm:
         result = llm.generate(PROMPT, PARAMS)
-    assert told == ["no draft model: target:retrieved drafts alone"] == result.notices
+    assert "no draft model: target:retrieved drafts alone" in told and told == result.notices
     assert [level.name for level in result.levels] == ["target:retrieved", "target:full"]
     assert result.draft is None and result.tokens == plain_tokens
 

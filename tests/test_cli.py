@@ -77,7 +77,7 @@ class FakeLLM:
                 SimpleNamespace(name="target:full", proposed=8, accepted=6),
             ],
             memory=SimpleNamespace(kv_bytes=2**30, host_peak_bytes=3 * 2**29, device_peak_bytes=0),
-            notices=["memory is not pinned", "speculation stepped down"],
+            notices=["memory is not pinned", "5 of 9 tokens were decoded plainly"],
             seed=self.params.seed,
             prompt_tokens=len(self.prompt),
             to_json=lambda: {"tokens": tokens, "finish_reason": finish_reason},
@@ -130,7 +130,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(
         "9 tokens, 2.0 ms/token, 500.0 tokens/s; finish: length; seed 7",
         "2, 4.50 tokens a round; target:full accepted 75% of 8",
         "KV 1.00 GiB; peak on the host 1.50 GiB",
-        "speculation stepped down",
+        "5 of 9 tokens were decoded plainly",
     ]:
         assert said in err
     assert err.count("memory is not pinned") == 1

@@ -25,6 +25,11 @@ KERNEL_REMEDIES = {
 }
 
 
+def without_kernel(why: str) -> str:
+    """What a processor without the native kernel (`HostFacts.native_kernel`) means, with the remedy."""
+    return f"attention on the processor is slower without the native kernel; {KERNEL_REMEDIES[why]}"
+
+
 def warnings(report: Report) -> tuple[str, ...]:
     """What is wrong with the machine, a line each, with the remedy; nothing where all is well."""
     return (*_of_cards(report), *_of_processor(report), *_of_memory(report))
@@ -93,8 +98,7 @@ def _of_processor(report: Report) -> Iterator[str]:
             " `sudo cpupower frequency-set -g performance`"
         )
     if host.native_kernel != "built":
-        remedy = KERNEL_REMEDIES[host.native_kernel]
-        yield f"attention on the processor does without the native kernel; {remedy}"
+        yield without_kernel(host.native_kernel)
 
 
 def _of_memory(report: Report) -> Iterator[str]:

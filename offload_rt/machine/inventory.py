@@ -110,7 +110,7 @@ def read_host() -> HostFacts:
         threads=torch.get_num_threads(),
         instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in flags),
         numa_nodes=max(1, len(list(_NODES.glob("node[0-9]*")))),
-        native_kernel=_native_kernel(),
+        native_kernel=native_kernel(),
         attention=choose_backend(torch.device("cpu")).name,
         governor=_line(frequency / "scaling_governor"),
         energy_preference=_line(frequency / "energy_performance_preference"),
@@ -206,7 +206,8 @@ def _processor_field(name: str) -> str:
     return found[1].strip() if found else ""
 
 
-def _native_kernel() -> str:
+def native_kernel() -> str:
+    """Whether attention on the processor has its kernel; see `HostFacts.native_kernel`."""
     if load_kernel() is not None:
         return "built"
     if os.environ.get(SWITCH) == "0":
