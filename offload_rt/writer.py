@@ -96,8 +96,8 @@ class Writer:
         notices = list(self._notices)
         if session.pace.steps_down:
             notices.append(
-                f"{session.pace.plain_tokens} of {len(self._tokens)} tokens were decoded plainly, as drafting "
-                "them would have taken longer"
+                f"{session.pace.plain_tokens} of {len(self._tokens)} tokens were decoded plainly, as "
+                "drafting them would have taken longer"
             )
         counters, on_gpu = session.engine.counters, target.device.type == "cuda"
         return GenerationResult(

@@ -493,6 +493,21 @@ def test_a_person_who_begins_is_told_how(capsys: pytest.CaptureFixture[str]) -> 
     assert ended.returncode == 0 and re.fullmatch(r"offload-rt \d+\.\d+\.\d+\n", ended.stdout)
 
 
+@pytest.mark.parametrize("command", ["generate", "demo"])
+def test_help_says_what_every_flag_does_and_its_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    helped = " ".join(capsys.readouterr().out.split("\n\n", 1)[1].split()).partition(" A first run: ")[0]
+    flags = re.split(r" (?=-n N,|(?<!N, )--[a-z])", helped)[1:]
+    assert len(flags) > (20 if command == "generate" else 3)
+    for flag in flags:
+        name, *words = flag.split()
+        switch = name in ("--help", "--ignore-eos", "--compare-plain", "--quiet")
+        assert len(words) > 3 and (switch or "default: " in flag), flag
+
+
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter([0.0, 1.0, 1.01, 3.0])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import READER_GONE, status_of
-from offload_rt.config import AUTO, config_names, parse_override
+from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig, config_names, parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json
 
@@ -29,17 +29,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "generate",
         help="continue a prompt",
         description="Continues a prompt losslessly; text goes to stdout, everything else to stderr.",
+        epilog="A first run: offload-rt generate --model FOLDER --prompt-file book.txt. Memory and speed are"
+        " predicted by offload-rt plan.",
         allow_abbrev=False,
     )
     generate.set_defaults(run=run)
 
     model = generate.add_argument_group("model")
-    model.add_argument("--model", metavar="PATH|ID", help="target model (default: the demo pair)")
     model.add_argument(
-        "--draft", metavar="PATH|ID|none", help="draft model that shares the target's tokenizer"
+        "--model",
+        metavar="PATH|ID",
+        help="target model: a folder or a hub id (default: the embedded demo pair)",
     )
-    model.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    model.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    model.add_argument(
+        "--draft",
+        metavar="PATH|ID|none",
+        help="small model with the target's tokenizer, which drafts (default: none, or the demo's own)",
+    )
+    model.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where models run (default: auto, the GPU if there is one)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
+    )
 
     prompts.add_arguments(generate)
     _add_sampling(generate)
@@ -50,20 +68,44 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens"
     )
     output.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result and its statistics to FILE"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the result and its statistics to FILE (default: nowhere)",
     )
     output.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
 def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
-    sampling.add_argument("-n", "--max-new-tokens", type=int, default=256, metavar="N")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all tokens")
-    sampling.add_argument("--seed", type=int, metavar="S", help="default: random, shown in the summary")
-    sampling.add_argument("--stop", action="append", default=[], metavar="STRING", help="may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true")
+    add = sampling.add_argument
+    add(
+        "-n", "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N (default: 256)"
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default: 0)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest likely tokens that have probability P together (default: 1, all)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draw from the K likeliest tokens (default: 0, all)",
+    )
+    add("--seed", type=int, metavar="S", help="repeats a text (default: random, shown in the summary)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="end the text where STRING begins; may be repeated (default: none)",
+    )
+    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
 
 
 def _add_configuration(generate: argparse.ArgumentParser) -> None:
@@ -72,14 +114,34 @@ def _add_configuration(generate: argparse.ArgumentParser) -> None:
         "--config",
         default=AUTO,
         metavar="NAME|FILE",
-        help=f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default)",
+        help=f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default: auto)",
     )
-    for flag, key, metavar in (
-        ("--retrieval-budget", "retrieval.budget", "N"),
-        ("--chunk-size", "retrieval.chunk", "N"),
-        ("--gamma1", "speculation.gamma1", "N"),
-        ("--gamma2", "speculation.gamma2", "N"),
-        ("--refresh", "retrieval.refresh", "POLICY"),
+    for flag, key, metavar, meaning in (
+        (
+            "--retrieval-budget",
+            "retrieval.budget",
+            "N",
+            f"tokens retrieved (default: {RetrievalConfig.budget})",
+        ),
+        (
+            "--chunk-size",
+            "retrieval.chunk",
+            "N",
+            f"tokens chosen together (default: {RetrievalConfig.chunk})",
+        ),
+        (
+            "--gamma1",
+            "speculation.gamma1",
+            "N",
+            f"depth of first drafts (default: {SpeculationConfig.gamma1})",
+        ),
+        ("--gamma2", "speculation.gamma2", "N", "depth of drafts for the full cache (default: as it pays)"),
+        (
+            "--refresh",
+            "retrieval.refresh",
+            "POLICY",
+            "when to retrieve anew: every, stride:N or acceptance:X (default: the config's)",
+        ),
     ):
         config.add_argument(
             flag,
@@ -87,7 +149,7 @@ def _add_configuration(generate: argparse.ArgumentParser) -> None:
             action="append",
             dest="overrides",
             metavar=metavar,
-            help=f"sets {key}",
+            help=f"{meaning}; sets {key}",
         )
     config.add_argument(
         "--set",
@@ -95,7 +157,7 @@ def _add_configuration(generate: argparse.ArgumentParser) -> None:
         action="append",
         dest="overrides",
         metavar="section.key=value",
-        help="sets any configuration key; the last value given wins",
+        help="sets any configuration key (default: the config's values); the last value given wins",
     )
     generate.set_defaults(overrides=[])
 

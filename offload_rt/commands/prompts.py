@@ -26,16 +26,18 @@ BUILT_IN_TOKENS = 32768
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `read` and `encode` look at."""
     prompt = parser.add_argument_group(f"prompt (default: {BUILT_IN})")
-    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="the text itself")
+    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="the text itself (default: none)")
     prompt.add_argument(
-        "--prompt-file", action="append", metavar="FILE", help="a UTF-8 text file, such as a book"
+        "--prompt-file",
+        action="append",
+        metavar="FILE",
+        help="a UTF-8 text file, such as a book (default: none)",
     )
     prompt.add_argument(
         "--prompt-tokens",
         action="append",
         metavar="FILE",
-        help="a file of token ids, between spaces or commas or as a JSON list; token ids are written then"
-        " too (default: text)",
+        help="token ids, with spaces or commas or as a JSON list; token ids are written too (default: none)",
     )
     prompt.add_argument("stdin", nargs="?", metavar="-", help="read a text from stdin")
     prompt.add_argument(
