@@ -101,17 +101,10 @@ class LLM:
         target = load_model(source, place, wanted, on_progress)
         small = None
         if draft_name is not None:
-            small = load_model(draft_name, place, target.dtype, on_progress, "load draft")
-        if model is None and draft_name is not None and Path(draft_name) == demo_model("draft"):
-            draft_name = DEMO
-        self._start(
-            (target, name),
-            None if small is None else (small, draft_name or ""),
-            tokenizer,
-            configs,
-            on_progress,
-            on_notice,
-        )
+            loaded = load_model(draft_name, place, target.dtype, on_progress, "load draft")
+            embedded = model is None and Path(draft_name) == demo_model("draft")
+            small = (loaded, DEMO if embedded else draft_name)
+        self._start((target, name), small, tokenizer, configs, on_progress, on_notice)
 
     @classmethod
     def from_models(

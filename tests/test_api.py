@@ -652,6 +652,18 @@ def test_close_in_the_middle_of_a_stream(make: Any, plain_tokens: list[int]) -> 
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_stream_that_outlives_its_llm_says_so(make: Any, plain_tokens: list[int], config: str) -> None:
+    llm, tokens = make(config), list[int]()
+    stream = llm.stream(PROMPT, PARAMS)
+    tokens.append(next(stream).token)
+    llm.close()
+    with pytest.raises(UsageError, match="this LLM is closed: make a new one"):
+        tokens += (event.token for event in stream)
+    assert list(stream) == [] and llm.last_result.finish_reason == "interrupted"
+    assert tokens == plain_tokens[: len(tokens)] == llm.last_result.tokens
+
+
 def test_use_after_close(make: Any) -> None:
     llm = make()
     result = llm.generate(PROMPT, PARAMS)

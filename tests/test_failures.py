@@ -51,6 +51,40 @@ def test_the_machine_refuses(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        ("modle", {}, "there is no such folder"),
+        (
+            "model",
+            None,
+            "its config.json is no JSON (Expecting value: line 1 column 1 (char 0)); download it again",
+        ),
+        (
+            "model",
+            {"hidden_size": 128},
+            "its config.json does not describe its weights: lm_head.weight is [256, 64] in the files and"
+            " [256, 128] by the config; download both again",
+        ),
+        (
+            "model",
+            {"num_hidden_layers": 1},
+            "its config.json does not describe its weights: 9 of those in the files have no place by the"
+            " config, the first is model.layers.1.input_layernorm.weight; download both again",
+        ),
+    ],
+    ids=["mistyped", "broken config", "wrong size", "fewer layers"],
+)
+def test_a_wrong_model_is_a_line(
+    saved: Path, name: str, config: dict[str, int] | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved / "config.json"
+    path.write_text("" if config is None else json.dumps(json.loads(path.read_text()) | config))
+    folder = saved.with_name(name)
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "abc", "-n", "3"]) == 2
+    assert capsys.readouterr() == ("", f"offload-rt: error: model {folder}: {told}\n")
+
+
 def test_nan_weights_are_a_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_target("llama")
     with torch.no_grad():
