@@ -12,7 +12,8 @@ from offload_rt.attention import choose_backend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.config import Config
-from offload_rt.model import CausalModel, Part
+from offload_rt.model import CausalModel
+from offload_rt.parts import Part
 from offload_rt.prefill import prefill
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from offload_rt.commands import demo, doctor, generate, plan
-from offload_rt.commands.exits import REFUSED, status_of, terminable
+from offload_rt.commands.exits import READER_GONE, REFUSED, drop_stdout, status_of, terminable
 from offload_rt.errors import UsageError
 
 COMMANDS = (demo, generate, plan, doctor)
@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         with terminable():
-            return _run(_parser(), argv)
+            status = _run(_parser(), argv)
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:
+        drop_stdout()
+        return READER_GONE
     except UsageError as error:
         print(f"offload-rt: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return REFUSED

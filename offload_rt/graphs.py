@@ -26,7 +26,8 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel, Output, Part, part_ids
+from offload_rt.model import CausalModel
+from offload_rt.parts import Output, Part
 
 Step = Callable[[], Tensor]
 
@@ -154,7 +155,7 @@ class GraphedModel(CausalModel):
             return super().forward(parts, plan)
         cache.begin(part.new)
         numbers = to_device([*part.positions, *cache.numbers(part.new)], self.device)
-        numbers = torch.cat([part_ids(part, self.device), numbers])
+        numbers = torch.cat([part.ids(self.device), numbers])
         graph = self._graph(cache, part.new, plan, numbers, self._capture)
         if graph is None:
             return super().forward(parts, plan)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 import torch
@@ -28,74 +27,10 @@ from offload_rt.attention_hook import (
     refuse_unsupported,
     switch_of,
 )
-from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
-
-
-@dataclass(frozen=True)
-class Part:
-    """One text's share of a pass.
-
-    Attributes:
-        rows: logits are wanted after so many of the last tokens.
-        hidden: their hidden states are wanted too.
-    """
-
-    cache: Cache
-    new: NewTokens
-    rows: int
-    hidden: bool = False
-
-    @property
-    def positions(self) -> list[int]:
-        """Of the new tokens in their text."""
-        return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a pass computed for one part.
-
-    Attributes:
-        logits: `[rows, vocabulary]`.
-        hidden: `[rows, hidden_size]`, after the last layer, where they were asked for.
-        error: what went wrong in this part alone; the logits mean nothing then.
-    """
-
-    logits: Tensor
-    hidden: Tensor | None = None
-    error: Exception | None = None
-
-
-class _Together:
-    """Attention of several parts: each over its own cache. A part that fails does not stop the others."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self._counts = [part.new.count for part in parts]
-        self.errors: list[Exception | None] = [None] * len(parts)
-
-    def begin(self) -> None:
-        for number, part in enumerate(self._parts):
-            try:
-                part.cache.begin(part.new)
-            except Exception as error:
-                self.errors[number] = error
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        split = (tensor.split(self._counts, dim=1) for tensor in (queries, keys, values))
-        outs = []
-        for number, (part, asked, key, value) in enumerate(zip(self._parts, *split, strict=True)):
-            if self.errors[number] is None:
-                try:
-                    outs.append(part.cache.attend(layer, asked, key, value, scale))
-                    continue
-                except Exception as error:
-                    self.errors[number] = error
-            outs.append(torch.zeros_like(asked))
-        return torch.cat(outs, dim=1)
+from offload_rt.parts import AttendTogether, Output, Part
 
 
 class NotANumber(UsageError):
@@ -286,12 +221,12 @@ class CausalModel:
         Args:
             plan: the order of layers; None: all of them, as the model does it.
         """
-        together, alone = _Together(parts), parts[0].cache if len(parts) == 1 else None
+        together, alone = AttendTogether(parts), parts[0].cache if len(parts) == 1 else None
         if alone is not None:
             alone.begin(parts[0].new)
         else:
             together.begin()
-        ids = torch.cat([part_ids(part, self.device) for part in parts])
+        ids = torch.cat([part.ids(self.device) for part in parts])
         positions = to_device([at for part in parts for at in part.positions], self.device)
         rows: list[int] = []
         start = 0
@@ -335,7 +270,7 @@ class CausalModel:
             NotANumber: naming the weight or the layer.
         """
         positions = to_device(part.positions, self.device)
-        raise NotANumber(self._locate_nan(part, part_ids(part, self.device), positions))
+        raise NotANumber(self._locate_nan(part, part.ids(self.device), positions))
 
     def _locate_nan(self, part: Part, tokens: Tensor, positions: Tensor) -> str:
         self._check_weights()
@@ -391,13 +326,6 @@ class CausalModel:
                 "attention between its embedding, decoder layers, norm and head"
             )
         switch.checked = True
-
-
-def part_ids(part: Part, device: torch.device) -> Tensor:
-    """Ids of a part's new tokens on the device, `[count]`."""
-    new = part.new
-    known = to_device(new.known, device)
-    return known if new.drawn is None else torch.cat([known, new.drawn.on(device)])
 
 
 class _Probe:

@@ -22,7 +22,7 @@ from cpu_kv import CopyFailed, TransferStalled
 from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.layers import LayerPlan
-from offload_rt.model import Output, Part
+from offload_rt.parts import Output, Part
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 T = TypeVar("T")

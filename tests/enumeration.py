@@ -28,8 +28,8 @@ from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDr
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.layers import LayerPlan
-from offload_rt.model import Output, Part
 from offload_rt.pace import Pace, RoundTimes
+from offload_rt.parts import Output, Part
 from offload_rt.passes import LevelStats, Together, run_alone
 from offload_rt.rounds import round_of
 from offload_rt.sampling import Draws, Sampler, choices

@@ -19,7 +19,8 @@ from offload_rt.drafting.base import Round
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel, Output, Part
+from offload_rt.model import CausalModel
+from offload_rt.parts import Output, Part
 from offload_rt.results import GenerationResult
 from offload_rt.session import Session
 

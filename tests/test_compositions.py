@@ -17,7 +17,8 @@ from cpu_kv import Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel, Output, Part
+from offload_rt.model import CausalModel
+from offload_rt.parts import Output, Part
 from offload_rt.results import GenerationResult
 
 PARAMS = SamplingParams(max_tokens=16)

@@ -20,7 +20,8 @@ from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.graphs import GraphedModel
 from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel, Part
+from offload_rt.model import CausalModel
+from offload_rt.parts import Part
 from offload_rt.verification import Tokens
 
 SINKS, WINDOW = 2, 14

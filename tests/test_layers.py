@@ -15,7 +15,8 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel, Part
+from offload_rt.model import CausalModel
+from offload_rt.parts import Part
 
 LAYERS = 6
 

@@ -43,7 +43,8 @@ from offload_rt.attention_hook import ATTENTION_NAME, attention_through
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel, NotANumber, Part
+from offload_rt.model import CausalModel, NotANumber
+from offload_rt.parts import Part
 
 SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}

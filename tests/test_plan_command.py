@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -158,3 +159,9 @@ def test_without_a_named_machine_it_is_this_one(
     assert run("--context 32768") == 0
     out = capsys.readouterr().out
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
+
+
+def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m offload_rt plan --context 1000 --gpu none | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (141, b"")

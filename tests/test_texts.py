@@ -11,7 +11,7 @@ from enumeration import Parts, ScriptedDraws, Text, own_probs
 from offload_rt.drafting.base import Complete, NoDrafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.model import Output, Part
+from offload_rt.parts import Output, Part
 from offload_rt.passes import Together
 from offload_rt.rounds import round_of
 from offload_rt.sampling import Sampler

@@ -17,7 +17,7 @@ from torch import Tensor
 from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verification, Verifier
-from offload_rt.model import Output
+from offload_rt.parts import Output
 from offload_rt.passes import Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
 

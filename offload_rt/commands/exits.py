@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,11 @@ class Terminated(KeyboardInterrupt):
 def status_of(interrupt: KeyboardInterrupt) -> int:
     """The exit code after an interrupt."""
     return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
+
+
+def drop_stdout() -> None:
+    """Lets what Python writes to stdout at exit go nowhere: its reader is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

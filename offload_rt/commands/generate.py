@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
-from offload_rt.commands.exits import READER_GONE, status_of
+from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of
 from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig, config_names, parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json
@@ -280,8 +280,7 @@ def write_text(
     except _refusals() as error:
         failure = _told(error)
     except OSError as error:
-        # Python flushes stdout once more at exit: let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         if not isinstance(error, BrokenPipeError):
             raise UsageError(f"stdout: cannot be written ({error.strerror}); send it elsewhere") from None
         status = READER_GONE

@@ -21,7 +21,7 @@ from offload_rt.drafting.verifier import Verifier
 from offload_rt.expectations import NEXT_CHOICE, SECOND_CHOICE
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
-from offload_rt.model import Output
+from offload_rt.parts import Output
 from offload_rt.passes import Forward, Read, Work
 from offload_rt.sampling import choices
 from offload_rt.trees import ROOT, Tree

@@ -14,7 +14,7 @@ from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import expected_tokens
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
-from offload_rt.model import Output, Part
+from offload_rt.parts import Output, Part
 from offload_rt.passes import Forward, LevelStats, Model, Read, Work
 from offload_rt.sampling import Draws, Sampler, choices
 from offload_rt.verification import Draft, Tokens, verify, verify_greedy

@@ -18,7 +18,8 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Host
-from offload_rt.model import CausalModel, Part
+from offload_rt.model import CausalModel
+from offload_rt.parts import Part
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
