@@ -326,61 +326,9 @@ def test_ctrl_c_while_loading(
     assert capsys.readouterr().err.endswith("offload-rt: interrupted\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["chat"], "'chat'"),
-        (["generate", "--promt", "abc"], "--promt"),
-        (["generate", "abc"], "'abc'; a prompt is given with --prompt"),
-        (["generate", "--prompt", ""], "--prompt: the prompt is empty"),
-        (["generate", "--prompt", "caf\udce9"], "--prompt: not UTF-8 (byte 3)"),
-        (["generate", "--prompt", "a", "-"], "--prompt and -: give one prompt only"),
-        (
-            ["generate", "--prompt-file", "a", "--prompt-file", "b"],
-            "--prompt-file and --prompt-file: give one prompt only",
-        ),
-        (["generate", "--prompt-file", "{folder}/paper.pdf"], "paper.pdf: is a PDF; give its text instead"),
-        (["generate", "--prompt-file", "{folder}/wide.txt"], "wide.txt: byte 1 is zero, as in no text"),
-        (["generate", "--prompt-tokens", "{folder}/no"], "token file {folder}/no: cannot be read (No such"),
-        (["generate", "--prompt-tokens", "{folder}/words"], "words: entry 3 is 'x'; give whole numbers"),
-        (["generate", "--prompt-tokens", "{folder}/list"], "list: entry 2 is 3.5; give whole numbers"),
-        (["generate", "--prompt-tokens", "{folder}/half"], "half: begins like a JSON list and is none"),
-        (["generate", "--prompt-tokens", "{folder}/blank"], "blank: the prompt is empty; give at least one"),
-        (
-            ["demo", "--prompt-tokens", "{folder}/words", "--prompt", "a"],
-            "--prompt and --prompt-tokens: give",
-        ),
-        (["generate", "--prompt-file", "{folder}/no.txt"], "no.txt: cannot be read (No such file"),
-        (["generate", "--prompt-file", "{folder}"], "cannot be read (Is a directory)"),
-        (["generate", "--prompt-file", "{folder}/latin.txt"], "latin.txt: not UTF-8 (byte 3)"),
-        (["generate", "--prompt-file", "{folder}/empty.txt"], "empty.txt: the prompt is empty"),
-        (["generate", "-n", "many"], "'many'"),
-        (["generate", "--max-prompt-tokens", "0"], "'0' is not a whole number of at least 1"),
-        (["generate", "--device", "tpu"], "'tpu'"),
-        (["generate", "--set", "retrieval.budget"], "section.key=value"),
-        (["generate", "--json", "{folder}"], "is a folder"),
-        (["generate", "--json", "{folder}/no/out.json"], "its folder does not exist"),
-    ],
-)
-def test_a_mistake_is_one_line_and_nothing_is_loaded(
-    arguments: list[str],
-    said: str,
-    llm: type[FakeLLM],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n")
-    (tmp_path / "wide.txt").write_bytes("text".encode("utf-16-le"))
-    for name, ids in {"words": "1, 2 x", "list": "[1, 3.5]", "half": "[1, 2", "blank": " \n"}.items():
-        (tmp_path / name).write_text(ids)
-    assert cli.main([argument.format(folder=tmp_path) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("offload-rt: error: ")
-    assert err.count("\n") == 1
-    assert said.format(folder=tmp_path) in err
+def test_nothing_is_loaded_for_a_prompt_that_cannot_be_read(llm: type[FakeLLM], tmp_path: Path) -> None:
+    """The lines themselves are in test_bad_input.py."""
+    assert cli.main(["generate", "--prompt-file", str(tmp_path)]) == 2
     assert not hasattr(llm, "made")
 
 

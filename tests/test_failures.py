@@ -51,51 +51,6 @@ def test_the_machine_refuses(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "told"),
-    [
-        ("modle", {}, "there is no such folder"),
-        (
-            "model",
-            None,
-            "its config.json is no JSON (Expecting value: line 1 column 1 (char 0)); download it again",
-        ),
-        (
-            "model",
-            {"hidden_size": 128},
-            "its config.json does not describe its weights: lm_head.weight is [256, 64] in the files and"
-            " [256, 128] by the config; download both again",
-        ),
-        (
-            "model",
-            {"num_hidden_layers": 1},
-            "its config.json does not describe its weights: 9 of those in the files have no place by the"
-            " config, the first is model.layers.1.input_layernorm.weight; download both again",
-        ),
-    ],
-    ids=["mistyped", "broken config", "wrong size", "fewer layers"],
-)
-def test_a_wrong_model_is_a_line(
-    saved: Path, name: str, config: dict[str, int] | None, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = saved / "config.json"
-    path.write_text("" if config is None else json.dumps(json.loads(path.read_text()) | config))
-    folder = saved.with_name(name)
-    assert cli.main(["generate", "--model", str(folder), "--prompt", "abc", "-n", "3"]) == 2
-    assert capsys.readouterr() == ("", f"offload-rt: error: model {folder}: {told}\n")
-
-
-def test_nan_weights_are_a_line(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_target("llama")
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
-    model.save_pretrained(saved)
-    assert (
-        cli.main(["generate", "--model", str(saved), "--config", "plain", "--prompt", "abc", "-n", "3"]) == 2
-    )
-    assert "layers.1.mlp.up_proj" in capsys.readouterr().err
-
-
 def test_a_prefill_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
@@ -124,29 +79,6 @@ def test_a_session_that_cannot_be_made_keeps_nothing(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
         assert len(llm.generate(byte_ids(5000), SamplingParams(max_tokens=3)).tokens) == 3
         assert llm._engine.store.reserved_bytes == reserved  # its pages were free
-
-
-def test_a_draft_with_other_tokens_of_the_same_number(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    draft = tmp_path / "draft"
-    tiny_target("llama").save_pretrained(draft)
-    byte_tokenizer().save_pretrained(draft)
-    swapped = json.loads((draft / "tokenizer.json").read_text())
-    vocabulary = swapped["model"]["vocab"]
-    first, second = list(vocabulary)[40:42]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (draft / "tokenizer.json").write_text(json.dumps(swapped))
-    arguments = ["--model", str(saved), "--draft", str(draft), "--config", "naive", "--prompt", "abc"]
-    assert cli.main(["generate", *arguments]) == 2
-    assert "another vocabulary" in capsys.readouterr().err
-
-
-def test_a_corrupt_tokenizer_is_not_a_missing_one(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = (saved / "tokenizer.json").read_text()
-    (saved / "tokenizer.json").write_text(whole[: len(whole) // 2])
-    assert cli.main(["generate", "--model", str(saved), "--config", "plain", "--prompt", "abc"]) == 2
-    assert "its tokenizer cannot be read" in capsys.readouterr().err
 
 
 def test_a_stdout_without_the_characters_still_gets_the_text(

@@ -65,34 +65,6 @@ def test_the_command_refuses_with_the_nearest_plan(
     assert run(f"--model llama2-7b --context {nearest_context(err)} --gpu rtx4090 --ram 48") == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--model llama2-7b", "--context"),
-        ("--model nothing --context 10 --gpu none", "no shape of that name"),
-        ("--context 10 --gpu rtx9", "--gpu rtx9"),
-        ("--context 10kk --gpu none", "'10kk' is no number of tokens, like 100000 or 96k"),
-        (
-            "--model llama3.1-8b --context 200000 --gpu rtx4090",
-            "200000 prompt tokens and 256 new ones are more than the 131072 positions of llama3.1-8b",
-        ),
-        ("--context 10 --link 25", "--link describes a machine: name its card"),
-        ("--context 10 --gpu none --dram -1", "--dram -1"),
-        ("--context 10 --gpu none --gpus 0", "--gpus 0"),
-        ("--context 10 --gpu none --config nothing", "unknown config 'nothing'"),
-        ("--context 10 --gpu none --set retrieval.size=1", "retrieval.size"),
-        ("--context 10 --gpu none --acceptance 2", "acceptance 2"),
-        ("--context -5 --gpu none", "context -5"),
-        ("--context 10 --gpu none --json /no/such/folder/x", "its folder does not exist"),
-        ("--context 10 --gpu none --config naive --draft none", "drafts with a small model"),
-    ],
-)
-def test_mistakes_are_a_line(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(flags) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("offload-rt: error: ") and err.count("\n") == 1 and said in err
-
-
 @pytest.mark.parametrize("card", ["rtx4090", "4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
 def test_a_card_may_be_written_in_any_usual_way(card: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model qwen2.5-7b --draft qwen2.5-0.5b --context 8k --gpu", card) == 0

@@ -1,0 +1,219 @@
+"""Bad input on the command line, in one table: what was given, the exit code, and the line that says why.
+
+Nothing is written to stdout, stderr has one line, and no file is made.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import byte_tokenizer, tiny_target
+
+from offload_rt import cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files and models of every bad kind, and a good model."""
+    folder = tmp_path_factory.mktemp("input")
+    files = {
+        "latin.txt": b"caf\xe9",
+        "empty.txt": b"",
+        "paper.pdf": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n",
+        "wide.txt": "text".encode("utf-16-le"),
+        "words": b"1, 2 x",
+        "list": b"[1, 3.5]",
+        "half": b"[1, 2",
+        "blank": b" \n",
+        "beyond": b"1 2 9999",
+        "levels.toml": b"[speculation]\nlevels = 3\n",
+        "torn.toml": b"[speculation",
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    for name, harm in MODELS.items():
+        model = tiny_target("llama")
+        with torch.no_grad():
+            if harm is not None and name.endswith("weights"):
+                harm(model)
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+        if harm is not None and not name.endswith("weights"):
+            harm(folder / name)
+    return folder
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    """Changes what a model's config says."""
+
+    def harm(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return harm
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    """Keeps the first half of a file."""
+
+    def harm(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+
+    return harm
+
+
+def remove(pattern: str) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+    return harm
+
+
+def swap_two_tokens(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+MODELS: dict[str, Callable[..., object] | None] = {
+    "model": None,
+    "cut-config": cut("config.json"),
+    "wrong-size": config(hidden_size=128),
+    "fewer-layers": config(num_hidden_layers=1),
+    "windowed": config(sliding_window=16, use_sliding_window=True, model_type="mistral"),
+    "strange": config(model_type="perceptron9000"),
+    "no-config": remove("config.json"),
+    "no-files": remove("*.safetensors"),
+    "cut-file": cut("model.safetensors"),
+    "cut-tokenizer": cut("tokenizer.json"),
+    "no-tokenizer": remove("token*"),
+    "other-tokens": swap_two_tokens,
+    "nan-weights": lambda model: model.model.layers[1].mlp.up_proj.weight[0, 0].fill_(torch.nan),
+    "inf-weights": lambda model: model.model.layers[0].mlp.up_proj.weight[0, 0].fill_(torch.inf),
+}
+
+OWN = "generate --model F/model --config plain"
+
+TABLE = [
+    # Commands and flags.
+    ("chat", 2, "'chat'"),
+    ("generate --promt abc", 2, "--promt"),
+    ("generate -n many", 2, "'many'"),
+    ("generate --device tpu", 2, "'tpu'"),
+    ("generate --json F", 2, "is a folder"),
+    ("generate --json F/no/out.json", 2, "its folder does not exist"),
+    (f"{OWN} --prompt a -n 0", 2, "max-tokens 0 is out of range"),
+    (f"{OWN} --prompt a --temperature -1", 2, "temperature -1.0 is out of range"),
+    (f"{OWN} --prompt a --temperature nan", 2, "temperature nan is out of range"),
+    (f"{OWN} --prompt a --top-p 0", 2, "top-p 0.0 is out of range"),
+    (f"{OWN} --prompt a --top-k -1", 2, "top-k -1 is out of range"),
+    (f"{OWN} --prompt a --seed -1", 2, "seed -1 is out of range"),
+    (f"{OWN} --prompt a --stop ''", 2, "a stop string is empty"),
+    (f"{OWN} --prompt a --device cuda", 2, "device cuda: this torch sees no CUDA device"),
+    # Prompts.
+    ("generate abc", 2, "'abc'; a prompt is given with --prompt"),
+    ("generate --prompt ''", 2, "--prompt: the prompt is empty"),
+    ("generate --prompt caf\udce9", 2, "--prompt: not UTF-8 (byte 3)"),
+    ("generate --prompt a -", 2, "--prompt and -: give one prompt only"),
+    ("generate --prompt-file a --prompt-file b", 2, "--prompt-file and --prompt-file: give one prompt only"),
+    ("generate --prompt-file F/no.txt", 2, "no.txt: cannot be read (No such file"),
+    ("generate --prompt-file F", 2, "cannot be read (Is a directory)"),
+    ("generate --prompt-file F/latin.txt", 2, "latin.txt: not UTF-8 (byte 3)"),
+    ("generate --prompt-file F/empty.txt", 2, "empty.txt: the prompt is empty"),
+    ("generate --prompt-file F/paper.pdf", 2, "paper.pdf: is a PDF; give its text instead"),
+    ("generate --prompt-file F/wide.txt", 2, "wide.txt: byte 1 is zero, as in no text"),
+    ("generate --prompt-tokens F/no", 2, "token file F/no: cannot be read (No such"),
+    ("generate --prompt-tokens F/words", 2, "words: entry 3 is 'x'; give whole numbers"),
+    ("generate --prompt-tokens F/list", 2, "list: entry 2 is 3.5; give whole numbers"),
+    ("generate --prompt-tokens F/half", 2, "half: begins like a JSON list and is none"),
+    ("generate --prompt-tokens F/blank", 2, "blank: the prompt is empty; give at least one"),
+    (f"{OWN} --prompt-tokens F/beyond", 2, "prompt token 9999 is outside the vocabulary of 256"),
+    ("demo --prompt-tokens F/words --prompt a", 2, "--prompt and --prompt-tokens: give one prompt only"),
+    ("generate --max-prompt-tokens 0", 2, "'0' is not a whole number of at least 1"),
+    (f"{OWN} --prompt a -n 9000", 2, "use at most 8191 new tokens"),
+    # Configurations.
+    ("generate --set retrieval.budget", 2, "section.key=value"),
+    ("generate --prompt a --config nothing", 2, "unknown config 'nothing'"),
+    ("generate --prompt a --config F", 2, "is a folder; give a TOML file"),
+    ("generate --prompt a --config F/no.toml", 2, "no such file"),
+    ("generate --prompt a --config F/torn.toml", 2, "not valid TOML"),
+    ("generate --prompt a --config F/levels.toml", 2, "speculation.levels = 3: must be a list"),
+    ("generate --prompt a --set retrieval.budgt=3", 2, "unknown key retrieval.budgt; did you mean"),
+    ("generate --prompt a --set retrieval.budget=3", 2, "retrieval.budget = 3: must be at least"),
+    ("generate --prompt a --set retrieval.chunk=7", 2, "must divide store.page"),
+    (f"{OWN} --prompt a --config naive", 2, "drafts with a small model, and there is none"),
+    # Models.
+    ("generate --prompt a --model F/modle", 2, "model F/modle: there is no such folder"),
+    ("generate --prompt a --model F/empty.txt", 2, "is a file; name the folder"),
+    ("generate --prompt a --model F/no-config", 2, "there is no config.json in it"),
+    ("generate --prompt a --model F/cut-config", 2, "its config.json is no JSON"),
+    ("generate --prompt a --model F/strange", 2, "perceptron9000"),
+    ("generate --prompt a --model F/no-files", 2, "there are no weights in it"),
+    ("generate --prompt a --model F/cut-file", 2, "model.safetensors is truncated or corrupt"),
+    (
+        "generate --prompt a --model F/wrong-size",
+        2,
+        "its config.json does not describe its weights: lm_head.weight is [256, 64] in the files and"
+        " [256, 128] by the config; download both again",
+    ),
+    (
+        "generate --prompt a --model F/fewer-layers",
+        2,
+        "its config.json does not describe its weights: 9 of those in the files have no place by the config,"
+        " the first is model.layers.1.input_layernorm.weight; download both again",
+    ),
+    ("generate --prompt a --model F/windowed", 2, "attends through a sliding window of 16 tokens"),
+    ("generate --prompt a --model F/nan-weights", 2, "layers.1.mlp.up_proj.weight has NaN or infinite"),
+    ("generate --prompt a --model F/inf-weights", 2, "layers.0.mlp.up_proj.weight has NaN or infinite"),
+    ("generate --prompt a --model F/cut-tokenizer", 2, "its tokenizer cannot be read"),
+    ("generate --prompt a --model F/no-tokenizer", 2, "give token ids with --prompt-tokens FILE"),
+    (
+        "generate --prompt a --config naive --model F/model --draft F/other-tokens",
+        2,
+        "draft F/other-tokens has another vocabulary than the target F/model",
+    ),
+    # Plans.
+    ("plan --model llama2-7b", 2, "--context"),
+    ("plan --model nothing --context 10 --gpu none", 2, "no shape of that name"),
+    ("plan --context 10 --gpu rtx9", 2, "--gpu rtx9"),
+    ("plan --context 10kk --gpu none", 2, "'10kk' is no number of tokens, like 100000 or 96k"),
+    ("plan --context 10 --link 25", 2, "--link describes a machine: name its card"),
+    ("plan --context 10 --gpu none --dram -1", 2, "--dram -1"),
+    ("plan --context 10 --gpu none --gpus 0", 2, "--gpus 0"),
+    ("plan --context 10 --gpu none --config nothing", 2, "unknown config 'nothing'"),
+    ("plan --context 10 --gpu none --set retrieval.size=1", 2, "retrieval.size"),
+    ("plan --context 10 --gpu none --acceptance 2", 2, "acceptance 2"),
+    ("plan --context -5 --gpu none", 2, "context -5"),
+    ("plan --context 10 --gpu none --json /no/such/folder/x", 2, "its folder does not exist"),
+    ("plan --context 10 --gpu none --config naive --draft none", 2, "drafts with a small model"),
+    (
+        "plan --model llama3.1-8b --context 200000 --gpu rtx4090",
+        2,
+        "200000 prompt tokens and 256 new ones are more than the 131072 positions of llama3.1-8b: use at most"
+        " 130816 prompt tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "code", "line"), TABLE, ids=[row[0] for row in TABLE])
+def test_bad_input(
+    command: str, code: int, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    arguments = [
+        part.replace("F/", f"{folder}/") if part != "F" else str(folder) for part in shlex.split(command)
+    ]
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("offload-rt: error: ") and err.count("\n") == 1
+    assert line.replace("F/", f"{folder}/") in err
+    assert sorted(folder.rglob("*")) == before
