@@ -240,7 +240,7 @@ class DraftDepth:
             draft_ms *= _ratio(self._drafts)
         acceptance = self._acceptance.rate
         round_ms = pass_ms + draft_ms
-        if self._ahead:
+        if self._ahead and shape.kind == "chain":  # what may follow a tree is not guessed
             guessed = acceptance ** (shape.depth + 1)
             round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
         return shape.expected_tokens(acceptance) / round_ms

@@ -441,7 +441,11 @@ def test_a_person_who_begins_is_told_how(capsys: pytest.CaptureFixture[str]) -> 
     assert ended.returncode == 0 and re.fullmatch(r"offload-rt \d+\.\d+\.\d+\n", ended.stdout)
 
 
-@pytest.mark.parametrize("command", ["generate", "demo"])
+SWITCHES = ("--help", "--ignore-eos", "--compare-plain", "--quiet", "--refresh", "--no-ahead", "--context")
+"""Flags without a default; a plan needs its context."""
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "plan", "doctor"])
 def test_help_says_what_every_flag_does_and_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,10 +453,10 @@ def test_help_says_what_every_flag_does_and_its_default(
         cli.main([command, "--help"])
     helped = " ".join(capsys.readouterr().out.split("\n\n", 1)[1].split()).partition(" A first run: ")[0]
     flags = re.split(r" (?=-n N,|(?<!N, )--[a-z])", helped)[1:]
-    assert len(flags) > (20 if command == "generate" else 3)
+    assert len(flags) > (20 if command == "generate" else 2)
     for flag in flags:
         name, *words = flag.split()
-        switch = name in ("--help", "--ignore-eos", "--compare-plain", "--quiet")
+        switch = name in SWITCHES
         assert len(words) > 3 and (switch or "default: " in flag), flag
 
 

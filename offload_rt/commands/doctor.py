@@ -33,8 +33,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     doctor.set_defaults(run=run)
-    doctor.add_argument("--refresh", action="store_true", help="measure again")
-    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    doctor.add_argument("--refresh", action="store_true", help="measure again what is kept")
+    doctor.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report to FILE (default: nowhere)"
+    )
     doctor.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
 
 

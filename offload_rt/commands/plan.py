@@ -34,15 +34,29 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add = plan.add_argument_group("model").add_argument
     add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
-    add("--draft", metavar="FOLDER|ID|SHAPE|none", help="small model that drafts, e.g. jf68m")
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    add(
+        "--draft",
+        metavar="FOLDER|ID|SHAPE|none",
+        help="small model that may draft, e.g. jf68m (default: none)",
+    )
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
+    )
     add(
         "--context", type=_tokens, required=True, metavar="N", help="tokens of the prompt, e.g. 100000 or 96k"
     )
-    add("--new-tokens", type=int, default=256, metavar="N", help="default: 256")
+    add("--new-tokens", type=int, default=256, metavar="N", help="tokens to generate (default: 256)")
 
     add = plan.add_argument_group("configuration").add_argument
-    add("--config", default=AUTO, metavar="NAME|FILE", help="default: auto, the fastest of all")
+    add(
+        "--config",
+        default=AUTO,
+        metavar="NAME|FILE",
+        help="a name, a TOML file, or auto: the fastest of all (default: auto)",
+    )
     add(
         "--set",
         type=parse_override,
@@ -50,7 +64,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=[],
         dest="overrides",
         metavar="section.key=value",
-        help="sets any configuration key; speculation.gamma2 is chosen by the plan where it is 0",
+        help="sets any configuration key (default: the config's values); speculation.gamma2 is chosen by the"
+        " plan where it is 0",
     )
     same, small = "of tokens the target drafts itself", "of the small model's tokens"
     for flag, default, help in (
@@ -61,17 +76,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
-    add("--gpu", metavar="NAME", help="rtx4090, rtx3090, l40, a100-80, h100, … or none")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help="rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine)",
+    )
     add("--gpus", type=int, metavar="N", help="how many of it (default: 1)")
     add("--link", type=float, metavar="GB/s", help="of each card, each way (default: 25)")
     add("--dram", type=float, metavar="GB/s", help="host memory (default: 70)")
     add("--ram", type=float, metavar="GiB", help="host memory (default: 96)")
     add(
-        "--cpu-attention", type=float, metavar="GB/s", help="KV that the CPU attends (default: 0.7 of --dram)"
+        "--cpu-attention",
+        type=float,
+        metavar="GB/s",
+        help="KV that the CPU attends (default: 0.7 of the memory's)",
     )
     add("--vram", type=float, metavar="GiB", help="of a card to use (default: all)")
 
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE (default: nowhere)")
 
 
 def _tokens(text: str) -> int:
