@@ -31,6 +31,7 @@ class CudaLink:
     """
 
     in_place = False
+    bytes_per_second = None
 
     def __init__(self, device: torch.device | str | int, timeout: float = 60.0):
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

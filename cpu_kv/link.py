@@ -47,13 +47,19 @@ class Ticket(Protocol):
 
 
 class Link(Protocol):
-    """Copies between the store's memory and ``device``. ``in_place``: they are the same memory."""
+    """Copies between the store's memory and ``device``. ``in_place``: they are the same memory.
+
+    ``bytes_per_second``: to the device, where the link knows it by itself.
+    """
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def in_place(self) -> bool: ...
+
+    @property
+    def bytes_per_second(self) -> float | None: ...
 
     def copy(
         self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
@@ -132,6 +138,7 @@ class CpuLink:
 
     device = torch.device("cpu")
     in_place = True
+    bytes_per_second = None
 
     def copy(
         self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False

@@ -29,7 +29,7 @@ class PacedLink:
                 "bytes_per_second and timeout must be positive and latency_s not negative, "
                 f"not {bytes_per_second}, {timeout} and {latency_s}"
             )
-        self.bytes_per_second = bytes_per_second
+        self.bytes_per_second: float = bytes_per_second
         self._latency_s = latency_s
         self._timeout = timeout
         self._closing = threading.Event()

@@ -38,13 +38,15 @@ class PassCost:
 
     Args:
         budget: entries the cache holds at most; None: the whole text.
+        link_rate: bytes per second at which the whole text comes, where that is known.
     """
 
-    def __init__(self, model: CausalModel, budget: int | None) -> None:
+    def __init__(self, model: CausalModel, budget: int | None, link_rate: float | None = None) -> None:
         rates = NOMINAL.get(model.device.type, NOMINAL["cpu"])
         self._budget = budget
         self._fixed_ms = model.layers * rates.launch_ms + model.weight_bytes / rates.memory / 1e6
-        rate = rates.store if budget is None else rates.memory
+        store = rates.store if link_rate is None else link_rate / 1e9
+        rate = store if budget is None else rates.memory
         self._entry_ms = model.kv_layout().token_bytes / rate / 1e6
         self._query_entry_ms = 4 * model.layers * model.heads * model.head_dim / rates.compute / 1e6
         self._query_ms = 2 * model.weight_bytes / model.dtype.itemsize / rates.compute / 1e6

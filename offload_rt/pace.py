@@ -103,6 +103,7 @@ class Pace:
         clock: bool = True,
     ) -> None:
         self.ahead = ahead
+        self._forecast = forecast
         self._acceptance = RunningAcceptance(usual_acceptance)
         self._clock = clock
         self._shape = shape
@@ -129,6 +130,18 @@ class Pace:
             return CHAIN
         wanted = self._wanted()
         return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance)
+
+    def outcomes(self, length: int) -> int:
+        """Outcomes of a pass over a text of `length` tokens to draft for while it runs.
+
+        As many as are over with the pass by nominal rates, where the clock may not end drafting then.
+        """
+        if self._clock or not self.ahead:
+            return self.ahead
+        shape = self._wanted()
+        pass_ms = self._forecast.nominal_pass_ms(length, shape.size)
+        draft_ms = self._forecast.nominal_ms(length, shape) - pass_ms
+        return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms > 0.0 else self.ahead
 
     def over(self, running: Running) -> bool:
         """Whether a pass is over, so that no more drafts for its outcomes are begun."""

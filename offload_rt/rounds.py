@@ -61,12 +61,13 @@ def round_of(text: Text) -> Work[Round]:
         draft = yield from proposal.complete()
     drafted = perf_counter()
 
-    if pace.ahead and len(draft):
+    outcomes = pace.outcomes(len(view)) if len(draft) else 0
+    if outcomes:
         text.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
     verification = verifier.verification(view, draft)
     running: Running = yield Begin(verification.forward, text.full)
 
-    ahead = yield from draft_ahead(text, proposal, running)
+    ahead = yield from draft_ahead(text, proposal, running, outcomes)
     made = perf_counter()
     output = yield Finish(running)
 
@@ -93,14 +94,14 @@ def round_of(text: Text) -> Work[Round]:
     return round
 
 
-def draft_ahead(text: Text, proposal: Proposal, running: Running) -> Work[dict[Outcome, Proposal]]:
-    """Drafts the next round while a pass runs, for its likely outcomes, until it is over."""
+def draft_ahead(text: Text, proposal: Proposal, running: Running, most: int) -> Work[dict[Outcome, Proposal]]:
+    """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
     verifier, pace, view = text.verifier, text.pace, text.view
     made: dict[Outcome, Proposal] = {}
-    if not (pace.ahead and len(proposal.draft()) and pace.shape(text.room - 2).depth) or pace.over(running):
+    if not (most and pace.shape(text.room - 2).depth) or pace.over(running):
         return made
     with text.timeline.span("draft", "ahead"):
-        for outcome in (yield from proposal.outcomes(pace.ahead, pace.acceptance)):
+        for outcome in (yield from proposal.outcomes(most, pace.acceptance)):
             shape = pace.shape(text.room - len(outcome) - 1)
             if not shape.depth:
                 continue

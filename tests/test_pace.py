@@ -257,6 +257,20 @@ def test_it_foresees_by_the_length_of_the_text() -> None:
         assert subject.shape(1000).depth == drafts
 
 
+@pytest.mark.parametrize(("round_ms", "outcomes"), [(1.2, 4), (1.4, 2), (2.0, 1), (2.1, 0)])
+def test_without_a_clock_no_more_is_drafted_ahead_than_a_pass_takes(round_ms: float, outcomes: int) -> None:
+    class Halves(Table):
+        def nominal_pass_ms(self, length: int, nodes: int) -> float:
+            return PLAIN_MS
+
+    forecast = Halves(lambda length: round_ms * PLAIN_MS)
+    for clock in (False, True):
+        subject = Pace(forecast, CHAIN.deep(DRAFT), ahead=4, clock=clock)
+        subject.begin(100)
+        assert subject.outcomes(100) == (4 if clock else outcomes)
+    assert Pace(forecast, CHAIN.deep(DRAFT), clock=False).outcomes(100) == 0
+
+
 def test_a_draft_is_no_deeper_than_there_is_room() -> None:
     subject = pace(clock=False)
     assert [subject.shape(room).depth for room in (1000, 3, 0, -1)] == [DRAFT, 3, 0, 0]

@@ -112,3 +112,14 @@ def test_plain_counts_anew(target: PreTrainedModel, draft: PreTrainedModel) -> N
     # A stream begins with the pass before its own, and ends at a page that was full by then.
     lengths = [first // PAGE * PAGE, *((first + n) // PAGE * PAGE for n in range(count - 1))]
     assert plain.transfer.bytes_to_device - plain.transfer.bytes_abandoned == sum(lengths) * TOKEN_BYTES
+
+
+def test_sampled_drafts_are_the_deeper_the_slower_the_link_is(target: PreTrainedModel) -> None:
+    """No clock may decide there: the link's rate, where it is known, stands for what passes cost."""
+    drafted = []
+    for rate in (1e11, 1e6):
+        sizes = overrides() | {"speculation.gamma2": 0, "speculation.step_down": False}
+        with LLM.from_models(target, config="retrieval", overrides=sizes, link=PacedLink(rate)) as llm:
+            result = llm.generate(PROMPT, SamplingParams(0.5, max_tokens=24, seed=1))
+        drafted.append(result.timings.draft_n / result.rounds)
+    assert drafted[1] > 1.5 * drafted[0]

@@ -48,7 +48,7 @@ def compose(parts: Parts) -> Verifier:
     for level in parts.config.speculation.levels:
         drafter = _level(level, drafter, below, parts)
         below = level.shape.deep(parts.config.speculation.gamma1)
-    cost = PassCost(parts.target, None)
+    cost = PassCost(parts.target, None, parts.full.engine.link.bytes_per_second)
     return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, cost)
 
 
