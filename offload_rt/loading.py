@@ -34,7 +34,7 @@ _BODY = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device.
+    """`auto`, `cpu` or `cuda` as a device; a GPU by its number, which some of torch's functions ask for.
 
     Raises:
         UsageError: for another name, or `cuda` where there is none.
@@ -48,7 +48,7 @@ def choose_device(name: str) -> torch.device:
             "device cuda: this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch "
             "and check nvidia-smi"
         )
-    return torch.device(name)
+    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -231,6 +231,12 @@ def test_devices_and_dtypes() -> None:
         choose_dtype("int8", CPU)
 
 
+def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
+
+
 def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == CPU
