@@ -48,7 +48,7 @@ def choose_device(name: str) -> torch.device:
             "device cuda: this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch "
             "and check nvidia-smi"
         )
-    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
