@@ -30,7 +30,7 @@ LEVELS = (LOOKUP, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 
 
 AUTO = "auto"
-AUTOMATIC = ("triforce", "retrieval", "naive", "lookup", "plain")
+AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 """What `auto` stands for: the one that the planner predicts to be fastest, the first among equals."""
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from offload_rt import LLM, SamplingParams
 from offload_rt.passes import PassThread
 
-CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup")
+CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
 PAGE = 16
 SIZES: dict[str, object] = {
     "retrieval.budget": 64,

@@ -34,6 +34,7 @@ COMPOSITIONS = {
     "plain": (),
     "retrieval": ("target:retrieved",),
     "streaming": ("target:streaming",),
+    "trees": ("target:retrieved",),
     "triforce": ("draft:streaming", "target:retrieved"),
 }
 
@@ -318,5 +319,5 @@ def test_auto_stands_for_several_and_levels_leave_no_choice() -> None:
     (given,) = load_configs("auto", {"speculation.levels": ["target:streaming"]})
     assert given.speculation.names == ("target:streaming",)
     assert [config.name for config in possible(load_configs("auto"), small_model=False)] == [
-        *("retrieval", "lookup", "plain")
+        *("retrieval", "trees", "lookup", "plain")
     ]

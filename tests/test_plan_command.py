@@ -14,6 +14,7 @@ import pytest
 from plan_cases import HOST, nearest_context
 
 from offload_rt import cli
+from offload_rt.config import AUTOMATIC
 from offload_rt.machine.hardware import Hardware
 
 
@@ -90,7 +91,7 @@ def test_a_draft_that_makes_it_slower_is_named(capsys: pytest.CaptureFixture[str
 def test_auto_is_the_fastest_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, file = "--model llama3.1-8b --draft llama3.2-1b --context 120000 --gpu rtx4090", tmp_path / "plan"
     each = {}
-    for config in ("triforce", "retrieval", "naive", "lookup", "plain"):
+    for config in AUTOMATIC:
         assert run(flags, "--config", config, "--json", str(file)) == 0
         each[config] = json.loads(file.read_text())["predicted"]["ms_per_token"]
     capsys.readouterr()

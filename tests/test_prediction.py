@@ -268,3 +268,18 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     assert predicted.prefill_ms == pytest.approx(94_000, rel=0.15)
     assert predicted.bottleneck == "cpu attention"
     assert not planned.gpus and {"kv", "weights", "draft_weights", "reserve"} <= planned.host.keys()
+
+
+def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
+    """64 nodes in 16 steps of 4: siblings save half of the rejections, of three nodes in four."""
+    asked = request({"offload.ahead": 4}, "trees", context=50_000, draft=None)
+    assert list(asked.draft_sizes) == [64] and asked.longest_draft == 64
+    predictor = Predictor(asked)
+    assert list(predictor.outcomes) == [0], "nothing is drafted ahead of its verdict"
+    one = predictor.step(asked.target, 4, asked.config.retrieval.budget, graph=True)
+    found = expected_round(predictor, 64)
+    assert found.draft.ms == pytest.approx(16 * one.ms)
+    assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))
+    assert found.verification.gamma == 64 and found.hit_rate == 0
+    planned = plan(asked)
+    assert planned.gamma == 64 and "trees of 64 nodes in 16 steps" in "".join(planned.assumptions)

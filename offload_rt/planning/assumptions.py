@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config import DRAFT_STREAMING
+from offload_rt.expectations import SECOND_CHOICE
 from offload_rt.machine.hardware import COMPUTE_SHARE, GIB, MEMORY_SHARE
 from offload_rt.planning.placement import LONGEST_DRAFT, PlanRequest
 from offload_rt.planning.prediction import (
@@ -77,10 +78,13 @@ def _departures(request: PlanRequest, fitting: PlanRequest) -> Iterator[str]:
 def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
     rates = ", ".join(f"{level} {request.acceptance(level):.2f}" for level in request.levels)
     chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {LONGEST_DRAFT}"
-    yield (
-        f"acceptance of a drafted token: {rates}; gamma2 {best.gamma} ({chosen}), so that a round of "
-        f"1 + α + … + α^γ yields {best.tokens:.2f} tokens"
-    )
+    drafted = f"gamma2 {best.gamma} ({chosen}), so that a round of 1 + α + … + α^γ yields"
+    if request.shape.kind == "grown":
+        drafted = (
+            f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
+            f"{SECOND_CHOICE:.0%} of rejections, so that a round yields"
+        )
+    yield f"acceptance of a drafted token: {rates}; {drafted} {best.tokens:.2f} tokens"
     if best.outcomes:
         yield (
             f"while a pass streams the next round is drafted for its likeliest outcomes, {best.outcomes} of "

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config, LevelConfig
+from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
     DRAFT_LENGTHS,
@@ -98,9 +99,25 @@ class PlanRequest:
         return max(1, len(self.hardware.gpus))
 
     @property
+    def shape(self) -> DraftShape:
+        """Of the drafts for the full cache; its depth is 0 where the planner chooses it."""
+        levels = self.config.speculation.levels
+        return (levels[-1].shape if levels else CHAIN).deep(self.config.speculation.gamma2)
+
+    @property
+    def draft_sizes(self) -> range:
+        """How many tokens a pass may verify, to choose from; the nodes of a grown tree are given."""
+        if not self.levels:
+            return range(1)
+        if self.shape.kind == "grown":
+            return range(self.shape.nodes, self.shape.nodes + 1)
+        given = self.config.speculation.gamma2
+        return range(given or 1, (given or LONGEST_DRAFT) + 1)
+
+    @property
     def longest_draft(self) -> int:
         """Tokens of the longest draft that a pass may verify."""
-        return (self.config.speculation.gamma2 or LONGEST_DRAFT) if self.levels else 0
+        return self.draft_sizes[-1]
 
     @property
     def given_resident(self) -> int | None:

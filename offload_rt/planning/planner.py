@@ -154,12 +154,11 @@ def _best_round(predictor: Predictor) -> RoundTime:
 def _best_rounds(predictor: Predictor) -> Iterator[RoundTime]:
     """The shortest round for each depth of the ring, draft length and number of outcomes drafted for."""
     request = predictor.request
-    gamma, longest = request.config.speculation.gamma2, request.longest_draft
     first = request.config.store.ring_buffers
     for ring in range(first, first + (0 if request.in_place else EXTRA_RING_BUFFERS) + 1):
         if not ring_fits(request, ring):
             return
-        for count in range(gamma or 1, longest + 1) if longest else (0,):
+        for count in request.draft_sizes:
             yield from _best_shares(predictor, ring, count)
 
 

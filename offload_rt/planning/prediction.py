@@ -66,7 +66,8 @@ class Predictor:
     @property
     def outcomes(self) -> range:
         """How many verdicts may be drafted for ahead of time; 0 alone where none are."""
-        speculates = self.request.levels and not self.request.in_place
+        # What may follow a tree is not guessed.
+        speculates = self.request.levels and not self.request.in_place and self.request.shape.kind != "grown"
         ahead = self.config.offload.ahead if speculates else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
@@ -94,6 +95,10 @@ class Predictor:
 
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache, through all levels below it."""
+        shape = self.request.shape
+        if shape.kind == "grown":  # several nodes a step, drafted by one level alone
+            entries = min(self.config.retrieval.budget, self.request.context)
+            return self.step(self.target, shape.per_pass, entries, graph=True) * shape.depth
         return self._drafting(len(self.request.levels) - 1, gamma)
 
     def _drafting(self, index: int, count: int) -> Work:
@@ -214,6 +219,8 @@ class Predictor:
         request, gamma = self.request, verification.gamma
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
+        if request.shape.kind == "grown":
+            tokens = request.shape.expected_tokens(acceptance)
         chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
         ms, drafting = self.round_ms(verification, draft, chances)
         share, longer = self.refresh_share(tokens), 0.0
