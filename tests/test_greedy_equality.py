@@ -18,8 +18,8 @@ NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
-# A Latin square: every architecture and every config meets every prompt length. Trees come after it, since the
-# number of a case is the seed of its model.
+# A Latin square: every architecture and every config meets every prompt length. Trees come after it:
+# the number of a case is the seed of its model.
 CASES = [
     (arch, config, PROMPT_LENGTHS[(row + column) % len(PROMPT_LENGTHS)])
     for configs in (CONFIGS[:-1], CONFIGS[-1:])
