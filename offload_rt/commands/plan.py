@@ -75,6 +75,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         add(flag, type=float, default=default, metavar="A", help=f"{help} (default: {default})")
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
+    _add_hardware(plan)
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE (default: nowhere)")
+
+
+def _add_hardware(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
     add(
         "--gpu",
@@ -92,8 +97,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="KV that the CPU attends (default: 0.7 of the memory's)",
     )
     add("--vram", type=float, metavar="GiB", help="of a card to use (default: all)")
-
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE (default: nowhere)")
 
 
 def _tokens(text: str) -> int:
