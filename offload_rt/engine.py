@@ -182,7 +182,7 @@ class Engine:
         )
         chosen = plans[0].request.config.name
         if len(plans) > 1 and plans[0].fits and chosen != self._chosen:
-            self._on_notice(comparison(plans))
+            self._on_notice(f"config auto: {comparison(plans)}")
             self._chosen = chosen
         return plans[0]
 

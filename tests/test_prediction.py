@@ -281,5 +281,12 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     assert found.draft.ms == pytest.approx(16 * one.ms)
     assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))
     assert found.verification.gamma == 64 and found.hit_rate == 0
+    # A small model's tree takes that model's steps; where its depth is chosen as it runs, 4 nodes a step.
+    levels = [{"model": "draft", "cache": "streaming", "draft": "grown:32"}]
+    small = Predictor(request({"speculation.levels": levels}, "naive", context=50_000))
+    small_step = small.step(JF68M, 8, 256, split=False, graph=True)
+    assert small.draft(32).ms == pytest.approx(4 * small_step.ms)
+    unset = {"speculation.levels": levels, "speculation.gamma2": 0}
+    assert request(unset, "naive", context=50_000).shape.depth == 8
     planned = plan(asked)
     assert planned.gamma == 64 and "trees of 64 nodes in 16 steps" in "".join(planned.assumptions)

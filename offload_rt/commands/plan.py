@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_json("--json", arguments.json, planned.to_json())
     lines = list(_report(planned, planned.check()))
     if len(plans) > 1:
-        lines.insert(1, comparison(plans).replace("config auto:", "config    ", 1))
+        lines.insert(1, f"config     {comparison(plans)}")
     elif small is not None and len(planned.request.levels) > 1:
         lines += _without_draft(planned.check(), plan(replace(planned.request, draft=None)))
     print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))

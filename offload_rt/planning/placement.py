@@ -24,6 +24,7 @@ from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.model import CausalModel
 from offload_rt.planning.shapes import ModelShape
 
+NODES_A_STEP = 4  # of a grown tree whose depth is chosen as it runs
 PADDING = 0.01  # of a vocabulary
 LONGEST_DRAFT = max(DRAFT_LENGTHS)
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
@@ -100,9 +101,12 @@ class PlanRequest:
 
     @property
     def shape(self) -> DraftShape:
-        """Of the drafts for the full cache; its depth is 0 where the planner chooses it."""
-        levels = self.config.speculation.levels
-        return (levels[-1].shape if levels else CHAIN).deep(self.config.speculation.gamma2)
+        """Of the drafts for the full cache; a chain's depth is 0 where the planner chooses it."""
+        levels, depth = self.config.speculation.levels, self.config.speculation.gamma2
+        shape = levels[-1].shape if levels else CHAIN
+        if shape.kind == "grown":
+            depth = depth or max(1, shape.nodes // NODES_A_STEP)
+        return shape.deep(depth)
 
     @property
     def draft_sizes(self) -> range:

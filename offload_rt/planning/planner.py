@@ -140,7 +140,7 @@ def comparison(plans: Sequence[Plan]) -> str:
         f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
     )
     beside = f" ({', '.join(others)})" if others else ""
-    return f"config auto: {first} ms a token, as predicted{beside}"
+    return f"{first} ms a token, as predicted{beside}"
 
 
 # How a context is shared out between GPU, CPU and link.

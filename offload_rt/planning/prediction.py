@@ -96,22 +96,25 @@ class Predictor:
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache, through all levels below it."""
         shape = self.request.shape
-        if shape.kind == "grown":  # several nodes a step, drafted by one level alone
-            entries = min(self.config.retrieval.budget, self.request.context)
-            return self.step(self.target, shape.per_pass, entries, graph=True) * shape.depth
+        if shape.kind == "grown":  # several nodes a step, drafted by the one level that there is
+            return self._level_step(0, shape.per_pass) * shape.depth
         return self._drafting(len(self.request.levels) - 1, gamma)
 
-    def _drafting(self, index: int, count: int) -> Work:
-        """`count` tokens of one level, which itself verifies what the level below it drafts."""
+    def _level_step(self, index: int, queries: int) -> Work:
+        """A pass of one level's model over its own cache."""
         request, config = self.request, self.config
-        if index < 0 or count == 0 or request.levels[index] == LOOKUP:
-            return Work()
         small = request.draft if request.levels[index] == DRAFT_STREAMING else None
         bounded = config.draft.sinks + config.draft.window
         entries = config.retrieval.budget if request.levels[index] == TARGET_RETRIEVED else bounded
         entries = min(entries, request.context)
-        below = config.speculation.gamma1 if index > 0 else 0
-        step = self.step(small or request.target, below + 1, entries, split=small is None, graph=True)
+        return self.step(small or request.target, queries, entries, split=small is None, graph=True)
+
+    def _drafting(self, index: int, count: int) -> Work:
+        """`count` tokens of one level, which itself verifies what the level below it drafts."""
+        if index < 0 or count == 0 or self.request.levels[index] == LOOKUP:
+            return Work()
+        below = self.config.speculation.gamma1 if index > 0 else 0
+        step = self._level_step(index, below + 1)
         return (step + self._drafting(index - 1, below)) * (count / self._step_tokens(index))
 
     def _step_tokens(self, index: int) -> float:
