@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import machine
 from offload_rt.api import NO_DRAFT
+from offload_rt.commands.prompts import built_in
 from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
@@ -117,10 +118,8 @@ def names(known: Collection[str], file: str = "") -> Callable[[str], tuple[str, 
 
 
 def demo_text() -> Text:
-    """The demo prompt of the command line: what every Python installation carries."""
-    from pydoc_data.topics import topics
-
-    return Text("pydoc_data.topics", "\n".join(topics[name] for name in sorted(topics)))
+    """The built-in prompt of the command line."""
+    return Text("pydoc_data.topics", built_in())
 
 
 def read_texts(paths: Sequence[Path]) -> list[Text]:

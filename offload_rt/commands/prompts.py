@@ -66,15 +66,19 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     if len(named) > 1:
         raise UsageError(f"{' and '.join(flag for flag, _ in named)}: give one prompt only")
     if not named:
-        # Every Python ships these pages; together they are as long as a book.
-        from pydoc_data.topics import topics
-
-        return "\n".join(topics[name] for name in sorted(topics))
+        return built_in()
     ((flag, value),) = named
     files = {"--prompt-file": f"prompt file {value}", "--prompt-tokens": f"token file {value}", "-": "stdin"}
     source = files.get(flag, flag)
     text = _text(source, _bytes(source, flag, value))
     return _token_ids(source, text) if flag == "--prompt-tokens" else text
+
+
+def built_in() -> str:
+    """Pages that every Python ships; together they are as long as a book."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def _bytes(source: str, flag: str, value: str) -> bytes:
