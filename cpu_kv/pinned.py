@@ -1,19 +1,24 @@
-"""Page-locked slabs, allocated in the background and given back for certain."""
+"""Slabs, page-locked piece by piece in the background and given back for certain."""
 
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-_OS_PAGE_BYTES = 4096
+# Linux 6.11 to 6.13 refuse to lock more than 2 GiB at a time, and drivers have limits of their own.
+PIECE_BYTES = 2**28
+"""Slabs are page-locked in pieces of this size, to CUDA an allocation each: no copy may cross two of them."""
+
 _HOST_REGISTER_PORTABLE = 1  # pinned for every CUDA context, not only for the thread's own
 
 
@@ -35,18 +40,23 @@ class PageLocking:
     unregister: Callable[[int], int] = _unregister_with_cuda
 
 
+def pieces(byte_count: int) -> list[tuple[int, int]]:
+    """Start and end of each piece of a slab of ``byte_count`` bytes, counted from the slab's first byte."""
+    return [(start, min(start + PIECE_BYTES, byte_count)) for start in range(0, byte_count, PIECE_BYTES)]
+
+
 @dataclass(frozen=True)
 class _Slab:
-    tensor: Tensor
+    memory: Tensor  # bytes: ``size``, filled up to whole pages
     size: int
-    pinned: bool
+    locked: list[tuple[int, int]] = field(default_factory=list)  # pieces: address, bytes of ``size`` in it
 
 
 class SlabAllocator:
-    """Allocates slabs one after another in a background thread.
+    """Allocates slabs one after another in a background thread, in huge pages where the system has them.
 
     ``pin``: page-lock the slabs; without CUDA (and without a ``locking`` of one's own) they are ordinary
-    memory. Where page-locking is refused, this slab and all later ones are pageable, and ``on_warning``
+    memory. One of the ``pieces`` whose page-locking is refused stays pageable alone, and ``on_warning``
     (Python's ``warnings`` if None) is told once. Calls come from one thread.
     """
 
@@ -61,9 +71,9 @@ class SlabAllocator:
         if locking is None and torch.cuda.is_available():
             locking = PageLocking()
         self._locking = locking if pin else None
-        self._refused = False
+        self._warned = False
         self._on_warning = on_warning or _warn
-        self._slabs: dict[int, _Slab] = {}  # by the address of the tensor
+        self._slabs: dict[int, _Slab] = {}  # by the address of the memory
         self._slabs_lock = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_kv-slabs")
         # Memory that is freed while it is page-locked poisons its addresses, so an allocator that is
@@ -78,9 +88,9 @@ class SlabAllocator:
 
     @property
     def bytes_pinned(self) -> int:
-        """Bytes of the slabs that exist now and are page-locked."""
+        """Page-locked bytes of the slabs that exist now."""
         with self._slabs_lock:
-            return sum(slab.size for slab in self._slabs.values() if slab.pinned)
+            return sum(count for slab in self._slabs.values() for _, count in slab.locked)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Future[Tensor]:
         """Ask for an uninitialised CPU tensor; it is made in the background, in the order asked.
@@ -97,7 +107,7 @@ class SlabAllocator:
         Raises ValueError for a tensor that is not a slab of this allocator.
         """
         with self._slabs_lock:
-            slab = self._slabs.pop(tensor.data_ptr(), None)
+            slab = self._slabs.pop(tensor.untyped_storage().data_ptr(), None)
         if slab is None:
             raise ValueError("this tensor is not a slab of this allocator, or was released before")
         _unlock(slab, self._locking)
@@ -109,42 +119,59 @@ class SlabAllocator:
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        locked_size = -(-size // _OS_PAGE_BYTES) * _OS_PAGE_BYTES
         try:
-            memory = torch.empty(locked_size + _OS_PAGE_BYTES, dtype=torch.uint8)
-        except RuntimeError as error:  # torch reports a lack of memory in this way
+            memory = _whole_pages(size)
+        except (OSError, OverflowError) as error:
             raise MemoryError(f"no memory for a KV slab of {size:,} bytes ({list(shape)} {dtype})") from error
-        # A slab starts at a page of its own: two registrations may not share one.
-        offset = -memory.data_ptr() % _OS_PAGE_BYTES
-        tensor = memory[offset : offset + size].view(dtype).view(shape)
-        pinned = self._lock(tensor.data_ptr(), locked_size)
-        with self._slabs_lock:
-            self._slabs[tensor.data_ptr()] = _Slab(tensor, size, pinned)
+        tensor = memory[:size].view(dtype).view(shape)
+        slab = _Slab(memory, size)
+        with self._slabs_lock:  # before it is locked, so that no error leaves it locked for good
+            self._slabs[memory.data_ptr()] = slab
+        if self._locking is not None:
+            self._lock(slab, self._locking)
         return tensor
 
-    def _lock(self, address: int, size: int) -> bool:
-        if self._locking is None or self._refused:
-            return False
-        # The driver leaves a refusal behind as the thread's last error. This thread launches no kernel
-        # that could mistake it for its own.
-        code = self._locking.register(address, size)
-        if code == 0:
-            return True
-        self._refused = True
+    def _lock(self, slab: _Slab, locking: PageLocking) -> None:
+        refusal = 0
+        for start, end in pieces(slab.memory.nbytes):
+            piece = slab.memory[start:end]
+            # The first touch, by all of torch's threads; page-locking would leave it to this one. torch gives
+            # a thread 32,768 elements or more: one byte a page would keep two busy, 64 cost no more.
+            piece.view(-1, mmap.PAGESIZE)[:, :64].zero_()
+            # The driver leaves a refusal behind as the thread's last error. This thread launches no kernel
+            # that could mistake it for its own.
+            code = locking.register(piece.data_ptr(), piece.nbytes)
+            if code == 0:
+                slab.locked.append((piece.data_ptr(), min(end, slab.size) - start))
+            refusal = refusal or code
+        if refusal == 0 or self._warned:
+            return
+        self._warned = True
+        pageable = slab.size - sum(count for _, count in slab.locked)
         self._on_warning(
-            f"CUDA refused to page-lock {size:,} bytes for the KV cache (error {code}). The cache uses "
-            "pageable memory from here on: copies to and from the GPU run at a fraction of the link's rate "
-            "and block the program. Raise the limit on locked memory ('ulimit -l unlimited', in a container "
-            "'--ulimit memlock=-1') or ask for fewer tokens."
+            f"CUDA refused to page-lock {pageable:,} of {slab.size:,} bytes for the KV cache (error "
+            f"{refusal}). These and any refused later stay pageable: copies to and from the GPU run at a "
+            "fraction of the link's rate and block the program. Raise the limit on locked memory ('ulimit -l "
+            "unlimited', in a container '--ulimit memlock=-1') or ask for fewer tokens."
         )
-        return False
+
+
+def _whole_pages(size: int) -> Tensor:
+    """At least ``size`` bytes of untouched memory, which lives as long as any view of it."""
+    length = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+    # mmap's default is shared memory, which seldom gets huge pages.
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)
+    with suppress(AttributeError, OSError):  # no such advice, or a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _unlock(slab: _Slab, locking: PageLocking | None) -> None:
     # The result is not checked: it fails only after an error that the program has already met, and hiding
     # that one would not help.
-    if slab.pinned and locking is not None:
-        locking.unregister(slab.tensor.data_ptr())
+    if locking is not None:
+        for address, _ in slab.locked:
+            locking.unregister(address)
 
 
 def _give_back_all(slabs: dict[int, _Slab], locking: PageLocking | None) -> None:

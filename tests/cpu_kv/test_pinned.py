@@ -1,23 +1,29 @@
-"""Slabs: order, refusal, and that nothing outlives close."""
+"""Slabs: order, pieces, refusal, and that nothing outlives close."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import threading
+import weakref
+from collections.abc import Container
+from pathlib import Path
 
 import pytest
 import torch
 
 from cpu_kv import PageLocking, SlabAllocator
+from cpu_kv.pinned import PIECE_BYTES, pieces
 
 
 class FakeDriver:
-    """Registers memory as CUDA would; refuses from the ``refuse_from``-th request on."""
+    """Registers memory as CUDA would; refuses the requests with the numbers ``refuse``, from 1 on."""
 
-    def __init__(self, refuse_from: int = 1_000):
+    def __init__(self, refuse: Container[int] = ()):
         self.registered: dict[int, int] = {}
         self.requests = 0
-        self.refuse_from = refuse_from
+        self.refuse = refuse
 
     def locking(self) -> PageLocking:
         return PageLocking(self.register, self.unregister)
@@ -26,15 +32,29 @@ class FakeDriver:
         self.requests += 1
         assert address % 4096 == 0
         assert size % 4096 == 0
-        if self.requests >= self.refuse_from:
+        assert all(
+            address + size <= other or other + length <= address for other, length in self.registered.items()
+        )
+        if self.requests in self.refuse:
             return 2
-        assert address not in self.registered
         self.registered[address] = size
         return 0
 
     def unregister(self, address: int) -> int:
         del self.registered[address]
         return 0
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpu_kv.pinned.PIECE_BYTES", 8192)
+
+
+def resident_pages(address: int, size: int) -> int:
+    """How many pages of a range of whole pages are in memory."""
+    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages)
 
 
 def slab_threads() -> list[threading.Thread]:
@@ -64,25 +84,150 @@ def test_pinned_slabs_are_counted_and_given_back() -> None:
         allocator.allocate((1,), torch.float32)
 
 
-def test_refusal_warns_once_and_goes_on_in_pageable_memory() -> None:
-    driver = FakeDriver(refuse_from=2)
+def test_pieces_cover_a_slab() -> None:
+    assert pieces(0) == []
+    assert pieces(PIECE_BYTES) == [(0, PIECE_BYTES)]
+    assert pieces(2 * PIECE_BYTES + 1) == [
+        (0, PIECE_BYTES),
+        (PIECE_BYTES, 2 * PIECE_BYTES),
+        (2 * PIECE_BYTES, 2 * PIECE_BYTES + 1),
+    ]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_slab_is_locked_in_pieces() -> None:
+    driver = FakeDriver()
+    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+    slab = allocator.allocate((5000,), torch.float32).result()
+    start = slab.data_ptr()
+    assert driver.registered == {start: 8192, start + 8192: 8192, start + 16384: 4096}
+    assert allocator.bytes_pinned == 20_000
+    allocator.release(slab)
+    assert not driver.registered
+    allocator.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_refusal_costs_one_piece_and_is_told_once() -> None:
+    driver = FakeDriver(refuse={2, 6})
     warnings: list[str] = []
     allocator = SlabAllocator(True, warnings.append, driver.locking())
-    slabs = [allocator.allocate((1000,), torch.float32) for _ in range(4)]
-    for number, slab in enumerate(slabs):
-        slab.result().fill_(number)
-    assert driver.requests == 2  # not asked again after the refusal
-    assert allocator.bytes_allocated == 16_000
-    assert allocator.bytes_pinned == 4_000
+    first, second = (allocator.allocate((5000,), torch.float32).result().fill_(1) for _ in range(2))
+    assert set(driver.registered) == {
+        first.data_ptr(),
+        first.data_ptr() + 16384,
+        second.data_ptr(),
+        second.data_ptr() + 8192,
+    }
+    assert allocator.bytes_allocated == 40_000
+    assert allocator.bytes_pinned == 40_000 - 8192 - (20_000 - 16384)
     assert len(warnings) == 1
-    for said in ("error 2", "pageable", "block", "ulimit -l", "memlock"):
+    for said in ("8,192 of 20,000 bytes", "error 2", "pageable", "block", "ulimit -l", "memlock"):
         assert said in warnings[0]
+    allocator.release(first)
+    assert set(driver.registered) == {second.data_ptr(), second.data_ptr() + 8192}
     allocator.close()
     assert not driver.registered
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_an_error_between_pieces_leaves_none_locked() -> None:
+    driver = FakeDriver()
+
+    def register(address: int, size: int) -> int:
+        if driver.requests == 2:
+            raise RuntimeError("the driver is gone")
+        return driver.register(address, size)
+
+    allocator = SlabAllocator(True, pytest.fail, PageLocking(register, driver.unregister))
+    with pytest.raises(RuntimeError, match="gone"):
+        allocator.allocate((5000,), torch.float32).result()
+    assert len(driver.registered) == 2
+    allocator.close()
+    assert not driver.registered
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_memory_is_touched_before_it_is_locked_and_not_at_all_otherwise() -> None:
+    driver = FakeDriver()
+    resident: list[tuple[int, int]] = []
+
+    def register(address: int, size: int) -> int:
+        resident.append((resident_pages(address, size), size // mmap.PAGESIZE))
+        return driver.register(address, size)
+
+    locked = SlabAllocator(True, pytest.fail, PageLocking(register, driver.unregister))
+    locked.allocate((5000,), torch.float32).result()
+    assert len(resident) == 3
+    assert all(present == pages for present, pages in resident)
+    locked.close()
+    ordinary = SlabAllocator(False)
+    slab = ordinary.allocate((16, mmap.PAGESIZE), torch.uint8).result()
+    assert resident_pages(slab.data_ptr(), slab.nbytes) == 0
+    assert resident_pages(slab.fill_(1).data_ptr(), slab.nbytes) == 16
+    ordinary.close()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
+def test_slabs_ask_for_huge_pages() -> None:
+    allocator = SlabAllocator(False)
+    address = allocator.allocate((10,), torch.float32).result().data_ptr()
+    flags: list[str] = []
+    within = False
+    for words in map(str.split, Path("/proc/self/smaps").read_text().splitlines()):
+        if not words[0].endswith(":"):
+            start, end = (int(bound, 16) for bound in words[0].split("-"))
+            within = start <= address < end
+        elif within and words[0] == "VmFlags:":
+            flags = words[1:]
+    assert "hg" in flags
+    assert "sh" not in flags  # of shared memory, which is seldom given any
+    allocator.close()
+
+
+@pytest.mark.parametrize("give_back", ["release", "close"])
+def test_memory_lives_as_long_as_a_view(give_back: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mappings: list[weakref.ref[mmap.mmap]] = []
+    make = mmap.mmap
+
+    def recorded(file: int, length: int, flags: int) -> mmap.mmap:
+        mapping = make(file, length, flags=flags)
+        mappings.append(weakref.ref(mapping))
+        return mapping
+
+    monkeypatch.setattr(mmap, "mmap", recorded)
+    driver = FakeDriver()
+    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+    slab = allocator.allocate((2, 5000), torch.float32).result()
+    view = slab[1].fill_(3)
+    if give_back == "release":
+        allocator.release(slab)
+    else:
+        allocator.close()
+    assert not driver.registered
+    del slab
+    assert view.add_(1).sum() == 20_000
+    (mapping,) = mappings
+    assert mapping() is not None
+    allocator.close()  # with it ends the thread, which may still hold what it made last
+    del view
+    assert mapping() is None
+
+
+def test_slabs_without_bytes() -> None:
+    driver = FakeDriver()
+    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+    slabs = [allocator.allocate((0, 5), torch.bfloat16).result() for _ in range(2)]
+    assert all(slab.shape == (0, 5) for slab in slabs)
+    assert allocator.bytes_allocated == allocator.bytes_pinned == 0
+    for slab in slabs:
+        allocator.release(slab)
+    assert not driver.registered
+    allocator.close()
+
+
 def test_without_a_listener_the_warning_is_a_python_warning() -> None:
-    allocator = SlabAllocator(True, locking=FakeDriver(refuse_from=1).locking())
+    allocator = SlabAllocator(True, locking=FakeDriver(refuse={1}).locking())
     with pytest.warns(RuntimeWarning, match="page-lock"):
         allocator.allocate((10,), torch.float32).result()
     allocator.close()
@@ -104,6 +249,8 @@ def test_lack_of_memory_is_memory_error_where_it_is_awaited() -> None:
     after = allocator.allocate((10,), torch.float32)
     with pytest.raises(MemoryError, match=r"281,474,976,710,656 bytes"):
         too_large.result()
+    with pytest.raises(MemoryError, match=r"no memory for a KV slab"):
+        allocator.allocate((1 << 62,), torch.float32).result()
     assert {good.result().data_ptr(), after.result().data_ptr()} == set(driver.registered)
     allocator.close()
     assert not driver.registered
@@ -134,12 +281,13 @@ def test_close_waits_for_the_slab_under_way_and_drops_the_rest() -> None:
     assert not slab_threads()
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_a_forgotten_allocator_unlocks_its_slabs() -> None:
-    driver = FakeDriver()
-    allocator = SlabAllocator(True, pytest.fail, driver.locking())
-    allocator.allocate((10,), torch.float32).result()
+    driver = FakeDriver(refuse={2})
+    allocator = SlabAllocator(True, lambda warning: None, driver.locking())
+    allocator.allocate((5000,), torch.float32).result()
     allocator.release(allocator.allocate((10,), torch.float32).result())  # the thread is past the first one
-    assert len(driver.registered) == 1
+    assert len(driver.registered) == 2
     del allocator
     gc.collect()
     assert not driver.registered
