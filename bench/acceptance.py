@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.context import ContextReader
-from cpu_kv import exact_top_k
+from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import fold
 from offload_rt.caches.base import DerivedCache, Verified
 from offload_rt.caches.bounded import BoundedCache
@@ -62,9 +62,8 @@ class ExactTopKCache(BoundedCache):
         self.verified_length = source.verified_length - verified.keys.shape[2]
         self.entries = min(self.budget, self.verified_length)
         for layer in range(source.layout.layers):
-            keys = torch.cat(
-                [keys for keys, _ in source.sequence.views(layer, 0, self.verified_length)], dim=1
-            )
+            views = source.sequence.views(layer, 0, self.verified_length)
+            keys = torch.cat([head_major(keys) for keys, _ in views], dim=1)
             queries = fold(verified.queries[layer], source.layout.kv_heads)
             chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
             out = (self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries])

@@ -2,14 +2,14 @@
 
 from cpu_kv.chunks import ChunkSummaries
 from cpu_kv.cuda_link import CudaLink
-from cpu_kv.layout import KVLayout
+from cpu_kv.layout import KeysValues, KVLayout, head_major, part_of
 from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
 from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
 from cpu_kv.selection import chunk_scores, exact_top_k, retrieval
 from cpu_kv.staging import StagingRing, StagingSlot
 from cpu_kv.store import PagedKVStore, SequenceKV
-from cpu_kv.transfer import LayerStream, TransferCounters, TransferEngine
+from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
 
 __all__ = [
     "ChunkSummaries",
@@ -17,11 +17,13 @@ __all__ = [
     "CpuLink",
     "CudaLink",
     "KVLayout",
+    "KeysValues",
     "LayerStream",
     "Link",
     "PacedLink",
     "PageLocking",
     "PagedKVStore",
+    "Sent",
     "SequenceKV",
     "SlabAllocator",
     "StagingRing",
@@ -32,5 +34,7 @@ __all__ = [
     "TransferStalled",
     "chunk_scores",
     "exact_top_k",
+    "head_major",
+    "part_of",
     "retrieval",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
 
 from cpu_kv.link import (
     CopyFailed,
@@ -51,7 +50,7 @@ class CudaLink:
                 recording = self._recording
                 begun = None if recording is None else _recorded(stream, timed=True)
                 for destination, source in pairs:
-                    _copy_plainly(destination, source)
+                    destination.copy_(source, non_blocking=True)
                     if not to_host:
                         # Let go before the copy is done, it must not be given to other compute meanwhile.
                         destination.record_stream(stream)
@@ -129,13 +128,3 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
     event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
-
-
-def _copy_plainly(destination: Tensor, source: Tensor) -> None:
-    # Where a side has gaps, torch would first pack it into pageable memory and wait. Head by head there are
-    # none, and each copy is one transfer.
-    if source.dim() > 1 and not (destination.is_contiguous() and source.is_contiguous()):
-        for destination_part, source_part in zip(destination, source, strict=True):
-            _copy_plainly(destination_part, source_part)
-    else:
-        destination.copy_(source, non_blocking=True)

@@ -13,9 +13,9 @@ from cpu_kv.layout import KVLayout
 
 @dataclass(frozen=True)
 class UnitSource:
-    """A run of a sequence: tokens of the sequence from ``start`` on, in ``memory`` from token ``first`` on.
+    """A run of a sequence: its pages from ``start`` on lie in ``memory`` from page ``first`` on.
 
-    ``memory`` ``[2, kv_heads, tokens, head_dim]``. All three counts are multiples of the page size.
+    ``memory``: see ``KVLayout.pages_shape``.
     """
 
     memory: Tensor
@@ -66,7 +66,7 @@ def gather_units(
                 result.copy_(table.index_select(0, rows.flatten()).view(shape))
         return out
     gathered = torch.empty(2, units.numel(), width, dtype=layout.dtype)
-    starts = torch.tensor([source.start // unit_tokens for source in sources])
+    starts = torch.tensor([source.start * (layout.page_size // unit_tokens) for source in sources])
     source_of = torch.bucketize(units, starts, right=True) - 1
     for number, source in enumerate(sources):
         places = (source_of.flatten() == number).nonzero().flatten()
@@ -80,10 +80,11 @@ def gather_units(
 
 def _rows(source: UnitSource, units: Tensor, unit_tokens: int) -> tuple[Tensor, Tensor]:
     """Where the keys and the values of ``units`` lie in the memory of ``source``, counted in units."""
-    _, heads, tokens, _ = source.memory.shape
-    head_starts = torch.arange(heads)[:, None] * (tokens // unit_tokens)
-    rows = head_starts + (units + (source.first - source.start) // unit_tokens)
-    return rows, rows + heads * (tokens // unit_tokens)
+    _, _, heads, page_size, _ = source.memory.shape
+    per_page = page_size // unit_tokens
+    pages = units // per_page + source.first - source.start
+    keys = (pages * 2 * heads + torch.arange(heads)[:, None]) * per_page + units % per_page
+    return keys, keys + heads * per_page
 
 
 def _check_units(layout: KVLayout, units: Tensor, unit_tokens: int, length: int) -> None:

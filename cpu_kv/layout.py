@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,12 @@ class KVLayout:
         """Bytes of the whole pages that hold ``tokens`` tokens, in all layers."""
         return self.layers * self.pages(tokens) * self.page_bytes
 
-    def slab_shape(self, tokens: int) -> tuple[int, int, int, int]:
-        """Shape of a buffer of one layer: keys then values, ``[2, kv_heads, tokens, head_dim]``."""
-        return (2, self.kv_heads, tokens, self.head_dim)
+    def pages_shape(self, pages: int) -> tuple[int, int, int, int, int]:
+        """Shape of pages of one layer, keys then values: ``[pages, 2, kv_heads, page_size, head_dim]``.
+
+        Consecutive pages are one piece of memory.
+        """
+        return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
     def tokens_in(self, keys: Tensor, values: Tensor) -> int:
         """Number of tokens in a pair ``[kv_heads, n, head_dim]``.
@@ -76,3 +82,50 @@ class KVLayout:
         if keys.shape != values.shape:
             raise ValueError(f"keys have {keys.shape[1]} tokens, but values have {values.shape[1]}")
         return keys.shape[1]
+
+
+def parts_of_pages(memory: Tensor, start: int, end: int) -> list[KeysValues]:
+    """Tokens ``start`` .. ``end`` of pages in memory (``KVLayout.pages_shape``), in place.
+
+    Pairs of keys and values ``[pages, kv_heads, tokens, head_dim]``: whole pages together, and parts of a
+    first and a last page.
+    """
+    page = memory.shape[3]
+    found: list[KeysValues] = []
+    while start < end:
+        first, offset = divmod(start, page)
+        if offset == 0 and end - start >= page:
+            part = memory[first : end // page]
+        else:
+            part = memory[first : first + 1, :, :, offset : offset + end - start]
+        found.append((part[:, 0], part[:, 1]))
+        start += part.shape[0] * part.shape[3]
+    return found
+
+
+def cut_alike(parts: Sequence[KeysValues], keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Cut ``keys`` and ``values`` ``[kv_heads, n, head_dim]`` as ``parts``, n tokens together, are cut.
+
+    Returns pairs of equal shape (a part ``[pages, kv_heads, tokens, head_dim]``, that of the keys or values).
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    start = 0
+    for part in parts:
+        pages, _, tokens, _ = part[0].shape
+        end = start + pages * tokens
+        for place, whole in zip(part, (keys, values), strict=True):
+            pairs.append((place, whole[:, start:end].unflatten(1, (pages, tokens)).transpose(0, 1)))
+        start = end
+    return pairs
+
+
+def head_major(part: Tensor) -> Tensor:
+    """``[pages, kv_heads, tokens, head_dim]`` to ``[kv_heads, all tokens, head_dim]``: a copy if needed."""
+    return part[0] if len(part) == 1 else part.transpose(0, 1).flatten(1, 2)
+
+
+def part_of(part: Tensor, start: int, end: int) -> Tensor:
+    """Tokens ``start`` .. ``end`` of ``[pages, kv_heads, tokens, head_dim]``, as ``head_major`` puts them."""
+    tokens = part.shape[2]
+    first = start // tokens
+    return head_major(part[first : -(-end // tokens)])[:, start - first * tokens : end - first * tokens]

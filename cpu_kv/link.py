@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # (destination, source), of equal shape
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""(destination, source), of equal shape and contiguous: with gaps, torch would pack them first and wait."""
 
 
 class CopyFailed(RuntimeError):

@@ -1,7 +1,10 @@
-"""Device buffers that segments of the KV pass through on their way to the compute."""
+"""What KV passes through on its way: device buffers to the compute, and page-locked ones in host memory."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,34 +17,36 @@ from cpu_kv.link import CopyFailed, Link, PassedTicket, Ticket
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A device buffer for one segment: ``keys`` and ``values`` ``[kv_heads, segment_tokens, head_dim]``.
+    """A device buffer for one segment: ``memory`` of ``KVLayout.pages_shape``.
 
     ``free``: the compute that read the last segment; a copy into the slot goes after it. ``ready``: that
     copy; compute waits for it.
     """
 
-    keys: Tensor
-    values: Tensor
+    memory: Tensor
     free: Ticket
     ready: Ticket
 
 
 class StagingRing:
-    """``buffers`` slots, handed out in turn. Raises ValueError for sizes below 1."""
+    """``buffers`` slots of ``segment_tokens`` tokens, whole pages, handed out in turn.
+
+    Raises ValueError for sizes below 1.
+    """
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
         if segment_tokens < 1 or buffers < 1:
             raise ValueError(
                 f"segment_tokens and buffers must be at least 1, not {segment_tokens} and {buffers}"
             )
-        self.segment_tokens = segment_tokens
+        pages = layout.pages(segment_tokens)
+        self.segment_tokens = pages * layout.page_size
         self._link = link
         self._slots: list[StagingSlot] = []
         for _ in range(buffers):
-            memory = torch.empty(layout.slab_shape(segment_tokens), dtype=layout.dtype, device=link.device)
+            memory = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=link.device)
             # Compute enqueued before may still use what the memory held until now.
-            slot = StagingSlot(memory[0], memory[1], free=link.mark(), ready=PassedTicket())
-            self._slots.append(slot)
+            self._slots.append(StagingSlot(memory, free=link.mark(), ready=PassedTicket()))
         self._idle = list(self._slots)
 
     @property
@@ -50,12 +55,15 @@ class StagingRing:
         return len(self._idle)
 
     def acquire(self) -> StagingSlot:
-        """The slot released longest ago. Its holder copies into it after ``slot.free`` and sets ``ready``.
+        """The slot released longest ago. Its holder copies into it and sets ``ready``.
 
-        Raises RuntimeError where every slot is held.
+        The host waits until the slot is free: so it enqueues no further ahead than the ring is deep. A
+        device's queue that is full would block the launches of every other thread. Raises RuntimeError where
+        every slot is held, TransferStalled where the compute is.
         """
         if not self._idle:
             raise RuntimeError(f"all {len(self._slots)} buffers of the staging ring are held")
+        self._idle[0].free.synchronize()
         return self._idle.pop(0)
 
     def release(self, slot: StagingSlot) -> None:
@@ -71,6 +79,43 @@ class StagingRing:
     def drain(self) -> None:
         """Wait until no copy writes to a slot and no compute reads one, so that the memory may go."""
         for slot in self._slots:
-            with suppress(CopyFailed):  # a failed copy writes no longer, and whoever needed it was told
-                slot.ready.synchronize()
+            _wait(slot.ready)
             slot.free.synchronize()
+
+
+class HostBuffers:
+    """Buffers in host memory for what crosses the link in a round, used in turn; page-locked for CUDA.
+
+    They are kept: torch's allocator of page-locked memory would ask the driver in the middle of a round.
+    """
+
+    def __init__(self, link: Link, dtype: torch.dtype, count: int = 2):
+        self._pin = link.device.type == "cuda"
+        empty = torch.empty(0, dtype=dtype)
+        self._turns: deque[tuple[Tensor, Ticket]] = deque((empty, PassedTicket()) for _ in range(count))
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """The buffer whose turn it is, after the copy that it was last held for; its content is undefined."""
+        buffer, busy = self._turns[0]
+        _wait(busy)
+        entries = math.prod(shape)
+        if entries > buffer.numel():
+            with torch.inference_mode(False):  # else it were writable in that mode alone
+                buffer = torch.empty(entries, dtype=buffer.dtype, pin_memory=self._pin)
+        self._turns.popleft()
+        self._turns.append((buffer, PassedTicket()))
+        return buffer[:entries].view(tuple(shape))
+
+    def hold(self, ticket: Ticket) -> None:
+        """Keep the buffer that was taken last until then."""
+        self._turns[-1] = (self._turns[-1][0], ticket)
+
+    def drain(self) -> None:
+        """Wait until every buffer may go."""
+        for _, busy in self._turns:
+            _wait(busy)
+
+
+def _wait(ticket: Ticket) -> None:
+    with suppress(CopyFailed):  # a failed copy writes no longer, and whoever needed it was told
+        ticket.synchronize()

@@ -1,10 +1,14 @@
-"""The full KV cache in CPU memory: pages of committed keys and values, grouped into slabs."""
+"""The full KV cache in CPU memory: pages of committed keys and values, grouped into slabs.
+
+A page holds the keys, then the values of its tokens for all heads, so that consecutive pages are one piece of
+memory and cross a link as one copy.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,43 +17,37 @@ from torch import Tensor
 
 from cpu_kv.chunks import ChunkSummaries
 from cpu_kv.gathering import UnitSource, gather_units
-from cpu_kv.layout import KVLayout
-from cpu_kv.pinned import SlabAllocator
-
-KeysValues = tuple[Tensor, Tensor]
-
-
-def cut_alike(runs: Sequence[KeysValues], keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Cut ``keys`` and ``values`` ``[kv_heads, n, head_dim]`` as ``runs``, n tokens together, are cut.
-
-    Returns pairs of equal shape (part of a run, part of the keys or values).
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    start = 0
-    for run_keys, run_values in runs:
-        end = start + run_keys.shape[1]
-        pairs += [(run_keys, keys[:, start:end]), (run_values, values[:, start:end])]
-        start = end
-    return pairs
+from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, parts_of_pages
+from cpu_kv.pinned import PIECE_BYTES, SlabAllocator
 
 
 @dataclass(frozen=True, eq=False)
 class _Slab:
-    """Room for ``tokens`` tokens, whole pages: a ``[2, kv_heads, tokens, head_dim]`` tensor a layer."""
+    """Room for ``pages`` pages: a tensor of ``KVLayout.pages_shape`` a layer."""
 
     number: int
-    tokens: int
+    pages: int
     layers: list[Future[Tensor]]
 
 
 @dataclass
 class _Run:
-    """Consecutive pages of a slab that are consecutive in a sequence too: tokens start .. start + tokens."""
+    """Consecutive pages of a slab that are consecutive in a sequence too."""
 
     slab: _Slab
-    first: int  # where the run begins in the slab, in tokens
-    start: int  # where the run begins in the sequence, in tokens
-    tokens: int
+    first: int  # page of the slab at which the run begins
+    start: int  # page of the sequence at which it begins
+    pages: int
+
+
+def _locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
+    """Pages ``first`` .. ``last`` of a slab, cut where the slab's page-locked pieces meet."""
+    entries, step = slab.view(-1), PIECE_BYTES // slab.itemsize
+    start, end = first * slab[0].numel(), last * slab[0].numel()
+    while start < end:
+        stop = min(end, (start // step + 1) * step)
+        yield entries[start:stop]
+        start = stop
 
 
 class PagedKVStore:
@@ -90,7 +88,8 @@ class PagedKVStore:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the slabs that are allocated or asked for."""
-        return sum(self.layout.reserved_bytes(slab.tokens) for slab in self._slabs.values())
+        pages = sum(slab.pages for slab in self._slabs.values())
+        return pages * self.layout.layers * self.layout.page_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -138,10 +137,9 @@ class PagedKVStore:
 
     def _add_slab(self, pages: int) -> None:
         # All layers are asked for at once, in order: later layers are allocated while earlier ones fill.
-        tokens = pages * self.layout.page_size
-        shape = self.layout.slab_shape(tokens)
+        shape = self.layout.pages_shape(pages)
         futures = [self._allocator.allocate(shape, self.layout.dtype) for _ in range(self.layout.layers)]
-        slab = _Slab(self._slabs_made, tokens, futures)
+        slab = _Slab(self._slabs_made, pages, futures)
         self._slabs_made += 1
         self._slabs[slab.number] = slab
         for page in range(pages):
@@ -153,7 +151,8 @@ class PagedKVStore:
             return slab.layers[layer].result()
         except (MemoryError, CancelledError) as error:
             self._drop_slab(slab)
-            raise MemoryError(f"no memory for {slab.tokens} more tokens of KV: {error}") from error
+            tokens = slab.pages * self.layout.page_size
+            raise MemoryError(f"no memory for {tokens} more tokens of KV: {error}") from error
 
     def _drop_slab(self, slab: _Slab) -> None:
         # Its pages never come back to the free ones, so that a smaller request can still succeed.
@@ -219,7 +218,7 @@ class SequenceKV:
         self.advance(layer, count)
 
     def slots(self, layer: int, count: int, ahead: int = 0) -> list[KeysValues]:
-        """Where the next ``count`` tokens of ``layer`` go: writable views ``[kv_heads, n, head_dim]``.
+        """Where the next ``count`` tokens of ``layer`` go: writable views, in pieces as those of ``views``.
 
         They count as present only after ``advance``. ``ahead``: skip that many tokens, whose slots were
         handed out before and are still being written. Raises MemoryError where room cannot be had.
@@ -236,15 +235,14 @@ class SequenceKV:
         """
         self._check(layer)
         length = self._lengths[layer] + count
-        if count < 0 or length > self._capacity:
-            raise ValueError(
-                f"cannot advance by {count} from {self._lengths[layer]}: room for {self._capacity}"
-            )
+        room = self._pages * self.layout.page_size
+        if count < 0 or length > room:
+            raise ValueError(f"cannot advance by {count} from {self._lengths[layer]}: room for {room}")
         self._lengths[layer] = length
         if self.summaries is not None:
             start, end = self.summaries.missing(layer, length)
             if start < end:
-                self.summaries.extend(layer, [keys for keys, _ in self._span(layer, start, end)])
+                self.summaries.extend(layer, [head_major(keys) for keys, _ in self._span(layer, start, end)])
 
     def truncate(self, length: int) -> None:
         """Roll every layer back to ``length`` tokens and give the pages past it back to the store.
@@ -262,14 +260,34 @@ class SequenceKV:
     def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
         """Tokens ``start`` .. ``end`` (default: all present) of ``layer``, in place, without a copy.
 
-        As few pieces ``[kv_heads, n, head_dim]`` as the pages allow, in token order. Raises ValueError for
-        a range that is not present.
+        As few pieces ``[pages, kv_heads, tokens, head_dim]`` as the pages allow, in token order: runs of
+        whole pages, and parts of the others. Raises ValueError for a range that is not present.
+        """
+        end = self.layer_length(layer) if end is None else end
+        self.check_present(layer, start, end)
+        return self._span(layer, start, end)
+
+    def memory(self, layer: int, start: int, end: int) -> list[Tensor]:
+        """The pages of tokens ``start`` .. ``end``, present or not, as they lie: one-dimensional, in order.
+
+        Each piece is contiguous and page-locked as a whole or not at all. Raises ValueError where a page is
+        cut, MemoryError where room cannot be had.
         """
         self._check(layer)
-        end = self._lengths[layer] if end is None else end
-        if not 0 <= start <= end <= self._lengths[layer]:
+        page = self.layout.page_size
+        if start % page or end % page:
+            raise ValueError(f"tokens {start} to {end} are not whole pages of {page}")
+        self._grow(end, slab_pages=self._store._slab_pages)
+        found: list[Tensor] = []
+        for run, first, last in self._runs_of(start // page, end // page):
+            memory = self._store._memory(run.slab, layer)
+            found += _locked_pieces(memory, first, last)
+        return found
+
+    def check_present(self, layer: int, start: int, end: int) -> None:
+        """Raises ValueError unless ``layer`` holds the tokens ``start`` .. ``end``."""
+        if not 0 <= start <= end <= self.layer_length(layer):
             raise ValueError(f"tokens {start} to {end} of layer {layer}: {self._lengths[layer]} are present")
-        return self._span(layer, start, end)
 
     def gather_chunks(
         self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues | None = None
@@ -286,7 +304,7 @@ class SequenceKV:
             [
                 UnitSource(self._store._memory(run.slab, layer), run.first, run.start)
                 for run in self._runs
-                if run.start < self._lengths[layer]
+                if run.start * self.layout.page_size < self._lengths[layer]
             ],
             self._lengths[layer],
             chunks,
@@ -310,41 +328,45 @@ class SequenceKV:
             raise ValueError(f"layer {layer}: the KV has layers 0 to {self.layout.layers - 1}")
 
     @property
-    def _capacity(self) -> int:
-        return self._runs[-1].start + self._runs[-1].tokens if self._runs else 0
+    def _pages(self) -> int:
+        return self._runs[-1].start + self._runs[-1].pages if self._runs else 0
 
     def _grow(self, tokens: int, slab_pages: int) -> None:
-        page_size = self.layout.page_size
-        missing = self.layout.pages(tokens - self._capacity)
+        missing = self.layout.pages(tokens) - self._pages
         if missing <= 0:
             return
         for slab, page in self._store._take_pages(missing, slab_pages):
             last = self._runs[-1] if self._runs else None
-            if last is not None and last.slab is slab and last.first + last.tokens == page * page_size:
-                last.tokens += page_size
+            if last is not None and last.slab is slab and last.first + last.pages == page:
+                last.pages += 1
             else:
-                self._runs.append(_Run(slab, page * page_size, self._capacity, page_size))
+                self._runs.append(_Run(slab, page, self._pages, 1))
 
     def _keep_pages(self, count: int) -> None:
-        page_size = self.layout.page_size
-        while self._capacity > count * page_size:
+        while self._pages > count:
             last = self._runs[-1]
-            last.tokens -= page_size
-            self._store._give_back(last.slab, (last.first + last.tokens) // page_size)
-            if last.tokens == 0:
+            last.pages -= 1
+            self._store._give_back(last.slab, last.first + last.pages)
+            if last.pages == 0:
                 self._runs.pop()
 
-    def _span(self, layer: int, start: int, end: int) -> list[KeysValues]:
-        """Views of tokens ``start`` .. ``end`` of the pages held, present or not: one for each run."""
-        pieces: list[KeysValues] = []
+    def _runs_of(self, start: int, end: int) -> Iterator[tuple[_Run, int, int]]:
+        """The runs of pages ``start`` .. ``end``, and which pages of their slabs that are."""
         number = bisect_right(self._runs, start, key=lambda run: run.start) - 1
         while start < end:
             run = self._runs[number]
-            piece_end = min(end, run.start + run.tokens)
-            memory = self._store._memory(run.slab, layer)
-            offset = run.first - run.start
-            piece = memory[:, :, offset + start : offset + piece_end]
-            pieces.append((piece[0], piece[1]))
-            start = piece_end
+            stop = min(end, run.start + run.pages)
+            yield run, run.first + start - run.start, run.first + stop - run.start
+            start = stop
             number += 1
-        return pieces
+
+    def _span(self, layer: int, start: int, end: int) -> list[KeysValues]:
+        """Views of tokens ``start`` .. ``end`` of the pages held, present or not."""
+        page = self.layout.page_size
+        found: list[KeysValues] = []
+        for run, _, _ in self._runs_of(start // page, -(-end // page)):
+            behind = (run.first - run.start) * page  # from places in the sequence to those in the slab
+            stop = min(end, (run.start + run.pages) * page)
+            found += parts_of_pages(self._store._memory(run.slab, layer), behind + start, behind + stop)
+            start = stop
+        return found

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
 from cpu_kv.link import CopyFailed, Link, Ticket, TransferStalled, pair_bytes
-from cpu_kv.staging import StagingRing, StagingSlot
-from cpu_kv.store import KeysValues, SequenceKV, cut_alike
+from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
+from cpu_kv.store import SequenceKV
 
 
 @dataclass
@@ -20,7 +22,8 @@ class TransferCounters:
     """What crossed the link, in bytes and copies, and how long the host waited for it, in ms.
 
     ``bytes_abandoned``: the part of ``bytes_to_device`` that belongs to streams which were closed before
-    it was read. Over CUDA the compute waits instead of the host, and ``wait_ms`` stays near 0.
+    it was read. ``copies``: transfers, each of contiguous memory. Over CUDA the compute waits instead of the
+    host, and ``wait_ms`` stays near 0.
     """
 
     bytes_to_device: int = 0
@@ -43,9 +46,33 @@ class _Segment:
 class _WriteBack:
     """A write-back under way. It holds its source, which may not be freed before."""
 
-    layer: int
+    layers: range
     tokens: int
-    source: KeysValues
+    source: Tensor
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """The point at which what came to the host is in its pages."""
+
+    future: Future[None]
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        self.future.result()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Something that is on its way from host memory to ``there``, on the device."""
+
+    there: Tensor
     ticket: Ticket
 
 
@@ -58,7 +85,10 @@ class TransferEngine:
     """
 
     # Committed KV never changes, so the link may read it at any time, ahead of every decision. What is being
-    # written back is not committed before its copy is done: only then does the sequence advance.
+    # written back is not committed before its copy is done: only then does the sequence advance. Every copy
+    # is of contiguous memory on both sides: one transfer, whatever the number of heads.
+
+    PROMPT_WRITES = 2  # under way at a time: each holds a copy of its KV on the device
 
     def __init__(
         self, sequence: SequenceKV, link: Link, *, segment_tokens: int = 4096, ring_buffers: int = 3
@@ -71,21 +101,28 @@ class TransferEngine:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
         self._streams: deque[LayerStream] = deque()  # neither at their end nor closed, in their order
+        self._incoming = HostBuffers(link, sequence.layout.dtype, count=1)
+        self._outgoing = HostBuffers(link, sequence.layout.dtype)
+        self._scattering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_kv-write-back")
         self._closed = False
 
     def stream(self, end: int, layers: Sequence[int] | None = None, *, start: int = 0) -> LayerStream:
-        """One pass over the tokens ``start`` .. ``end`` of ``layers`` (default: all), in that order.
+        """One pass over the tokens ``start`` .. ``end``, whole pages, of ``layers`` (default: all), in order.
 
         Prefetching starts at once, as far as the ring has room. While streams before it are not at their
         end, what is left of them goes first: so the link runs ahead into the next pass. Waits for
-        write-backs only if they are part of the pass. Raises ValueError where a layer has fewer tokens.
+        write-backs only if they are part of the pass. Raises ValueError where a page is cut or a layer has
+        fewer tokens.
         """
         self._check_open()
+        page = self.sequence.layout.page_size
+        if start % page or end % page:
+            raise ValueError(f"tokens {start} to {end} are not whole pages of {page}")
         layers = range(self.sequence.layout.layers) if layers is None else layers
         if any(self.sequence.layer_length(layer) < end for layer in layers):
             self.flush()
         for layer in layers:
-            self.sequence.views(layer, start, end)  # raises where they are not present
+            self.sequence.check_present(layer, start, end)
         stream = LayerStream(self, self._ring, start, end, layers)
         self._streams.append(stream)
         self._prefetch()
@@ -96,20 +133,56 @@ class TransferEngine:
         while self._writes and self._writes[0].ticket.done():
             self._finish_oldest_write()
 
-    def write_back(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Append ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, asynchronously.
+    def write_back(self, keys: Tensor, values: Tensor) -> None:
+        """Append ``[layers, kv_heads, n, head_dim]`` on the link's device to every layer, asynchronously.
 
-        The sequence counts the tokens as present once they are there: at the latest after ``flush``, before
-        which the sequence must not be appended to or truncated by others. Raises ValueError for the wrong
-        shape or dtype, CopyFailed where an earlier write-back failed.
+        They reach the host in one copy, and their pages in a thread of its own. The sequence counts the
+        tokens as present once they are there: at the latest after ``flush``, before which the sequence must
+        not be appended to or truncated by others. Raises ValueError for the wrong shape or dtype, CopyFailed
+        where an earlier write-back failed.
         """
         self._check_open()
-        count = self.sequence.layout.tokens_in(keys, values)
-        ahead = sum(write.tokens for write in self._writes if write.layer == layer)
-        pairs = cut_alike(self.sequence.slots(layer, count, ahead), keys.detach(), values.detach())
-        ticket = self._copy(pairs, after=self.link.mark(), to_host=True)
-        self._writes.append(_WriteBack(layer, count, (keys, values), ticket))
+        layers = range(self.sequence.layout.layers)
+        if not len(keys) == len(values) == len(layers):
+            raise ValueError(f"keys and values of {len(keys)} and {len(values)} layers, not of {len(layers)}")
+        count = self.sequence.layout.tokens_in(keys[0], values[0])
+        if self.link.in_place:
+            for layer in layers:
+                self.sequence.append(layer, keys[layer], values[layer])
+            return
+        packed = torch.stack((keys.detach(), values.detach()), dim=1)
+        arrived = self._incoming.take(packed.shape)
+        slots = [self.sequence.slots(layer, count, self._ahead(layer)) for layer in layers]
+        copied = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)
+        ticket = Scattered(self._scattering.submit(_scatter, copied, arrived, slots))
+        self._incoming.hold(ticket)
+        self._writes.append(_WriteBack(layers, count, packed, ticket))
         self.collect()
+
+    def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Append ``[kv_heads, n, head_dim]`` on the link's device to the full pages of ``layer``.
+
+        As ``write_back``, but straight to the pages; of the last one what follows the tokens is overwritten.
+        """
+        self._check_open()
+        layout = self.sequence.layout
+        count = layout.tokens_in(keys, values)
+        pages = layout.pages(count)
+        packed = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
+        for place, part in cut_alike(parts_of_pages(packed, 0, count), keys.detach(), values.detach()):
+            place.copy_(part)
+        while len(self._writes) >= self.PROMPT_WRITES:
+            self._finish_oldest_write()
+        start = self.sequence.layer_length(layer) + self._ahead(layer)
+        places = self.sequence.memory(layer, start, start + pages * layout.page_size)
+        sources = packed.view(-1).split([place.numel() for place in places])
+        ticket = self._copy(list(zip(places, sources, strict=True)), after=self.link.mark(), to_host=True)
+        self._writes.append(_WriteBack(range(layer, layer + 1), count, packed, ticket))
+        self.collect()
+
+    def _ahead(self, layer: int) -> int:
+        """Tokens of ``layer`` that are being written back."""
+        return sum(write.tokens for write in self._writes if layer in write.layers)
 
     def finish_compute(self) -> None:
         """Let the host wait for all compute enqueued so far.
@@ -146,17 +219,15 @@ class TransferEngine:
             return self.sequence.gather_chunks(layer, chunks, chunk_size, out)
         layout = self.sequence.layout
         shape = (layout.kv_heads, chunks.shape[1] * chunk_size, layout.head_dim)
-        if out is None:
-            memory = torch.empty(2, *shape, dtype=layout.dtype, device=self.link.device)
-            out = (memory[0], memory[1])
-        elif any(tensor.shape != shape or tensor.dtype != layout.dtype for tensor in out):
+        if out is not None and any(part.shape != shape or part.dtype != layout.dtype for part in out):
             raise ValueError(f"out must be two tensors {list(shape)} {layout.dtype}")
-        # Only page-locked memory leaves the host free during the copy. torch's pool keeps it until the copy
-        # is done.
-        pin = self.link.device.type == "cuda"
-        memory = torch.empty(2, *shape, dtype=layout.dtype, pin_memory=pin)
-        packed = self.sequence.gather_chunks(layer, chunks, chunk_size, (memory[0], memory[1]))
-        self.send([(out[0], packed[0]), (out[1], packed[1])])
+        packed = self.outgoing(2, *shape)
+        self.sequence.gather_chunks(layer, chunks, chunk_size, (packed[0], packed[1]))
+        there = self.await_sent(self.start_sending(packed))
+        if out is None:
+            return there[0], there[1]
+        for place, part in zip(out, there, strict=True):
+            place.copy_(part)
         return out
 
     def read(self, layer: int, start: int, end: int, out: KeysValues) -> None:
@@ -166,22 +237,31 @@ class TransferEngine:
         """
         self._check_open()
         self.flush()
-        runs = self.sequence.views(layer, start, end)
-        self.send([(buffer, run) for run, buffer in cut_alike(runs, *out)])
+        packed = None if self.link.in_place else self.outgoing(2, *out[0].shape)
+        here = out if packed is None else (packed[0], packed[1])
+        for part, place in cut_alike(self.sequence.views(layer, start, end), *here):
+            place.copy_(part)
+        if packed is not None:
+            there = self.await_sent(self.start_sending(packed))
+            for place, part in zip(out, there, strict=True):
+                place.copy_(part)
 
-    def send(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy (destination on the device, source in host memory); compute that follows may read them."""
-        self.await_sent(self.start_sending(pairs))
+    def outgoing(self, *shape: int) -> Tensor:
+        """Host memory, of the layout's dtype, for what ``start_sending`` is then given."""
+        return self._outgoing.take(shape)
 
-    def start_sending(self, pairs: list[tuple[Tensor, Tensor]]) -> Ticket:
-        """The same, for compute that follows ``await_sent``."""
-        # Compute enqueued before may still read what lies at the destinations. What is waited for goes before
-        # what is carried ahead.
-        return self._copy(pairs, after=self.link.mark(), urgent=True)
+    def start_sending(self, packed: Tensor) -> Sent:
+        """Send what was put into an ``outgoing`` buffer. It overtakes what is carried ahead of its use."""
+        there = torch.empty_like(packed, device=self.link.device)
+        # Compute enqueued before may still use what lies at the destination.
+        ticket = self._copy([(there, packed)], after=self.link.mark(), urgent=True)
+        self._outgoing.hold(ticket)
+        return Sent(there, ticket)
 
-    def await_sent(self, ticket: Ticket) -> None:
-        """Compute that follows may read what was sent. Raises CopyFailed and TransferStalled."""
-        self._wait(ticket)
+    def await_sent(self, sent: Sent) -> Tensor:
+        """What was sent, for compute that follows. Raises CopyFailed and TransferStalled."""
+        self._wait(sent.ticket)
+        return sent.there
 
     def close(self) -> None:
         """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
@@ -191,9 +271,10 @@ class TransferEngine:
                 stream.close()
             self.flush()
         finally:
+            self._scattering.shutdown(wait=True)
             ring, self._ring = self._ring, None
-            if ring is not None:
-                ring.drain()
+            for buffers in (self._incoming, self._outgoing, *((ring,) if ring is not None else ())):
+                buffers.drain()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -208,13 +289,13 @@ class TransferEngine:
     def _copy(
         self,
         pairs: list[tuple[Tensor, Tensor]],
-        after: Ticket,
+        after: Ticket | None = None,
         *,
         to_host: bool = False,
         urgent: bool = False,
     ) -> Ticket:
         if not self.link.in_place:
-            self.counters.copies += 1
+            self.counters.copies += len(pairs)
             if to_host:
                 self.counters.bytes_to_host += pair_bytes(pairs)
             else:
@@ -236,7 +317,17 @@ class TransferEngine:
             raise
         self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
         self._writes.popleft()
-        self.sequence.advance(write.layer, write.tokens)
+        for layer in write.layers:
+            self.sequence.advance(layer, write.tokens)
+
+
+@torch.inference_mode()  # the mode of a thread: tensors made in it could not be written to otherwise
+def _scatter(copied: Ticket, arrived: Tensor, slots: Sequence[Sequence[KeysValues]]) -> None:
+    """Put what has arrived ``[layers, 2, kv_heads, n, head_dim]`` into the slots of each layer."""
+    copied.synchronize()
+    for layer_slots, (keys, values) in zip(slots, arrived, strict=True):
+        for slot, part in cut_alike(layer_slots, keys, values):
+            slot.copy_(part)
 
 
 class LayerStream:
@@ -271,7 +362,7 @@ class LayerStream:
         return not (self._layers or self._planned or self._copying or self._reading)
 
     def segments(self, layer: int) -> Iterator[KeysValues]:
-        """K and V ``[kv_heads, n, head_dim]`` of ``layer`` on the link's device, in token order.
+        """K and V ``[pages, kv_heads, page_size, head_dim]`` of ``layer`` on the link's device, in order.
 
         Each pair is valid until the next one is asked for. Raises RuntimeError where it is not the layer's
         or the stream's turn, CopyFailed or TransferStalled where the link fails.
@@ -320,8 +411,8 @@ class LayerStream:
         for _ in range(self.start, self.end, ring.segment_tokens):
             segment, self._reading = self._copying.popleft()
             self._engine._wait(self._reading.ready)
-            count = segment.end - segment.start
-            yield self._reading.keys[:, :count], self._reading.values[:, :count]
+            pages = self._reading.memory[: self._engine.sequence.layout.pages(segment.end - segment.start)]
+            yield pages[:, 0], pages[:, 1]
             ring.release(self._reading)
             self._reading = None
             self._engine._prefetch()
@@ -330,9 +421,9 @@ class LayerStream:
         """Copy the next segments into the ring, as far as it has room."""
         ring = self._ring
         while self._planned and ring is not None and ring.room:
-            segment, slot = self._planned.popleft(), ring.acquire()
-            runs = self._engine.sequence.views(segment.layer, segment.start, segment.end)
-            count = segment.end - segment.start
-            pairs = cut_alike(runs, slot.keys[:, :count], slot.values[:, :count])
-            slot.ready = self._engine._copy([(buffer, run) for run, buffer in pairs], after=slot.free)
+            slot, segment = ring.acquire(), self._planned.popleft()
+            pieces = self._engine.sequence.memory(segment.layer, segment.start, segment.end)
+            counts = [piece.numel() for piece in pieces]
+            places = slot.memory.view(-1)[: sum(counts)].split(counts)
+            slot.ready = self._engine._copy(list(zip(places, pieces, strict=True)))
             self._copying.append((segment, slot))

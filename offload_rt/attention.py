@@ -3,8 +3,8 @@
 Attention over a long context is a sum over places: partial outputs merge exactly through their
 log-sum-exp, wherever the keys lay. Shapes in this file, for one sequence:
 
-    queries `[heads, query, head_dim]`, keys and values `[kv_heads, tokens, head_dim]`,
-    out `[heads, query, head_dim]`, lse `[heads, query]` in float32 (float64 for float64 queries).
+    queries `[heads, query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`, or without
+    pages; out `[heads, query, head_dim]`, lse `[heads, query]` in float32 (float64 for float64 queries).
 
 `heads` is a multiple of `kv_heads`; query head h reads key head h // (heads / kv_heads). Grouped heads
 are folded into the query length, so keys and values are never repeated in memory.
@@ -12,22 +12,26 @@ are folded into the query length, so keys and values are never repeated in memor
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cpu_kv import head_major
 from offload_rt.native import Kernel, load_kernel
+
+_HALVES = (torch.float16, torch.bfloat16)
+WORTH_IT = 0.95  # of the time of torch's op: what another one must stay under
 
 
 class AttentionBackend(Protocol):
     """One way to compute attention on folded heads.
 
-    queries `[kv_heads, folded_query, head_dim]`, keys and values `[kv_heads, tokens, head_dim]`, mask
-    additive `[folded_query, tokens]` or None; returns out and lse `[kv_heads, folded_query]`.
+    queries `[kv_heads, folded_query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`, mask
+    as `mask` prepares it or None; returns out and lse `[kv_heads, folded_query]`.
     """
 
     name: str
@@ -39,9 +43,35 @@ class AttentionBackend(Protocol):
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Square causal attention: queries `[heads, n, head_dim]` over as many keys, not folded."""
 
+    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """An additive mask `[folded_query, tokens]` as calls with queries of `dtype` take it."""
+
+
+_Dense = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Queries, keys and values `[batch, heads, tokens, head_dim]` to out and lse `[batch, heads, query]`."""
+
+
+def _over_pages(
+    dense: _Dense, queries: Tensor, keys: Tensor, values: Tensor, masked: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention over pages by a kernel that knows none: each is a batch entry, and their results merge.
+
+    Where that would be larger than the keys, the pages are put side by side first.
+    """
+    pages, _, tokens, _ = keys.shape
+    if pages > 1 and (masked or queries.shape[1] > tokens):
+        keys, values = head_major(keys)[None], head_major(values)[None]
+        pages = 1
+    out, lse = dense(queries.expand(pages, -1, -1, -1), keys, values)
+    if pages == 1:
+        return out[0], lse[0]
+    total = lse.logsumexp(0)
+    weights = (lse - total).exp()[..., None]
+    return (out.to(lse.dtype) * weights).sum(0).to(out.dtype), total
+
 
 class TorchCpuBackend:
-    """torch's flash kernel for CPUs. Reads strided keys in place.
+    """torch's flash kernel for CPUs.
 
     Args:
         threads: how many threads compute (default: torch's number). torch keeps that number for each calling
@@ -56,14 +86,18 @@ class TorchCpuBackend:
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if keys.shape[1] == 0:  # torch's kernel divides by zero there, and the process dies of it
+        if keys.numel() == 0:  # torch's kernel divides by zero there, and the process dies of it
             wide = torch.promote_types(queries.dtype, torch.float32)
             return torch.zeros_like(queries), queries.new_full(queries.shape[:2], -torch.inf, dtype=wide)
-        with _torch_threads(self.threads):
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries[None], keys[None], values[None], 0.0, False, attn_mask=mask, scale=scale
+
+        def dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
             )
-        out, lse = out[0], lse[0]
+            return found
+
+        with _torch_threads(self.threads):
+            out, lse = _over_pages(dense, queries, keys, values, mask is not None)
         if mask is not None:
             # It says 0 for the log-sum-exp of a query that sees nothing: merged, such a part would count.
             lse.masked_fill_(torch.isneginf(mask).all(-1), -torch.inf)
@@ -83,6 +117,9 @@ class TorchCpuBackend:
                 scale=scale,
             )
         return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        return mask
 
 
 @contextmanager
@@ -130,29 +167,32 @@ class TorchCudaBackend:
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if mask is None and queries.dtype in (torch.float16, torch.bfloat16):
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-                queries[None], keys[None], values[None], 0.0, False, False, scale=scale
+        def dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            if mask is None and queries.dtype in _HALVES:
+                out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+                    queries, keys, values, 0.0, False, False, scale=scale
+                )
+                return out, lse
+            bias = None if mask is None else mask.expand(1, keys.shape[1], -1, -1)
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+                queries, keys, values, bias, True, 0.0, False, scale=scale
             )
-            return out[0], lse[0]
-        bias = None
-        if mask is not None:
-            rows, columns = mask.shape
-            padded = -(-columns // self._mask_alignment) * self._mask_alignment
-            bias = queries.new_zeros(rows, padded)[:, :columns]
-            bias.copy_(mask)
-            bias = bias.expand(1, len(queries), rows, columns)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            queries[None], keys[None], values[None], bias, True, 0.0, False, scale=scale
-        )
-        return out[0], lse[0, :, : queries.shape[1]]  # the kernel pads lse to a multiple of 32
+            return out, lse[..., : queries.shape[2]]  # the kernel pads lse to a multiple of 32
+
+        return _over_pages(dense, queries, keys, values, mask is not None)
+
+    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, columns = mask.shape
+        padded = -(-columns // self._mask_alignment) * self._mask_alignment
+        bias = mask.new_zeros(rows, padded, dtype=dtype)[:, :columns]
+        return bias.copy_(mask)
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         group = len(queries) // len(keys)
         batched = queries.unflatten(0, (len(keys), group))
         wide_keys = keys[:, None].expand(-1, group, -1, -1)
         wide_values = values[:, None].expand(-1, group, -1, -1)
-        if queries.dtype in (torch.float16, torch.bfloat16):
+        if queries.dtype in _HALVES:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
                 batched, wide_keys, wide_values, 0.0, True, False, scale=scale
             )
@@ -164,8 +204,12 @@ class TorchCudaBackend:
         return out.flatten(0, 1), lse.flatten(0, 1)
 
 
-class FlashAttnBackend:
-    """The flash-attn package, for what it covers (16 bits, no mask); torch's kernels for the rest."""
+class FlashAttnBackend(TorchCudaBackend):
+    """The flash-attn package, for what it covers (16 bits, no mask); torch's kernels for the rest.
+
+    Raises:
+        ImportError: the package is not there, is another one of that name (flash-attn-4), or is broken.
+    """
 
     name = "flash-attn"
 
@@ -173,36 +217,31 @@ class FlashAttnBackend:
         from flash_attn import flash_attn_func
 
         self._flash = flash_attn_func
-        self._masked = TorchCudaBackend()
 
     def _run(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        out, lse, _ = self._flash(
-            queries.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            softmax_scale=scale,
-            causal=causal,
-            return_attn_probs=True,
-        )
-        return out[0].transpose(0, 1), lse[0]
+        parts = (part.transpose(1, 2) for part in (queries, keys, values))
+        out, lse, _ = self._flash(*parts, softmax_scale=scale, causal=causal, return_attn_probs=True)
+        return out.transpose(1, 2), lse
 
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if mask is not None or queries.dtype not in (torch.float16, torch.bfloat16):
-            return self._masked(queries, keys, values, scale, mask)
-        return self._run(queries, keys, values, scale, causal=False)
+        if mask is not None or queries.dtype not in _HALVES:
+            return super().__call__(queries, keys, values, scale, mask)
+        dense = partial(self._run, scale=scale, causal=False)
+        return _over_pages(dense, queries, keys, values, masked=False)
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        if queries.dtype not in (torch.float16, torch.bfloat16):
-            return self._masked.causal(queries, keys, values, scale)
-        return self._run(queries, keys, values, scale, causal=True)
+        if queries.dtype not in _HALVES:
+            return super().causal(queries, keys, values, scale)
+        out, lse = self._run(queries[None], keys[None], values[None], scale, causal=True)
+        return out[0], lse[0]
 
 
 def choose_backend(device: torch.device, threads: int | None = None) -> AttentionBackend:
-    """The fastest backend for `device`: flash-attn or our CPU kernel where there is one, else torch's own.
+    """The fastest backend for `device`: flash-attn or our CPU kernel where that pays, else torch's own.
 
     Args:
         threads: of a CPU, that compute a call (default: torch's number).
@@ -210,9 +249,43 @@ def choose_backend(device: torch.device, threads: int | None = None) -> Attentio
     if device.type == "cpu":
         kernel = load_kernel()
         return TorchCpuBackend(threads) if kernel is None else NativeCpuBackend(kernel, threads)
-    if importlib.util.find_spec("flash_attn") is not None:
-        return FlashAttnBackend()
-    return TorchCudaBackend()
+    return _cuda_backend(device)
+
+
+@cache
+def _cuda_backend(device: torch.device) -> AttentionBackend:
+    torch_backend = TorchCudaBackend()
+    try:
+        flash = FlashAttnBackend()
+    except (ImportError, OSError):
+        return torch_backend
+    return preferred(torch_backend, flash, partial(_decoding_ms, device=device))
+
+
+def preferred(
+    torch_backend: AttentionBackend, flash: AttentionBackend, ms: Callable[[AttentionBackend], float]
+) -> AttentionBackend:
+    """flash-attn where it is clearly faster here, else torch's op, which is built for every card."""
+    try:
+        flash_ms = ms(flash)
+    except RuntimeError:  # built for other cards
+        return torch_backend
+    return flash if flash_ms < WORTH_IT * ms(torch_backend) else torch_backend
+
+
+def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
+    """ms of attention as a verification asks it: 17 queries over a segment of 16 pages."""
+    queries = torch.randn(32, 17, 128, dtype=torch.float16, device=device)
+    keys = torch.randn(16, 32, 256, 128, dtype=torch.float16, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[float] = []
+    for _ in range(10):
+        start.record()
+        attend(backend, queries, keys, keys, 128**-0.5)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)
 
 
 def fold(queries: Tensor, kv_heads: int) -> Tensor:
@@ -228,6 +301,14 @@ def unfold(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return out.reshape(heads, n, dim), lse.reshape(heads, n)
 
 
+def folded_mask(backend: AttentionBackend, mask: Tensor, queries: Tensor, kv_heads: int) -> Tensor:
+    """An additive mask `[query, tokens]`, the same for every head, as `attend` takes it.
+
+    Made once a pass, for all layers.
+    """
+    return backend.mask(mask.repeat(len(queries) // kv_heads, 1), queries.dtype)
+
+
 def attend(
     backend: AttentionBackend,
     queries: Tensor,
@@ -239,13 +320,11 @@ def attend(
     """Attention of `queries` over one segment; see the top of the file for shapes.
 
     Args:
-        mask: additive, `[query, tokens]`, the same for every head; None: every key is seen.
+        mask: from `folded_mask`; None: every key is seen.
     """
-    heads, kv_heads = len(queries), len(keys)
-    if heads == kv_heads:
-        return backend(queries, keys, values, scale, mask)
-    if mask is not None:
-        mask = mask.repeat(heads // kv_heads, 1)
+    if keys.dim() == 3:
+        keys, values = keys[None], values[None]
+    heads, kv_heads = len(queries), keys.shape[1]
     return unfold(*backend(fold(queries, kv_heads), keys, values, scale, mask), heads)
 
 

@@ -26,3 +26,25 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     ]
     torch.cuda.current_stream(tensors[0].device).synchronize()
     return copies
+
+
+class Arriving:
+    """A tensor on its way to host memory; made where it is computed, waited for in any thread.
+
+    Args:
+        into: page-locked memory of its shape to arrive in; None: some of its own.
+    """
+
+    def __init__(self, tensor: Tensor, into: Tensor | None = None) -> None:
+        self._there = tensor
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._there = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
+            self._there.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # a thread that spins would take a core
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._there

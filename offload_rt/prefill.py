@@ -1,8 +1,8 @@
 """Layer-major prefill: the whole prompt goes through one layer before the next.
 
 In chunks of queries, so that memory for activations is bounded. Each byte of KV is written to CPU memory
-once and never read back over the link; what stays on the device beside one layer's KV are the hidden
-states of the prompt.
+once and, but for the last page, not read back over the link; what stays on the device beside one layer's KV
+are the hidden states of the prompt.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PromptAttention:
     """Attention of a prompt, one layer after the other: queries come chunk by chunk, keys stay at hand.
 
     On a CPU they stay in the store itself. On a GPU one layer's KV is on the device while the layer is
-    computed, and is written back to the store meanwhile; it crosses the link once and is never read back.
+    computed, and its pages are written to the store as they fill; it crosses the link once.
 
     Args:
         tokens: length of the whole prompt.
@@ -73,7 +73,8 @@ class PromptAttention:
     def __init__(self, cache: FullCache, tokens: int) -> None:
         self._cache = cache
         self._tokens = tokens
-        self._done = 0
+        self._done = 0  # of the layer
+        self._written = 0
         self._kv_alone = False
         self._whole: tuple[Tensor, Tensor] | None = None
         if not cache.engine.link.in_place:
@@ -88,10 +89,8 @@ class PromptAttention:
         Args:
             kv_alone: the layer's output is not needed, so nothing is attended.
         """
-        self._done = 0
+        self._done = self._written = 0
         self._kv_alone = kv_alone
-        if self._whole is not None:
-            self._cache.engine.flush()  # the next layer takes the buffer that is being written back
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         cache, start = self._cache, self._done
@@ -104,10 +103,7 @@ class PromptAttention:
             self._whole[0][:, start : self._done] = keys
             self._whole[1][:, start : self._done] = values
             history = [(self._whole[0][:, :start], self._whole[1][:, :start])] if start else []
-            written = [half[:, start : self._done] for half in self._whole]
-            cache.engine.write_back(layer, written[0], written[1])
-            if self._done == self._tokens:
-                cache.keep_resident(layer, *self._whole)
+            self._write(layer, *self._whole)
         else:
             history = cache.sequence.views(layer, 0, start)
             cache.sequence.append(layer, keys, values)
@@ -116,3 +112,14 @@ class PromptAttention:
         parts = [attend(cache.backend, queries, *segment, scale) for segment in history]
         parts.append(cache.backend.causal(queries, keys, values, scale))
         return merge(parts)[0]
+
+    def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Writes the pages that are full, and with the layer's last token the one that is not."""
+        cache, page = self._cache, self._cache.layout.page_size
+        last = self._done == self._tokens
+        end = self._done if last else self._done // page * page
+        if end > self._written:
+            cache.engine.write_prompt(layer, keys[:, self._written : end], values[:, self._written : end])
+            self._written = end
+        if last:
+            cache.keep_resident(layer, keys, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cpu_kv import head_major
 from offload_rt.attention import fold, unfold
 
 
@@ -17,6 +18,7 @@ class ReferenceBackend:
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(queries.dtype, torch.float32)
+        keys, values = head_major(keys), head_major(values)
         scores = queries.to(wide) @ keys.to(wide).transpose(-1, -2) * scale
         if mask is not None:
             scores = scores + mask
@@ -27,7 +29,10 @@ class ReferenceBackend:
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         folded = fold(queries, len(keys))
         mask = causal_mask(queries.shape[1], queries).repeat(len(queries) // len(keys), 1)
-        return unfold(*self(folded, keys, values, scale, mask), len(queries))
+        return unfold(*self(folded, keys[None], values[None], scale, mask), len(queries))
+
+    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        return mask
 
 
 def causal_mask(n: int, like: Tensor) -> Tensor:

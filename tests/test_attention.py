@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from offload_rt.attention import (
     FlashAttnBackend,
     TorchCpuBackend,
     TorchCudaBackend,
+    _cuda_backend,
     attend,
     choose_backend,
     fold,
+    folded_mask,
     merge,
+    preferred,
     unfold,
 )
 from offload_rt.caches.base import NewTokens, seen
@@ -39,7 +43,17 @@ ON_CPU = [
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ]
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-NO_FLASH = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="no flash-attn")
+
+
+def has_flash_attn() -> bool:
+    try:
+        FlashAttnBackend()
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+NO_FLASH = pytest.mark.skipif(not has_flash_attn(), reason="no flash-attn")
 ON_CUDA = [
     pytest.param(
         kind, dtype, CUDA, id=f"{kind.name}-{str(dtype)[6:]}", marks=[pytest.mark.gpu, NO_CUDA, *more]
@@ -128,6 +142,10 @@ def tree_mask(queries: int, seed: int, dtype: torch.dtype, device: torch.device)
     return new.mask(0, torch.empty(0, dtype=dtype, device=device))
 
 
+def folded(backend: AttentionBackend, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    return folded_mask(backend, mask, queries, len(keys))
+
+
 @BACKENDS
 @HEADS
 @pytest.mark.parametrize("queries", QUERIES)
@@ -152,9 +170,9 @@ def test_pieces_cut_anywhere_merge_to_the_whole(
     new_mask = tree_mask(queries, queries, dtype, device)
     cuts = [0, *sorted(source.sample(range(1, history), 6)), history]
     parts = [attend(backend, q, k[:, start:end], v[:, start:end], SCALE) for start, end in pairwise(cuts)]
-    parts.append(attend(backend, q, k[:, history:], v[:, history:], SCALE, new_mask))
+    parts.append(attend(backend, q, k[:, history:], v[:, history:], SCALE, folded(backend, new_mask, q, k)))
     mask = torch.cat([new_mask.new_zeros(queries, history), new_mask], dim=1)
-    whole = attend(backend, q, k, v, SCALE, mask)
+    whole = attend(backend, q, k, v, SCALE, folded(backend, mask, q, k))
     assert_close(whole, q, k, v, mask)
     assert_close(merge(parts), q, k, v, mask, whole[0])
     assert_close(merge(parts[::-1]), q, k, v, mask, whole[0])
@@ -168,13 +186,35 @@ def test_causal(
 ) -> None:
     q, k, v = random_parts(heads, kv_heads, queries, queries, dtype, device, seed=queries)
     mask = causal_mask(queries, q)
-    assert_close(ready(made).causal(q, k, v, SCALE), q, k, v, mask)
-    assert_close(attend(ready(made), q, k, v, SCALE, mask), q, k, v, mask)
+    backend = ready(made)
+    assert_close(backend.causal(q, k, v, SCALE), q, k, v, mask)
+    assert_close(attend(backend, q, k, v, SCALE, folded(backend, mask, q, k)), q, k, v, mask)
+
+
+@BACKENDS
+@HEADS
+@pytest.mark.parametrize("page", [16, 100])
+def test_pages_of_the_store(
+    made: Made, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, page: int
+) -> None:
+    """Keys and values take turns in memory; with many queries to a page the pages are joined first."""
+    backend = ready(made)
+    for queries in (1, 33):
+        q, k, v = random_parts(heads, kv_heads, queries, 4 * page, dtype, device, seed=page)
+        pages = torch.full((6, 2, kv_heads, page, DIM), torch.nan, dtype=dtype, device=device)[1:5]
+        for side, whole in enumerate((k, v)):
+            pages[:, side] = whole.unflatten(1, (4, page)).transpose(0, 1)
+        found = attend(backend, q, pages[:, 0], pages[:, 1], SCALE)
+        assert_close(found, q, k, v, in_one_piece=attend(backend, q, k, v, SCALE)[0])
+        mask = tree_mask(queries, 1, dtype, device)
+        mask = torch.cat([mask.new_zeros(queries, 4 * page - queries), mask], dim=1)
+        hidden = folded(backend, mask, q, k)
+        assert_close(attend(backend, q, pages[:, 0], pages[:, 1], SCALE, hidden), q, k, v, mask)
 
 
 @BACKENDS
 def test_keys_are_read_where_they_lie(made: Made, dtype: torch.dtype, device: torch.device) -> None:
-    """Segments are strided views of the store's slabs."""
+    """Residents are strided views of their buffer."""
     q, k, v = random_parts(4, 2, 5, 300, dtype, device, seed=1)
     slab = torch.full((2, 2, 512, DIM), torch.nan, dtype=dtype, device=device)
     slab[0, :, 100:400], slab[1, :, 100:400] = k, v
@@ -243,6 +283,38 @@ def test_a_token_sees_its_ancestors(held: int, count: int, nearest: int) -> None
         assert new.depths[token] == len(expected)
     assert set(mask.unique().tolist()) <= {0.0, -torch.inf}
     assert new.sees_all(held) == (count == 1 and not mask.any())
+
+
+class NamedBackend(ReferenceBackend):
+    def __init__(self, name: str, ms: float | None) -> None:
+        self.name = name
+        self.ms = ms  # None: it was built for another card
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [(0.5, "flash"), (0.99, "torch"), (1.0, "torch"), (None, "torch")])
+def test_flash_attn_only_where_it_is_faster(ms: float | None, chosen: str) -> None:
+    def measured(backend: AttentionBackend) -> float:
+        assert isinstance(backend, NamedBackend)
+        if backend.ms is None:
+            raise RuntimeError("no kernel image is available for execution on the device")
+        return backend.ms
+
+    assert preferred(NamedBackend("torch", 1.0), NamedBackend("flash", ms), measured).name == chosen
+
+
+@pytest.mark.parametrize(
+    "package", ["", "raise OSError('libcudart.so.11: cannot open')"], ids=["other", "broken"]
+)
+def test_a_flash_attn_that_is_not_the_one(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 has the same name and no `flash_attn_func`; a wheel for another torch does not load."""
+    (tmp_path / "flash_attn.py").write_text(package)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert choose_backend(torch.device("cuda", 7)).name == "torch-cuda"
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    _cuda_backend.cache_clear()
 
 
 def test_the_backend_for_a_cpu() -> None:

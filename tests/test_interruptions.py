@@ -170,8 +170,9 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
         layout = llm._engine.store.layout
-        some = torch.zeros(layout.kv_heads, 1, layout.head_dim, dtype=layout.dtype)
-        session.engine.write_back(0, some, some)
+        shape = (layout.layers, layout.kv_heads, 1, layout.head_dim)
+        some = torch.zeros(shape, dtype=layout.dtype)
+        session.engine.write_back(some, some)
         with pytest.raises(CopyFailed, match="cable was pulled"):
             llm.generate(PROMPT, PARAMS)
         link.failing = working

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cpu_kv import head_major
 from offload_rt import native
 from offload_rt.attention import NativeCpuBackend, TorchCpuBackend, _torch_threads, choose_backend, merge
 from offload_rt.devices import CACHE_FOLDER
@@ -56,6 +57,7 @@ def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Ker
 def expected(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    keys, values = head_major(keys), head_major(values)
     scores = queries.double() @ keys.double().transpose(1, 2) * scale
     if mask is not None:
         scores = scores + mask
@@ -65,11 +67,12 @@ def expected(
 def drawn(
     heads: int, count: int, tokens: int, dim: int, dtype: torch.dtype, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries `[heads, count, dim]`, keys and values in one page."""
     generator = torch.Generator().manual_seed(seed)
     queries, keys, values = (
         torch.randn(heads, n, dim, generator=generator).to(dtype) for n in (count, tokens, tokens)
     )
-    return queries, keys, values
+    return queries, keys[None], values[None]
 
 
 def assert_as_exact_as_torch(
@@ -137,7 +140,7 @@ def test_every_number_of_queries(kernel: native.Kernel, dtype: torch.dtype) -> N
 def test_every_number_of_tokens(kernel: native.Kernel, dtype: torch.dtype) -> None:
     queries, keys, values = drawn(1, 5, 270, 64, dtype)
     for tokens in (*range(1, 67), *range(120, 136), 255, 256, 257):
-        assert_as_exact_as_torch(kernel, queries, keys[:, :tokens], values[:, :tokens])
+        assert_as_exact_as_torch(kernel, queries, keys[:, :, :tokens], values[:, :, :tokens])
 
 
 @DTYPES
@@ -147,9 +150,25 @@ def test_reads_strided_heads_in_place(kernel: native.Kernel, dtype: torch.dtype)
         slab = torch.full((2, 3, 500, 64), torch.nan, dtype=dtype)
         slab[:, :, start:end] = torch.randn(2, 3, end - start, 64, generator=torch.Generator().manual_seed(0))
         queries = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(0, 1)
-        assert_as_exact_as_torch(kernel, queries, slab[0, :, start:end], slab[1, :, start:end])
+        assert_as_exact_as_torch(kernel, queries, slab[:1, :, start:end], slab[1:, :, start:end])
         wide = slab[..., :32]  # rows further apart than they are long
-        assert_as_exact_as_torch(kernel, queries[..., 32:], wide[0, :, start:end], wide[1, :, start:end])
+        assert_as_exact_as_torch(kernel, queries[..., 32:], wide[:1, :, start:end], wide[1:, :, start:end])
+
+
+@DTYPES
+@pytest.mark.parametrize("page", [16, 48, 128, 256, 300])
+def test_pages_are_attended_as_one_history(kernel: native.Kernel, dtype: torch.dtype, page: int) -> None:
+    # Nothing of the pages beside those in the middle may count. Splits and blocks end within a page.
+    memory = torch.full((4 + 5000 // page, 2, 3, page, 64), torch.nan, dtype=dtype)
+    within = memory[2:-1]
+    within.copy_(torch.randn(within.shape, generator=torch.Generator().manual_seed(0)))
+    queries = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    keys, values = within[:, 0], within[:, 1]
+    assert_as_exact_as_torch(kernel, queries, keys, values)
+    hidden = torch.rand(7, len(keys) * page, generator=torch.Generator().manual_seed(2)) < 0.4
+    hidden[:, 0] = False
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+    assert_as_exact_as_torch(kernel, queries, keys, values, mask)
 
 
 @DTYPES
@@ -157,8 +176,8 @@ def test_extreme_scores_neither_overflow_nor_vanish(kernel: native.Kernel, dtype
     queries = torch.full((1, 2, 32), 40.0)
     queries[0, 1] = -40.0
     # Rising for one query, so that every block raises the peak, and falling for the other.
-    keys = torch.linspace(-30, 30, 400)[None, :, None].expand(1, 400, 32).contiguous()
-    values = torch.randn(1, 400, 32, generator=torch.Generator().manual_seed(0))
+    keys = torch.linspace(-30, 30, 400)[None, :, None].expand(1, 400, 32).contiguous()[None]
+    values = torch.randn(1, 1, 400, 32, generator=torch.Generator().manual_seed(0))
     queries, keys, values = (part.to(dtype) for part in (queries, keys, values))
     out, lse = kernel.attend(queries, keys, values, 1.0, None)
     want, want_lse = expected(queries, keys, values, 1.0, None)
@@ -172,7 +191,7 @@ def test_nan_in_nan_out(kernel: native.Kernel, dtype: torch.dtype) -> None:
     for tokens, place in ((50, 20), (3000, 2999)):
         for where in (1, 2):
             parts = drawn(1, 2, tokens, 32, dtype)
-            parts[where][0, place, 3] = torch.nan
+            parts[where][0, 0, place, 3] = torch.nan
             out, lse = kernel.attend(*parts, 1.0, None)
             # A value that is not a number is so in its dimension, a key in all of them.
             assert out[:, :, 3].isnan().all() and bool(lse.isnan().all()) == (where == 1)
@@ -204,7 +223,7 @@ def test_no_keys_and_no_queries(kernel: native.Kernel, dtype: torch.dtype) -> No
         queries, keys, values = drawn(2, 3, 0, 32, dtype)
         out, lse = backend(queries, keys, values, 0.3, None)
         assert out.eq(0).all() and lse.isneginf().all() and lse.shape == (2, 3)
-    out, lse = kernel.attend(queries[:, :0], queries, queries, 0.3, None)
+    out, lse = kernel.attend(queries[:, :0], queries[None], queries[None], 0.3, None)
     assert out.shape == (2, 0, 32) and lse.shape == (2, 0)
 
 
@@ -263,7 +282,7 @@ def test_a_backend_says_how_many_threads(kernel: native.Kernel, monkeypatch: pyt
     teams: list[int] = []
 
     def record(entry: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: (teams.append(arguments[-1]), entry(*arguments))[1]
+        return lambda call: (teams.append(call._obj.threads), entry(call))[1]
 
     monkeypatch.setattr(kernel, "_entry", {dtype: record(entry) for dtype, entry in kernel._entry.items()})
     parts = drawn(1, 2, 30, 16, torch.float32)
@@ -292,9 +311,10 @@ def test_torchs_threads_are_set_for_the_calling_thread_alone(monkeypatch: pytest
     assert here == usual and seen == [usual + 2, usual]
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    backend, parts = TorchCpuBackend(threads=usual + 1), drawn(1, 4, 4, 16, torch.float32)
-    backend(*parts, 0.25, None)
-    backend.causal(*parts, 0.25)
+    backend = TorchCpuBackend(threads=usual + 1)
+    queries, keys, values = drawn(1, 4, 4, 16, torch.float32)
+    backend(queries, keys, values, 0.25, None)
+    backend.causal(queries, keys[0], values[0], 0.25)
     assert counts == [usual + 1, usual] * 2
 
 

@@ -98,7 +98,7 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 refresh=cache._policy,
                 backend=cache._backend,
             )
-            separate._choose(refill.extent.length, refill.queries)
+            separate._choose(refill.extent.length, refill._queries.wait())
         return refill
 
     def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
@@ -252,11 +252,14 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     assert [stream.start for stream in streams] == [resident + cpu] * (result.rounds + 1)
     tokens = sum(stream.end - stream.start for stream in streams[:-1])
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
-    # Beside the streams: the first choice after the prefill, and what a refresh takes of the CPU's share.
-    assert read == tokens * layout.token_bytes + built + sent
+    # Beside the streams: the last page and the first choice after the prefill, and what a refresh takes of
+    # the CPU's share.
+    last_page = (len(PROMPT) - 1) % layout.page_size
+    assert read == (tokens + last_page) * layout.token_bytes + built + sent
     assert (sent > 0) == (cpu > 0)
     committed = result.rounds + result.timings.draft_n_accepted
-    assert result.transfer.bytes_to_host == (len(PROMPT) - 1 + committed) * layout.token_bytes
+    prompt = layout.reserved_bytes(len(PROMPT) - 1)
+    assert result.transfer.bytes_to_host == prompt + committed * layout.token_bytes
 
 
 def test_the_prefill_crosses_the_link_once(target: PreTrainedModel) -> None:
@@ -265,8 +268,8 @@ def test_the_prefill_crosses_the_link_once(target: PreTrainedModel) -> None:
         stream = llm.stream(PROMPT, PARAMS)
         (session,) = llm._engine._sessions
         counters, layout = session.engine.counters, llm._engine.store.layout
-        assert counters.bytes_to_host == (len(PROMPT) - 1) * layout.token_bytes
-        assert counters.bytes_to_device == 0
+        assert counters.bytes_to_host == layout.reserved_bytes(len(PROMPT) - 1)
+        assert counters.bytes_to_device == layout.kv_bytes((len(PROMPT) - 1) % layout.page_size)
         stream.close()
 
 

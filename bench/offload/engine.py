@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from bench.offload.held import HeldVerifier, Hold
-from cpu_kv import Link
+from cpu_kv import KeysValues, Link
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
 from offload_rt.caches.full import LAST_QUERIES
-from offload_rt.caches.places import EVERYTHING_STREAMED, KeysValues, Shares
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling
@@ -139,7 +139,7 @@ class EngineText:
             if full.engine.link.in_place:
                 full.sequence.append(layer, keys, values)
             else:
-                full.engine.write_back(layer, keys, values)
+                full.engine.write_prompt(layer, keys, values)
                 full.keep_resident(layer, keys, values)
                 full.engine.flush()
 

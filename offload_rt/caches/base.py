@@ -159,7 +159,9 @@ class Refill(Protocol):
     """What a derived cache takes from a pass of the full cache: no byte moves for it."""
 
     def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
-        """The text's tokens from `start` on pass by, `[kv_heads, n, head_dim]`.
+        """The text's tokens from `start` on pass by, `[pages, kv_heads, tokens, head_dim]`.
+
+        No chunk lies across two pages.
 
         Args:
             over_link: they are in host memory, and what is taken must be sent.

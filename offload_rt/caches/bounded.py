@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention import AttentionBackend, attend
+from offload_rt.attention import AttentionBackend, attend, folded_mask
 from offload_rt.caches.base import WORD_BITS, NewTokens, seen
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
@@ -34,7 +34,7 @@ FIXED_SPECULATION = WORDS * WORD_BITS
 """Speculative entries, those of the pass included, that the numbers of `fix` tell of."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Frame:
     """Where a pass's new tokens go, and what they see.
 
@@ -42,11 +42,13 @@ class _Frame:
         slots: their entries.
         stop: entries that are attended to.
         mask: additive `[count, stop]`; None: everything is seen.
+        folded: the mask as it is in every layer, once one was attended.
     """
 
     slots: slice | Tensor
     stop: int
     mask: Tensor | None
+    folded: Tensor | None = None
 
 
 class BoundedCache(ABC):
@@ -129,6 +131,8 @@ class BoundedCache(ABC):
         if self._frame is None:
             self._frame = self._sliced(self._new)
         frame = self._frame
+        if frame.mask is not None and frame.folded is None:
+            frame.folded = folded_mask(self._backend, frame.mask, queries, len(keys))
         layer_keys, layer_values = self.keys[layer], self.values[layer]
         layer_keys[:, frame.slots] = keys
         layer_values[:, frame.slots] = values
@@ -138,7 +142,7 @@ class BoundedCache(ABC):
             layer_keys[:, : frame.stop],
             layer_values[:, : frame.stop],
             scale,
-            frame.mask,
+            frame.folded,
         )
         return out
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout, LayerStream, SequenceKV, TransferEngine
-from offload_rt.attention import AttentionBackend, attend, merge
+from cpu_kv import KeysValues, KVLayout, LayerStream, SequenceKV, TransferEngine
+from offload_rt.attention import AttentionBackend, attend, folded_mask, merge
 from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
 from offload_rt.caches.held import HeldTokens
-from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, KeysValues, ResidentShare, Shares, Tail
+from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, ResidentShare, Shares, Tail
 from offload_rt.host import to_device
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
@@ -87,7 +87,8 @@ class FullCache:
         self._resident = ResidentShare(layout, shares.resident_tokens, device)
         self._tail = Tail(layout, device)
         self._new: NewTokens | None = None
-        self._mask: Tensor | None = None
+        self._mask: Tensor | None = None  # of the pass, over the tail
+        self._folded: Tensor | None = None  # the same, for every layer
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
         self._queries = torch.empty(0)
@@ -105,21 +106,18 @@ class FullCache:
         self._tail.drop(self._coverage.stream.end)
         self._tail.make_room(new.count)
         self._new = new
-        self._mask = None
+        self._mask = self._folded = None
         if not new.sees_all(0):
             mask = new.mask(0, self._tail.keys)
             self._mask = torch.nn.functional.pad(mask, (self._tail.tokens, 0))
         shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
-        if not self.engine.link.in_place:
-            # What is committed never changes: the link goes on into the next pass when this one is copied.
-            self._ahead = self._open()
+        # What is committed never changes: the link goes on into the next pass when this one is copied.
+        self._ahead = self._open()
 
     def _open(self) -> _Coverage:
         """Starts a stream over the full pages of the text; the tail keeps the rest."""
-        if self.engine.link.in_place:
-            return _Coverage(0, self.engine.stream(self.verified_length))
         end = self.verified_length // self.layout.page_size * self.layout.page_size
         self.engine.collect()
         if self.sequence.length < end:
@@ -144,28 +142,30 @@ class FullCache:
             self._refill(layer, resident, runs, over_link=True)
         # The device's own tokens first: the link gains time.
         tail = self._tail.put(layer, keys, values)
-        parts = [attend(self.backend, queries, *tail, scale, self._mask)]
+        if self._mask is not None and self._folded is None:
+            self._folded = folded_mask(self.backend, self._mask, queries, len(keys))
+        parts = [attend(self.backend, queries, *tail, scale, self._folded)]
         held = self._tail.tokens
-        self._refill(layer, self._tail.start, [(tail[0][:, :held], tail[1][:, :held])])
+        self._refill(layer, self._tail.start, [(tail[0][None, :, :held], tail[1][None, :, :held])])
         if resident:
             share = self._resident.views(layer, resident)
             parts.append(attend(self.backend, queries, *share, scale))
-            self._refill(layer, 0, [share])
+            self._refill(layer, 0, [(share[0][None], share[1][None])])
         at = stream.start
         for segment in stream.segments(layer):
             parts.append(attend(self.backend, queries, *segment, scale))
             self._refill(layer, at, [segment])
-            at += segment[0].shape[1]
+            at += len(segment[0]) * self.layout.page_size
         if by_cpu is not None and self._cpu is not None:
-            parts.append(self._cpu.finish(by_cpu))
+            # The others first: the device merges them while the CPU works.
+            parts = [merge(parts), self._cpu.finish(by_cpu)]
         return merge(parts)[0]
 
     def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
-        for refill in self._refills:
-            at = start
-            for keys, values in runs:
-                refill.take(layer, at, keys, values, over_link=over_link)
-                at += keys.shape[1]
+        for keys, values in runs:
+            for refill in self._refills:
+                refill.take(layer, start, keys, values, over_link=over_link)
+            start += len(keys) * keys.shape[2]
 
     def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:
@@ -176,8 +176,7 @@ class FullCache:
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         queries = self._queries.index_select(2, to_device(kept, self.device))
         verified = Verified(ids, keys, values, queries, new.count - 1)
-        for layer in range(self.layout.layers):
-            self.engine.write_back(layer, keys[layer], values[layer])
+        self.engine.write_back(keys, values)
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
@@ -206,10 +205,6 @@ class FullCache:
         self.sequence.truncate(length)
         self._resident.truncate(length)
         self.start_from(length)
-        for layer in range(self.layout.layers) if self._tail.tokens else ():
-            held = self._tail.tokens
-            out = (self._tail.keys[layer, :, :held], self._tail.values[layer, :, :held])
-            self.engine.read(layer, self._tail.start, length, out)
 
     def finish_prefill(self, tokens: int, last_queries: Tensor) -> None:
         """The store holds a prompt of `tokens` tokens.
@@ -223,20 +218,16 @@ class FullCache:
         self.last_queries = self._prompt_queries = last_queries
 
     def start_from(self, length: int) -> None:
-        """The store holds a text of `length` tokens, which a pass may follow.
-
-        In place there is no tail; over a link streams end at a page, and the tail takes the rest.
-        """
-        page = self.layout.page_size
-        start = length if self.engine.link.in_place else length // page * page
+        """The store holds a text of `length` tokens, for a pass to follow; the tail takes its last page."""
+        start = length // self.layout.page_size * self.layout.page_size
         self._tail.restart(start, length - start)
+        for layer in range(self.layout.layers) if length > start else ():
+            keys, values = self._tail.committed(layer)
+            self.engine.read(layer, start, length, (keys, values))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Takes to its places what stays on the device of a layer's whole prompt, after its prefill."""
+        """Takes to its place what stays on the device of a layer's whole prompt, after its prefill."""
         self._resident.keep(layer, keys, values)
-        self.start_from(keys.shape[1])
-        self._tail.keys[layer, :, : self._tail.tokens] = keys[:, self._tail.start :]
-        self._tail.values[layer, :, : self._tail.tokens] = values[:, self._tail.start :]
 
     def keep(self, entries: Sequence[int]) -> None:
         """Nothing to do: there is no speculation here."""

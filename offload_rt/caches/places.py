@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout
+from cpu_kv import KeysValues, KVLayout
 from offload_rt.attention import AttentionBackend, attend, merge
-from offload_rt.host import to_device
+from offload_rt.host import Arriving, to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
-
-KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class ResidentShare:
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.tokens = 0  # present in every layer
-        shape = (layout.layers, *layout.slab_shape(capacity))
+        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
         self._memory = torch.empty(shape, dtype=layout.dtype, device=device)
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -102,6 +100,10 @@ class Tail:
             self.keys = torch.nn.functional.pad(self.keys, pad)
             self.values = torch.nn.functional.pad(self.values, pad)
 
+    def committed(self, layer: int) -> KeysValues:
+        """A view of the committed tokens of a layer."""
+        return self.keys[layer, :, : self.tokens], self.values[layer, :, : self.tokens]
+
     def restart(self, start: int, tokens: int) -> None:
         """Begins at another place, with `tokens` committed ones that the caller writes."""
         self.start, self.tokens = start, 0
@@ -138,7 +140,11 @@ class Tail:
 
 
 class CpuShare:
-    """Attends KV in host memory on a thread of its own, beside what the device and the link do."""
+    """Attends KV in host memory on a thread of its own, beside what the device and the link do.
+
+    For a GPU queries and results go through page-locked buffers that are kept. One of each is enough: a
+    layer's queries arrive only after the results of the layer before are on the device.
+    """
 
     def __init__(
         self, backend: AttentionBackend, device: torch.device, timeline: Timeline = NO_TIMELINE
@@ -146,35 +152,37 @@ class CpuShare:
         self._backend = backend
         self._device = device
         self._timeline = timeline
+        self._buffers: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-cpu-attention")
 
     def start(
         self, queries: Tensor, runs: Sequence[KeysValues], scale: float
     ) -> Future[tuple[Tensor, Tensor]]:
         """Attention of the device's queries `[heads, n, head_dim]` over runs in host memory."""
-        arrived = None
-        if queries.device.type == "cuda":
-            there = torch.empty(queries.shape, dtype=queries.dtype, pin_memory=True)
-            there.copy_(queries, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(self._device))
-            queries = there
-        return self._thread.submit(self._attend, queries, runs, scale, arrived)
+        arriving = Arriving(queries, self._buffer("queries", queries) if queries.is_cuda else None)
+        return self._thread.submit(self._attend, arriving, runs, scale)
 
     def finish(self, started: Future[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """What `start` began, on the device."""
         out, lse = started.result()
-        return out.to(self._device), lse.to(self._device)
+        return self._send("out", out), self._send("lse", lse)
 
     def close(self) -> None:
         """Waits for what was started and lets the thread go. Idempotent."""
         self._thread.shutdown(wait=True)
 
+    def _send(self, name: str, result: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return result
+        return self._buffer(name, result).copy_(result).to(self._device, non_blocking=True)
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        if name not in self._buffers or self._buffers[name].shape != like.shape:
+            self._buffers[name] = torch.empty_like(like, device="cpu", pin_memory=True)
+        return self._buffers[name]
+
     @torch.inference_mode()
-    def _attend(
-        self, queries: Tensor, runs: Sequence[KeysValues], scale: float, arrived: torch.cuda.Event | None
-    ) -> tuple[Tensor, Tensor]:
-        if arrived is not None:
-            arrived.synchronize()
+    def _attend(self, arriving: Arriving, runs: Sequence[KeysValues], scale: float) -> tuple[Tensor, Tensor]:
+        queries = arriving.wait()
         with self._timeline.span("cpu", "attention"):
             return merge([attend(self._backend, queries, keys, values, scale) for keys, values in runs])

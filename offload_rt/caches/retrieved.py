@@ -11,29 +11,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv import Ticket, chunk_scores, retrieval
+from cpu_kv import Sent, chunk_scores, part_of, retrieval
 from offload_rt.attention import AttentionBackend, fold
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.config import RefreshPolicy
+from offload_rt.host import Arriving
 
 _Places = slice | tuple[Tensor, Tensor]
 """Entries of a layer, for every head alike; or heads and chunks."""
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _OnItsWay:
     """What is on its way to a layer's entries.
 
     Attributes:
-        ticket: of the copy.
-        there: its destination on the device, `[2, …]` for keys and values.
+        sent: `[2, …]`, keys and values.
         places: where it belongs in the layer's keys `[kv_heads, capacity, head_dim]` and values.
     """
 
-    ticket: Ticket
-    there: Tensor
+    sent: Sent
     layer: int
     places: _Places
 
@@ -92,6 +91,7 @@ class RetrievedCache(BoundedCache):
         self._wanted: Tensor | None = None  # queries to choose by while the full cache's next pass runs
         self._refill: RetrievedRefill | None = None
         self._spare: tuple[Tensor, Tensor] | None = None  # buffers that a refill may fill
+        self._choices = torch.empty(0, dtype=torch.long)  # of a refill, page-locked for a GPU
         self._read = False  # since the last refresh was asked for
         self._tokens_since_refresh = 0
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROLLING_ROUNDS)
@@ -186,6 +186,9 @@ class RetrievedCache(BoundedCache):
         # And not when it is first wanted: to touch so much memory for the first time holds up a round.
         if self._spare is None or self._spare[0].shape != self.keys.shape:
             self._spare = (torch.zeros_like(self.keys), torch.zeros_like(self.values))
+            layers, kv_heads = self.keys.shape[:2]
+            most = 3 * kv_heads * (self.budget // self.chunk)
+            self._choices = torch.empty(layers, most, dtype=torch.long, pin_memory=self.keys.is_cuda)
 
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare = (self.keys, self.values)
@@ -210,8 +213,8 @@ class RetrievedCache(BoundedCache):
             self._source.engine.flush()  # chunks are summarised when they have arrived
             buffers, self._spare = self._spare, None
             assert buffers is not None
-            extent = self._extent(self.verified_length)
-            self._refill = RetrievedRefill(self, self._source, extent, queries.cpu(), buffers)
+            extent, asked = self._extent(self.verified_length), Arriving(queries.contiguous())
+            self._refill = RetrievedRefill(self, self._source, extent, asked, buffers, self._choices)
         return self._refill
 
     def _is_due(self) -> bool:
@@ -233,11 +236,14 @@ class RetrievedRefill:
     """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
 
     Which chunks are taken is said once a layer, by the same choice as when they are gathered, in a thread of
-    its own that is ahead of the pass.
+    its own that is ahead of the pass. Nothing here waits for the device.
+
+    Args:
+        queries: by which they are chosen, `[layers, heads, tokens, head_dim]`.
+        choices: host memory for the chosen chunks, `[layers, 3 * all]` int64.
 
     Attributes:
         extent: how the entries lie in `keys` and `values`, `[layers, kv_heads, capacity, head_dim]`.
-        queries: by which they are chosen, `[layers, heads, tokens, head_dim]` in host memory.
     """
 
     def __init__(
@@ -245,11 +251,13 @@ class RetrievedRefill:
         cache: RetrievedCache,
         source: FullCache,
         extent: _Extent,
-        queries: Tensor,
+        queries: Arriving,
         buffers: tuple[Tensor, Tensor],
+        choices: Tensor,
     ) -> None:
         self.extent = extent
-        self.queries = queries
+        self._queries = queries
+        self._choices = choices
         self.keys, self.values = buffers
         self._cache = cache
         self._source = source
@@ -257,11 +265,10 @@ class RetrievedRefill:
         self._chosen = [self._choosing.submit(self._choose, layer) for layer in range(source.layout.layers)]
         self._choosing.shutdown(wait=False)  # it ends with the last layer
         self._layer = -1
-        self._chunks: list[int] = []  # of all heads, rising
-        self._heads = self._places = self._numbers = torch.empty(0, dtype=torch.long)
-        self._on_host = self._heads, self._numbers
+        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # see `_choose`
+        self._numbers: list[int] = []
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
-        self._under_way: deque[_Sent] = deque()
+        self._under_way: deque[_OnItsWay] = deque()
 
     @property
     def complete(self) -> bool:
@@ -277,14 +284,18 @@ class RetrievedRefill:
 
     @torch.inference_mode()  # each thread has its own mode
     def _choose(self, layer: int) -> Tensor:
-        return self._cache._best_chunks(layer, self.extent, self.queries)
+        """Chosen chunks `[3, n]` in page-locked memory: rising numbers, their heads, their places there."""
+        chunks = self._cache._best_chunks(layer, self.extent, self._queries.wait())
+        numbers, order = chunks.flatten().sort(stable=True)
+        places = chunks.shape[1]
+        out = self._choices[layer, : 3 * len(numbers)].view(3, -1)
+        return torch.stack([numbers, order // places, order % places], out=out)
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
         while self._under_way and self._under_way[0].layer < end:
-            sent = self._under_way.popleft()
-            self._source.engine.await_sent(sent.ticket)
-            self._put(sent.there, sent.layer, sent.places)
+            one = self._under_way.popleft()
+            self._put(self._source.engine.await_sent(one.sent), one.layer, one.places)
 
     def _put(self, parts: Iterable[Tensor], layer: int, places: _Places) -> None:
         """Keys and values on the device, to the entries at `places`."""
@@ -305,49 +316,43 @@ class RetrievedRefill:
         # Two layers' are on their way at most: the pass waits for none, and they take little memory.
         self._put_sent(layer - 1)
         self._layer = layer
-        chunks = self._chosen[layer].result()
-        places = chunks.shape[1]
-        numbers, order = chunks.flatten().sort(stable=True)
-        self._chunks = numbers.tolist()
-        device = self.keys.device
-        heads = order // places
-        self._on_host = heads, numbers
-        self._numbers, self._heads = numbers.to(device), heads.to(device)
-        self._places = (order % places).to(device)
+        # As chosen: on the host, and on the device.
+        self._chunks = self._chosen[layer].result()
+        self._numbers = self._chunks[0].tolist()
+        self._there = self._chunks.to(self.keys.device, non_blocking=True)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
-        chunk, end = self._cache.chunk, start + keys.shape[1]
-        first, last = -(-start // chunk), end // chunk
-        low, high = bisect_left(self._chunks, first), bisect_left(self._chunks, last)
+        chunk, (pages, _, tokens, _) = self._cache.chunk, keys.shape
+        first, per_page = start // chunk, tokens // chunk
+        low = bisect_left(self._numbers, first)
+        high = bisect_left(self._numbers, first + pages * per_page)
         if low == high:
             return
-        inside = slice(first * chunk - start, last * chunk - start)
-        heads, places = self._heads[low:high], self._places[low:high]
         # What lies in host memory is picked by what was chosen there: the device need not be asked.
-        from_heads, numbers = self._on_host if over_link else (self._heads, self._numbers)
-        wanted = from_heads[low:high], numbers[low:high] - first
-        picked = [part[:, inside].unflatten(1, (-1, chunk))[wanted] for part in (keys, values)]
+        numbers, heads, _ = (self._chunks if over_link else self._there)[:, low:high]
+        page, at = (numbers - first) // per_page, (numbers - first) % per_page
+        parts = (part[:, :, : per_page * chunk].unflatten(2, (per_page, chunk)) for part in (keys, values))
+        picked = [part[page, heads, at] for part in parts]
         self._missing -= (high - low) * chunk
+        _, heads, places = self._there[:, low:high]
         (self._send if over_link else self._put)(picked, layer, (heads, places))
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         extent = self.extent
         first = max(start, extent.recent_start)
-        last = min(start + keys.shape[1], extent.length)
+        last = min(start + len(keys) * keys.shape[2], extent.length)
         if first >= last:
             return
         to = slice(
             extent.chosen_end + first - extent.recent_start, extent.chosen_end + last - extent.recent_start
         )
-        parts = [part[:, first - start : last - start] for part in (keys, values)]
-        self._missing -= (last - first) * len(keys)
+        parts = [part_of(part, first - start, last - start) for part in (keys, values)]
+        self._missing -= (last - first) * keys.shape[1]
         (self._send if over_link else self._put)(parts, layer, to)
 
     def _send(self, parts: list[Tensor], layer: int, places: _Places) -> None:
         """Keys and values in host memory, to the entries at `places`. The pass does not wait for them."""
-        device = self.keys.device
-        packed = torch.empty((2, *parts[0].shape), dtype=parts[0].dtype, pin_memory=device.type == "cuda")
+        engine = self._source.engine
+        packed = engine.outgoing(2, *parts[0].shape)
         torch.stack(parts, out=packed)
-        there = torch.empty(packed.shape, dtype=packed.dtype, device=device)
-        ticket = self._source.engine.start_sending([(there, packed)])
-        self._under_way.append(_Sent(ticket, there, layer, places))
+        self._under_way.append(_OnItsWay(engine.start_sending(packed), layer, places))

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,16 +30,29 @@ BUILD_TIMEOUT_S = 120
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
-_INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
-_SIGNATURE = (
-    *(_POINTER, _INTEGER, _INTEGER) * 3,  # queries, keys, values: data, head stride, row stride
-    _POINTER,  # out
-    _POINTER,  # lse
-    *(_INTEGER,) * 4,  # heads, queries, tokens, head_dim
-    ctypes.c_float,  # scale
-    _POINTER,  # mask
-    _INTEGER,  # threads
-)
+
+class _Pages(ctypes.Structure):
+    """A tensor `[pages, heads, tokens, dim]`; see `attention.cpp`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "row_stride", "page_tokens")),
+    ]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tensor.data_ptr(), *tensor.stride()[:3], tensor.shape[2])
+
+
+class _Call(ctypes.Structure):
+    """See `attention.cpp`."""
+
+    _fields_ = [
+        *((name, _Pages) for name in ("queries", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "mask")),
+        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim", "threads")),
+        ("scale", ctypes.c_float),
+    ]
 
 
 class Kernel:
@@ -58,7 +72,7 @@ class Kernel:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"offload_rt_attend_{str(dtype).removeprefix('torch.')}"
             function = getattr(library, name)
-            function.argtypes, function.restype = _SIGNATURE, None
+            function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
             self._entry[dtype] = function
 
     def fits(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -78,7 +92,7 @@ class Kernel:
         mask: Tensor | None,
         threads: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries `[heads, query, dim]` over keys `[heads, tokens, dim]` under a mask `[query, tokens]`.
+        """Queries `[heads, query, dim]` over keys `[pages, heads, tokens, dim]` under a mask `[query, all]`.
 
         A query that sees no key has an output of zero and the log-sum-exp -inf. Threads of a program may
         call at the same time, each with its own team.
@@ -93,26 +107,19 @@ class Kernel:
             return out, lse
         if mask is not None:
             mask = mask.to(torch.float32).contiguous()
-        self._entry[queries.dtype](
-            queries.data_ptr(),
-            queries.stride(0),
-            queries.stride(1),
-            keys.data_ptr(),
-            keys.stride(0),
-            keys.stride(1),
-            values.data_ptr(),
-            values.stride(0),
-            values.stride(1),
+        call = _Call(
+            *map(_Pages.of, (queries[None], keys, values)),
             out.data_ptr(),
             lse.data_ptr(),
+            None if mask is None else mask.data_ptr(),
             heads,
             count,
-            keys.shape[1],
+            keys.shape[0] * keys.shape[2],
             dim,
-            scale,
-            None if mask is None else mask.data_ptr(),
             torch.get_num_threads() if threads is None else threads,
+            scale,
         )
+        self._entry[queries.dtype](ctypes.byref(call))
         return out, lse
 
 

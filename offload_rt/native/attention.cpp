@@ -72,19 +72,24 @@ template <typename Products> static inline void soften(Scratch<Products>& s, int
     store(&s.mass[r * LANES], mass);
 }
 
-struct Strides { int64_t head, row; };
+// Entries [pages, heads, page_tokens, dim]; strides count entries, those of a row are contiguous.
+template <typename T> struct Pages {
+    const T* data;
+    int64_t page_stride, head_stride, row_stride, page_tokens;
+    const T* at(int64_t head, int64_t token) const {
+        return data + token / page_tokens * page_stride + head * head_stride + token % page_tokens * row_stride;
+    }
+};
 
-// What a caller hands over; see the entry points.
+// What a caller hands over (`_Call` in __init__.py): queries, keys of `tokens` tokens and values alike;
+// out [heads, count, dim], lse [heads, count] and mask [count, tokens], or none, are contiguous.
 template <typename T> struct Call {
-    const T *queries, *keys, *values;
-    Strides query_strides, key_strides, value_strides;
+    Pages<T> queries, keys, values;
     T* out;
     float* lse;
-    int64_t heads, count, tokens;
-    int dim;
-    float scale;
     const float* mask;
-    int threads;
+    int64_t heads, count, tokens, dim, threads;
+    float scale;
 
     // One row of the result, from its sums (not divided), its largest score and its mass. A query that sees
     // nothing has an output of zero and the log-sum-exp -inf, so that it vanishes when parts are merged.
@@ -100,19 +105,22 @@ template <typename T> struct Call {
 template <typename Products, typename T = typename Products::Entry>
 static void attend_tile(const Call<T>& call, int64_t head, int64_t row, int count, int64_t first, int64_t last,
                         Scratch<Products>& s) {
-    const Strides &qs = call.query_strides, &ks = call.key_strides, &vs = call.value_strides;
-    s.products.set_queries(call.queries + head * qs.head + row * qs.row, qs.row, count, call.scale);
+    s.products.set_queries(call.queries.at(head, row), call.queries.row_stride, count, call.scale);
     std::fill_n(&s.sums[0], count * call.dim, 0.0f);
     std::fill_n(&s.peak[0], count, -INFINITE);
     std::fill_n(&s.mass[0], count * LANES, 0.0f);
-    for (int64_t start = first; start < last; start += BLOCK) {
-        int held = int(std::min<int64_t>(BLOCK, last - start));
-        s.products.score(call.keys + head * ks.head + start * ks.row, ks.row, held, count, &s.scores[0]);
+    const int64_t page = call.keys.page_tokens;
+    for (int64_t start = first, next; start < last; start = next) {
+        int held = int(std::min({int64_t(BLOCK), last - start, page - start % page}));
+        next = start + held;
+        const T *keys = call.keys.at(head, start), *values = call.values.at(head, start);
+        const T *next_keys = call.keys.at(head, next), *next_values = call.values.at(head, next);
+        s.products.score(keys, next_keys, call.keys.row_stride, held, count, &s.scores[0]);
         // One after the other: the peaks of all queries do not wait for each other, nor the weights for a peak.
         for (int r = 0; r < count; ++r)
-            raise_peak(s, r, held, call.dim, call.mask ? call.mask + (row + r) * call.tokens + start : nullptr);
+            raise_peak(s, r, held, int(call.dim), call.mask ? call.mask + (row + r) * call.tokens + start : nullptr);
         for (int r = 0; r < count; ++r) soften(s, r, held);
-        s.products.sum(&s.weights[0], call.values + head * vs.head + start * vs.row, vs.row, held, count, &s.sums[0]);
+        s.products.sum(&s.weights[0], values, next_values, call.values.row_stride, held, count, &s.sums[0]);
     }
     s.products.finish(&s.sums[0], count);
 }
@@ -129,9 +137,9 @@ template <typename Products, typename T = typename Products::Entry> static void 
     std::vector<float> peaks(splits > 1 ? splits * rows : 0), masses(peaks.size());
     const int64_t tasks = call.heads * tiles * splits;
 
-#pragma omp parallel num_threads(call.threads) if (tasks > 1)
+#pragma omp parallel num_threads(int(call.threads)) if (tasks > 1)
     {
-        Scratch<Products> s(call.dim, int(std::min<int64_t>(call.count, QUERY_TILE)));
+        Scratch<Products> s(int(call.dim), int(std::min<int64_t>(call.count, QUERY_TILE)));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; ++task) {
             int64_t split = task % splits, tile = task / splits % tiles, head = task / splits / tiles;
@@ -169,25 +177,13 @@ template <typename Products, typename T = typename Products::Entry> static void 
 
 extern "C" {
 
-// Strides in elements; out [heads, queries, dim] and lse [heads, queries] are contiguous, mask [queries, tokens].
-void offload_rt_attend_float32(const float* q, int64_t q_head, int64_t q_row, const float* k, int64_t k_head,
-                               int64_t k_row, const float* v, int64_t v_head, int64_t v_row, float* out, float* lse,
-                               int64_t heads, int64_t queries, int64_t tokens, int64_t dim, float scale,
-                               const float* mask, int64_t threads) {
-    attend<WidenedProducts<float>>({q, k, v, {q_head, q_row}, {k_head, k_row}, {v_head, v_row}, out, lse, heads,
-                                    queries, tokens, int(dim), scale, mask, int(threads)});
-}
+void offload_rt_attend_float32(const Call<float>* call) { attend<WidenedProducts<float>>(*call); }
 
-void offload_rt_attend_bfloat16(const BFloat16* q, int64_t q_head, int64_t q_row, const BFloat16* k, int64_t k_head,
-                                int64_t k_row, const BFloat16* v, int64_t v_head, int64_t v_row, BFloat16* out,
-                                float* lse, int64_t heads, int64_t queries, int64_t tokens, int64_t dim, float scale,
-                                const float* mask, int64_t threads) {
-    Call<BFloat16> call{q, k, v, {q_head, q_row}, {k_head, k_row}, {v_head, v_row}, out, lse, heads,
-                        queries, tokens, int(dim), scale, mask, int(threads)};
+void offload_rt_attend_bfloat16(const Call<BFloat16>* call) {
 #ifdef OFFLOAD_RT_BF16_DOTS
-    if (dim % Bf16DotProducts::STEP == 0) return attend<Bf16DotProducts>(call);
+    if (call->dim % Bf16DotProducts::STEP == 0) return attend<Bf16DotProducts>(*call);
 #endif
-    attend<WidenedProducts<BFloat16>>(call);
+    attend<WidenedProducts<BFloat16>>(*call);
 }
 
 int64_t offload_rt_lanes() { return LANES; }

@@ -35,14 +35,14 @@ class Bf16DotProducts {
         scale_ = scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of `held` keys.
-    void score(const BFloat16* keys, int64_t stride, int held, int count, float* scores) {
+    // scores [count][BLOCK] of `held` keys. `next`: the keys after them.
+    void score(const BFloat16* keys, const BFloat16* next, int64_t stride, int held, int count, float* scores) {
         for (int group = 0; group < held; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(held - group - g * LANES, 0, LANES);
                 transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g);
             }
-            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
+            Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
             int r = 0;
             for (; r + 4 <= count; r += 4) score_rows<4>(r, scores + group, ahead);
             for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
@@ -51,10 +51,11 @@ class Bf16DotProducts {
     }
 
     // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values; see `finish` for their order.
-    void sum(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count, float* sums) {
+    void sum(const BFloat16* weights, const BFloat16* values, const BFloat16* next, int64_t stride, int held, int count,
+             float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / STEP;
-        Ahead ahead(values + BLOCK * stride, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
+        Ahead ahead(next, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
         int d = 0;
         for (; d + WIDE <= dim_; d += WIDE)
             sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);

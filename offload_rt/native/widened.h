@@ -22,8 +22,8 @@ template <typename T> class WidenedProducts {
             for (int d = 0; d < dim_; ++d) queries_[r * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of `held` keys.
-    void score(const T* keys, int64_t stride, int held, int count, float* scores) {
+    // scores [count][BLOCK] of `held` keys. `next`: the keys after them.
+    void score(const T* keys, const T* next, int64_t stride, int held, int count, float* scores) {
         for (int group = 0; group < held; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(held - group - g * LANES, 0, LANES);
@@ -36,7 +36,7 @@ template <typename T> class WidenedProducts {
                 }
             }
             int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
-            Ahead ahead(keys + (group + BLOCK) * stride, GROUPS * LANES, dim_, stride, calls * dim_);
+            Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
             int r = 0;
             for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(r, scores + group, ahead);
             for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
@@ -45,10 +45,11 @@ template <typename T> class WidenedProducts {
     }
 
     // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values.
-    void sum(const float* weights, const T* values, int64_t stride, int held, int count, float* sums) {
+    void sum(const float* weights, const T* values, const T* next, int64_t stride, int held, int count,
+             float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / LANES, calls = count / SUM_ROWS + count % SUM_ROWS;
-        Ahead ahead(values + BLOCK * stride, BLOCK, dim_, stride, passes * calls * BLOCK);
+        Ahead ahead(next, BLOCK, dim_, stride, passes * calls * BLOCK);
         int d = 0;
         for (; d + WIDE <= dim_; d += WIDE)
             sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);

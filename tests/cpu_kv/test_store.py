@@ -8,16 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_kv import KVLayout, PagedKVStore, SequenceKV, SlabAllocator
+from cpu_kv import KVLayout, PagedKVStore, SequenceKV, SlabAllocator, head_major, part_of
+from cpu_kv import store as store_module
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
+
+
+def empty(layout: KVLayout) -> Tensor:
+    return torch.zeros(2, layout.kv_heads, 0, layout.head_dim, dtype=layout.dtype)
 
 
 class PlainKV:
     """What a SequenceKV stands for: per layer, keys and values [2, kv_heads, tokens, head_dim]."""
 
     def __init__(self, layout: KVLayout):
-        self.layers = [torch.zeros(layout.slab_shape(0), dtype=layout.dtype) for _ in range(layout.layers)]
+        self.layers = [empty(layout) for _ in range(layout.layers)]
 
     def append(self, layer: int, kv: Tensor) -> None:
         self.layers[layer] = torch.cat([self.layers[layer], kv], dim=2)
@@ -30,12 +35,13 @@ class PlainKV:
 
 
 def random_kv(generator: torch.Generator, layout: KVLayout, tokens: int) -> Tensor:
-    return torch.randn(layout.slab_shape(tokens), generator=generator).to(layout.dtype)
+    shape = (2, layout.kv_heads, tokens, layout.head_dim)
+    return torch.randn(shape, generator=generator).to(layout.dtype)
 
 
 def joined(pieces: list[tuple[Tensor, Tensor]], layout: KVLayout) -> Tensor:
-    empty = torch.zeros(layout.slab_shape(0), dtype=layout.dtype)
-    return torch.cat([empty, *(torch.stack(piece) for piece in pieces)], dim=2)
+    heads = (torch.stack([head_major(side) for side in piece]) for piece in pieces)
+    return torch.cat([empty(layout), *heads], dim=2)
 
 
 def check_sequence(
@@ -127,8 +133,8 @@ def test_views_are_the_store_itself() -> None:
         sequence = filled(store, 5)
         kv = random_kv(torch.Generator().manual_seed(1), LAYOUT, 5)
         sequence.append(1, kv[0], kv[1])  # tokens 8 and 9 lie in a second slab
-        first, second = sequence.views(1)
-        first[0][0, 2, 1] = second[0][0, 1, 1] = 77.0
+        first, second = sequence.views(1)  # two whole pages, and half a page
+        first[0][0, 0, 2, 1] = second[0][0, 0, 1, 1] = 77.0
         tokens = torch.tensor([[2, 9]] * 2)
         assert sequence.gather_chunks(1, tokens, 1)[0][0, :, 1].tolist() == [77.0, 77.0]
         assert 77.0 not in sequence.views(0)[0][0]
@@ -142,8 +148,36 @@ def test_a_reserved_sequence_is_one_run() -> None:
         assert reserved == LAYOUT.reserved_bytes(50)
         for _ in range(5):
             sequence.append(0, torch.ones(2, 10, 4), torch.ones(2, 10, 4))
-        assert len(sequence.views(0)) == 1
+        assert [keys.shape for keys, _ in sequence.views(0)] == [(12, 2, 4, 4), (1, 2, 2, 4)]
         assert store.reserved_bytes == reserved
+
+
+def test_pages_lie_as_they_cross_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous, in order, and cut where the page-locked pieces of a slab meet."""
+    monkeypatch.setattr(store_module, "PIECE_BYTES", 3 * LAYOUT.page_bytes // 2)
+    with PagedKVStore(LAYOUT, slab_tokens=16) as store:
+        sequence = filled(store, 16)
+        for _ in range(2):  # 16 more, and two pages that are not present yet
+            sequence.append(0, torch.ones(2, 8, 4), torch.ones(2, 8, 4))
+        pieces = sequence.memory(0, 4, 40)
+        pages = torch.cat(pieces).view(LAYOUT.pages_shape(9))[:7]
+        expected = joined(sequence.views(0, 4, 32), LAYOUT)
+        assert torch.equal(torch.stack([head_major(pages[:, side]) for side in range(2)]), expected)
+        halves = [2 * piece.nbytes // LAYOUT.page_bytes for piece in pieces]
+        assert halves == [1, 3, 2, 3, 3, 2, 3, 1], "slabs of four pages"
+        assert all(piece.is_contiguous() for piece in pieces)
+        with pytest.raises(ValueError, match="tokens 4 to 9 are not whole pages of 4"):
+            sequence.memory(0, 4, 9)
+
+
+@settings(derandomize=True, deadline=None)
+@given(page=st.integers(1, 9), pages=st.integers(1, 5), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_parts_of_pages_by_head(page: int, pages: int, ends: tuple[float, float]) -> None:
+    memory = torch.arange(pages * 2 * 3 * page * 2).view(pages, 2, 3, page, 2)
+    heads = memory.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    start, end = sorted(round(share * pages * page) for share in ends)
+    for side in range(2):
+        assert torch.equal(part_of(memory[:, side], start, end), heads[side, :, start:end])
 
 
 def test_sequences_in_one_slab_share_nothing() -> None:
@@ -169,7 +203,7 @@ def test_pages_of_two_slabs_are_never_one_run() -> None:
         kept = [torch.stack(piece) for piece in second.views(0)]
         first.append(0, torch.ones(2, 4, 4), torch.ones(2, 4, 4))  # page 1 of slab 1
         assert len(first.views(0)) == 2
-        assert torch.equal(first.views(0)[1][0], torch.ones(2, 4, 4))
+        assert torch.equal(first.views(0)[1][0], torch.ones(1, 2, 4, 4))
         assert all(torch.equal(old, torch.stack(new)) for old, new in zip(kept, second.views(0), strict=True))
 
 
@@ -181,7 +215,7 @@ def test_pages_are_used_again_after_truncate_and_close() -> None:
         first.truncate(9)  # keeps three pages of ten
         second = filled(store, 28, seed=1)
         assert store.reserved_bytes == reserved
-        assert second.views(0)[0][0].data_ptr() == start + 12 * LAYOUT.head_dim * LAYOUT.dtype.itemsize
+        assert second.views(0)[0][0].data_ptr() == start + 3 * LAYOUT.page_bytes
         first.close()
         second.close()
         third = filled(store, 40, seed=2)
@@ -295,7 +329,7 @@ def test_lack_of_memory_leaves_a_usable_store(monkeypatch: pytest.MonkeyPatch) -
     make = SlabAllocator._make
 
     def make_small(self: SlabAllocator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if shape[2] > 100:
+        if shape[0] > 25:
             raise MemoryError("too large")
         return make(self, shape, dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
@@ -23,10 +24,13 @@ from cpu_kv import (
     PacedLink,
     PagedKVStore,
     StagingRing,
+    Ticket,
     TransferEngine,
     TransferStalled,
+    head_major,
 )
 from cpu_kv.link import Pairs, pair_bytes
+from cpu_kv.transfer import Scattered
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
 
@@ -34,7 +38,7 @@ LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, dtype=torch.float32, page_si
 def random_kv(tokens: int, seed: int = 0, layout: KVLayout = LAYOUT) -> Tensor:
     """[layers, 2, kv_heads, tokens, head_dim]"""
     generator = torch.Generator().manual_seed(seed)
-    shape = (layout.layers, *layout.slab_shape(tokens))
+    shape = (layout.layers, 2, layout.kv_heads, tokens, layout.head_dim)
     return torch.randn(shape, generator=generator).to(layout.dtype)
 
 
@@ -70,12 +74,10 @@ def test_what_is_sent_overtakes_what_is_carried_ahead() -> None:
 
     link = Held()
     with engine_over(link, random_kv(30), ring_buffers=3) as engine:
-        stream = engine.stream(30)
-        sent = torch.zeros(7)
-        ticket = engine.start_sending([(sent, torch.ones(7))])
+        stream = engine.stream(28)
+        sent = engine.start_sending(engine.outgoing(7).fill_(1.0))
         link.go_on.set()
-        engine.await_sent(ticket)
-        assert sent.sum() == 7
+        assert engine.await_sent(sent).sum() == 7
         assert link.moved.index(28) < 2, "behind what had begun"
         stream.close()
 
@@ -86,9 +88,9 @@ def check_pass(engine: TransferEngine, kv: Tensor, length: int, rest_s: float = 
         start = 0
         for keys, values in stream.segments(layer):
             time.sleep(rest_s)  # a segment must hold still while the link runs ahead
-            end = start + keys.shape[1]
-            assert torch.equal(keys.cpu(), kv[layer, 0, :, start:end])
-            assert torch.equal(values.cpu(), kv[layer, 1, :, start:end])
+            end = start + len(keys) * LAYOUT.page_size
+            assert torch.equal(head_major(keys), kv[layer, 0, :, start:end])
+            assert torch.equal(head_major(values), kv[layer, 1, :, start:end])
             start = end
         assert start == length
     assert stream.finished
@@ -105,15 +107,15 @@ def check_pass(engine: TransferEngine, kv: Tensor, length: int, rest_s: float = 
 def test_streams_equal_the_store_and_count_their_bytes(
     tokens: int, segment_tokens: int, ring_buffers: int, passes: list[tuple[float, int]], seed: int
 ) -> None:
-    kv = random_kv(tokens, seed)
+    kv, whole = random_kv(tokens, seed), tokens // LAYOUT.page_size * LAYOUT.page_size
     with engine_over(UnevenLink(seed, 5e-4), kv, segment_tokens, ring_buffers) as engine:
         for share, abandoned_after in passes:
-            length = round(share * tokens)
+            length = round(share * whole) // LAYOUT.page_size * LAYOUT.page_size
             before = engine.counters.bytes_to_device
             check_pass(engine, kv, length, rest_s=2e-4)
             assert engine.counters.bytes_to_device - before == LAYOUT.kv_bytes(length)
             # A pass that is given up half-way leaves the next one whole.
-            stream = engine.stream(tokens)
+            stream = engine.stream(whole)
             segments = (piece for layer in range(LAYOUT.layers) for piece in stream.segments(layer))
             for _ in zip(range(abandoned_after), segments, strict=False):
                 pass
@@ -125,28 +127,135 @@ def test_streams_equal_the_store_and_count_their_bytes(
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(
-    blocks=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12), st.booleans()), min_size=1, max_size=10),
+    prompt=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=6),
+    rest=st.integers(0, 11),
+    blocks=st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=8),
     seed=st.integers(0, 99),
 )
-def test_write_backs_arrive_in_order(blocks: list[tuple[int, int, bool]], seed: int) -> None:
-    start = random_kv(3, seed)
-    expected = list(start)
-    with engine_over(UnevenLink(seed, 1e-3), start) as engine:
-        for number, (layer, tokens, flush) in enumerate(blocks):
-            block = random_kv(tokens, 1000 + number)[0]
-            engine.write_back(layer, block[0].clone(), block[1].clone())
+def test_write_backs_arrive_in_order(
+    prompt: list[tuple[int, int]], rest: int, blocks: list[tuple[int, bool]], seed: int
+) -> None:
+    """Pages of a prompt, layer by layer and the last one in part; then what rounds commit, to all layers."""
+    expected = [torch.zeros(2, LAYOUT.kv_heads, 0, LAYOUT.head_dim) for _ in range(LAYOUT.layers)]
+    longest = 4 * sum(pages for _, pages in prompt) + rest
+    with engine_over(UnevenLink(seed, 1e-3), random_kv(0)) as engine:
+
+        def write(layer: int, tokens: int) -> None:
+            block = random_kv(tokens, 1000 * layer + expected[layer].shape[2])[0]
+            engine.write_prompt(layer, block[0].clone(), block[1].clone())
             expected[layer] = torch.cat([expected[layer], block], dim=2)
+
+        for layer, pages in prompt:
+            write(layer, 4 * pages)
+        for layer in range(LAYOUT.layers):
+            if missing := longest - expected[layer].shape[2]:
+                write(layer, missing)
+        engine.flush()
+        for number, (tokens, flush) in enumerate(blocks):
+            block = random_kv(tokens, number)
+            copies = engine.counters.copies
+            engine.write_back(block[:, 0].clone(), block[:, 1].clone())
+            assert engine.counters.copies - copies == 1, "of all layers and heads"
+            expected = [torch.cat([kv, new], dim=2) for kv, new in zip(expected, block, strict=True)]
             if flush:
                 engine.flush()
-                assert engine.sequence.layer_length(layer) == expected[layer].shape[2]
-        length = min(kv.shape[2] for kv in expected)
-        check_pass(engine, torch.stack([kv[:, :, :length] for kv in expected]), length)
+                assert engine.sequence.length == expected[0].shape[2]
+        length = expected[0].shape[2] // 4 * 4
+        check_pass(engine, torch.stack(expected), length)
         engine.flush()
         for layer, kv in enumerate(expected):
-            pieces = [torch.stack(piece) for piece in engine.sequence.views(layer)]
-            assert torch.equal(torch.cat(pieces, dim=2), kv)
-        written = sum(tokens for _, tokens, _ in blocks)
-        assert engine.counters.bytes_to_host == written * LAYOUT.layer_token_bytes
+            views = engine.sequence.views(layer)
+            found = [torch.cat([head_major(view[side]) for view in views], dim=1) for side in range(2)]
+            assert torch.equal(torch.stack(found), kv)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 32])
+def test_copies_are_few_whatever_the_number_of_heads(kv_heads: int) -> None:
+    """One a segment, and one a verdict; a segment in two slabs is two."""
+    layout = KVLayout(layers=2, kv_heads=kv_heads, head_dim=4, dtype=torch.float32, page_size=4)
+    link = ContiguousLink(1e9)
+    with PagedKVStore(layout, slab_tokens=24) as store:
+        sequence = store.new_sequence()
+        engine = TransferEngine(sequence, link, segment_tokens=20, ring_buffers=3)
+        for layer in range(2):
+            engine.write_prompt(layer, *torch.randn(2, kv_heads, 46, 4))
+        engine.flush()
+        assert engine.counters.copies == 2
+        for tokens in (1, 17):
+            engine.write_back(*torch.randn(2, 2, kv_heads, tokens, 4))
+        assert engine.counters.copies == 2 + 2
+        engine.flush()
+        stream = engine.stream(64)
+        for layer in range(2):
+            list(stream.segments(layer))
+        assert engine.counters.copies == 4 + 2 * (1 + 1 + 2 + 1), "the third one lies in two slabs"
+        engine.gather_chunks(0, torch.zeros(kv_heads, 3, dtype=torch.long), 4)
+        engine.read(1, 3, 50, (torch.empty(kv_heads, 47, 4), torch.empty(kv_heads, 47, 4)))
+        assert engine.counters.copies == 14 + 2
+        engine.close()
+        link.close()
+
+
+class ContiguousLink(PacedLink):
+    """Refuses what would be more than one transfer over CUDA."""
+
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        assert all(side.is_contiguous() for pair in pairs for side in pair)
+        return super().copy(pairs, after, to_host=to_host, urgent=urgent)
+
+
+class ComputeLink(PacedLink):
+    """Its compute is as far behind what is enqueued as a test lets it be."""
+
+    def __init__(self) -> None:
+        super().__init__(1e9)
+        self.asked = 0
+        self.marks: list[Future[None]] = []
+
+    def copy(
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Ticket:
+        self.asked += 1
+        return super().copy(pairs, after, to_host=to_host, urgent=urgent)
+
+    def mark(self) -> Ticket:
+        self.marks.append(Future())
+        return Scattered(self.marks[-1])
+
+
+def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
+    """Compute that reads segments is enqueued and never done: the host stops with the ring."""
+    link = ComputeLink()
+    kv = random_kv(40)
+    with engine_over(link, kv, segment_tokens=4, ring_buffers=3) as engine:
+        for mark in link.marks:  # of the ring's memory
+            mark.set_result(None)
+        made = len(link.marks)
+        stream = engine.stream(40)
+        seen = []
+
+        def read() -> None:
+            for layer in range(LAYOUT.layers):
+                seen.extend(keys[0, 0, 0, 0].item() for keys, _ in stream.segments(layer))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        for done in range(30):
+            deadline = time.monotonic() + 30
+            while len(link.marks) <= made + done and time.monotonic() < deadline:
+                time.sleep(1e-4)
+            time.sleep(1e-3)
+            assert link.asked <= 3 + done, (
+                "no segment is asked for before the compute is done with its buffer"
+            )
+            link.marks[made + done].set_result(None)
+        reader.join(30)
+        assert not reader.is_alive() and len(seen) == 30
+        for mark in link.marks[made:]:
+            if not mark.done():
+                mark.set_result(None)
 
 
 def test_the_link_runs_ahead_across_layers() -> None:
@@ -165,7 +274,7 @@ def test_layers_may_be_chosen() -> None:
     with engine_over(UnevenLink(), kv) as engine:
         stream = engine.stream(12, layers=[2, 0])
         for layer in (2, 0):
-            keys = torch.cat([keys.clone() for keys, _ in stream.segments(layer)], dim=1)
+            keys = torch.cat([head_major(keys).clone() for keys, _ in stream.segments(layer)], dim=1)
             assert torch.equal(keys, kv[layer, 0])
         assert engine.counters.bytes_to_device == 2 * 12 * LAYOUT.layer_token_bytes
 
@@ -173,11 +282,11 @@ def test_layers_may_be_chosen() -> None:
 def test_in_place_nothing_is_copied() -> None:
     kv = random_kv(30)
     with engine_over(CpuLink(), kv) as engine:
-        check_pass(engine, kv, 30)
-        (first, *_), views = list(engine.stream(30, [1]).segments(1)), engine.sequence.views(1)
+        check_pass(engine, kv, 28)
+        (first, *_), views = list(engine.stream(28, [1]).segments(1)), engine.sequence.views(1)
         assert first[0].data_ptr() == views[0][0].data_ptr()
-        block = random_kv(4, 1)[0]
-        engine.write_back(0, block[0], block[1])
+        block = random_kv(4, 1)
+        engine.write_back(block[:, 0], block[:, 1])
         assert engine.sequence.layer_length(0) == 34  # at once
         engine.gather_chunks(0, torch.zeros(2, 3, dtype=torch.long), 1)
         assert engine.counters.bytes_to_device == engine.counters.bytes_to_host == 0
@@ -188,9 +297,9 @@ def test_in_place_nothing_is_copied() -> None:
 def test_gathers(make_link: type[CpuLink]) -> None:
     kv = random_kv(30)
     with engine_over(make_link(), kv) as engine:
-        block = random_kv(6, 1)[0]
-        engine.write_back(1, block[0], block[1])
-        layer = torch.cat([kv[1], block], dim=2)
+        block = random_kv(6, 1)
+        engine.write_back(block[:, 0], block[:, 1])
+        layer = torch.cat([kv[1], block[1]], dim=2)
         keys, values = engine.gather_chunks(1, torch.tensor([[35, 0], [7, 7]]), 1)
         assert torch.equal(keys[0], layer[0, 0, [35, 0]])
         assert torch.equal(values[1], layer[1, 1, [7, 7]])
@@ -223,15 +332,20 @@ def test_streams_are_read_in_their_order_and_one_at_a_time() -> None:
             next(half_read)
         stream.close()
         with pytest.raises(ValueError, match="12 are present"):
-            engine.stream(13)
+            engine.stream(16)
+        with pytest.raises(ValueError, match="tokens 0 to 10 are not whole pages of 4"):
+            engine.stream(10)
         check_pass(engine, kv, 12)
+
+
+PAGES = st.integers(0, 7).map(lambda page: 4 * page)
 
 
 @given(
     seed=st.integers(0, 1000),
     segment_tokens=st.integers(1, 9),
     ring_buffers=st.integers(1, 4),
-    ranges=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), min_size=1, max_size=4),
+    ranges=st.lists(st.tuples(PAGES, PAGES).map(sorted), min_size=1, max_size=4),
     read=st.integers(0, 4),
 )
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -244,7 +358,7 @@ def test_the_link_runs_ahead_into_the_next_streams(
         streams = [engine.stream(end, start=start) for start, end in ranges]
         for stream, (start, end) in list(zip(streams, ranges, strict=True))[:read]:
             for layer in range(LAYOUT.layers):
-                parts = [torch.stack(pair).clone() for pair in stream.segments(layer)]
+                parts = [torch.stack([head_major(s) for s in pair]) for pair in stream.segments(layer)]
                 if start < end:
                     assert torch.equal(torch.cat(parts, dim=2), kv[layer, :, :, start:end])
             assert stream.finished
@@ -253,7 +367,7 @@ def test_the_link_runs_ahead_into_the_next_streams(
         tokens = sum(end - start for start, end in ranges[:read])
         counters = engine.counters
         assert counters.bytes_to_device - counters.bytes_abandoned == tokens * LAYOUT.token_bytes
-        check_pass(engine, kv, 30)
+        check_pass(engine, kv, 28)
 
 
 def test_a_stream_ahead_is_copied_before_the_one_before_it_is_asked_for_its_end() -> None:
@@ -283,9 +397,9 @@ def test_a_failed_write_back_leaves_no_hole() -> None:
     link.failing = lambda pairs: float(pairs[0][1].flatten()[0]) == 13.0
     with engine_over(link, random_kv(5)) as engine:
         for value in (1.0, 13.0, 2.0):
-            block = torch.full((2, 2, 4), value)
+            block = torch.full((3, 2, 2, 4), value)
             try:
-                engine.write_back(0, block, block)
+                engine.write_back(block, block)
             except CopyFailed:
                 break
         else:
@@ -293,7 +407,7 @@ def test_a_failed_write_back_leaves_no_hole() -> None:
                 engine.flush()
         assert engine.sequence.layer_length(0) == 7
         engine.flush()
-        engine.write_back(0, torch.full((2, 2, 4), 3.0), torch.full((2, 2, 4), 3.0))
+        engine.write_back(torch.full((3, 2, 2, 4), 3.0), torch.full((3, 2, 2, 4), 3.0))
         engine.flush()
         assert engine.gather_chunks(0, torch.tensor([[6, 7]] * 2), 1)[0][0, :, 0].tolist() == [1.0, 3.0]
 
@@ -307,25 +421,25 @@ def test_a_stalled_link_raises() -> None:
             sequence.append(layer, kv[layer, 0], kv[layer, 1])
         engine = TransferEngine(sequence, link)
         with pytest.raises(TransferStalled):
-            next(engine.stream(5).segments(0))
+            next(engine.stream(4).segments(0))
         link.close()
         engine.close()
 
 
 def test_use_after_close() -> None:
     with engine_over(UnevenLink(), random_kv(5)) as engine:
-        engine.stream(5)
+        engine.stream(4)
         engine.close()
         engine.close()
         with pytest.raises(RuntimeError, match="engine is closed"):
-            engine.stream(5)
+            engine.stream(4)
 
 
 def test_the_ring_refuses_what_it_cannot_do() -> None:
     link = CpuLink()
     ring = StagingRing(link, LAYOUT, segment_tokens=3, buffers=2)
     first, second = ring.acquire(), ring.acquire()
-    assert first.keys.shape == (2, 3, 4)
+    assert first.memory.shape == (1, 2, 2, 4, 4) and ring.segment_tokens == 4, "whole pages"
     with pytest.raises(RuntimeError, match="all 2 buffers"):
         ring.acquire()
     ring.release(second)
@@ -342,33 +456,40 @@ def test_the_ring_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize("ring_buffers", [1, 2, 3])
 def test_cuda_streams_under_load(ring_buffers: int) -> None:
     layout = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
-    kv = random_kv(5000, layout=layout)
+    tokens = 20 * layout.page_size
+    kv = random_kv(tokens + 17, layout=layout)
     link = CudaLink("cuda")
     with PagedKVStore(layout, pin=True, slab_tokens=2048) as store:
         sequence = store.new_sequence()
-        engine = TransferEngine(sequence, link, segment_tokens=700, ring_buffers=ring_buffers)
+        engine = TransferEngine(sequence, link, segment_tokens=768, ring_buffers=ring_buffers)
         load = torch.randn(2048, 2048, device="cuda")
-        for start in range(0, 5000, 1250):
+        for start in range(0, tokens, 1280):
             for layer in range(layout.layers):
-                block = kv[layer, :, :, start : start + 1250].cuda()
+                block = kv[layer, :, :, start : start + 1280].cuda()
                 late = (load @ load).sum() * 0  # the source is made late on the compute's stream
-                engine.write_back(layer, block[0] + late, block[1] + late)
+                engine.write_prompt(layer, block[0] + late, block[1] + late)
         engine.flush()
-        assert sequence.length == 5000
+        last = kv[:, :, :, tokens:].cuda() + (load @ load).sum() * 0
+        engine.write_back(last[:, 0], last[:, 1])
+        engine.flush()
+        assert sequence.length == tokens + 17
         for _ in range(3):
-            stream = engine.stream(5000)
+            stream = engine.stream(tokens)
             copies: list[list[Tensor]] = []
             for layer in range(layout.layers):
                 pieces = []
                 for keys, values in stream.segments(layer):
                     late = (load @ load).sum() * 0  # the segment is read late: its slot may not be reused
-                    pieces.append(torch.stack([keys + late, values + late]))
+                    pieces.append(torch.stack([head_major(keys) + late, head_major(values) + late]))
                 copies.append(pieces)
             for layer, pieces in enumerate(copies):
-                assert torch.equal(torch.cat(pieces, dim=2).cpu(), kv[layer])
-        chunks = torch.randint(0, 5000 // 8, (4, 64))
+                assert torch.equal(torch.cat(pieces, dim=2).cpu(), kv[layer, :, :, :tokens])
+        chunks = torch.randint(0, tokens // 8, (4, 64))
         keys, _ = engine.gather_chunks(1, chunks.cuda(), 8)
-        expected = kv[1, 0].unflatten(1, (625, 8))[torch.arange(4)[:, None], chunks].flatten(1, 2)
-        assert torch.equal(keys.cpu(), expected)
+        whole = kv[1, 0, :, :tokens].unflatten(1, (-1, 8))
+        assert torch.equal(keys.cpu(), whole[torch.arange(4)[:, None], chunks].flatten(1, 2))
+        read = torch.empty(2, 4, 30, 64, dtype=layout.dtype, device="cuda")
+        engine.read(2, tokens - 13, tokens + 17, (read[0], read[1]))
+        assert torch.equal(read.cpu(), kv[2, :, :, -30:])
         engine.close()
         link.close()
