@@ -1,8 +1,8 @@
 """`python -m bench attention`: our CPU attention kernel beside torch's own, over one layer's KV.
 
-Both read the same keys and values, which are far more than a cache of the processor holds, and take turns
-(ours, torch, ours, torch, …), so that a machine that slows down slows both. A time is a median over repeats,
-after one that is not counted. The ceiling is the rate at which torch reads memory, measured just before:
+Both read the same keys and values, which are far more than a cache of the processor holds: ours in the pages
+of the store, torch's head by head, as it is fastest. They take turns (ours, torch, ours, torch, …), so that a
+machine that slows down slows both. A time is a median over repeats, after one that is not counted. The ceiling is the rate at which torch reads memory, measured just before:
 attention reads every key and value once. Errors are the largest of any entry, against float64.
 """
 
@@ -13,10 +13,11 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -24,12 +25,16 @@ from torch import Tensor
 
 from bench import inputs, machine, report
 from bench.inputs import say
-from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend
+from cpu_kv import KeysValues, KVLayout
+from cpu_kv.layout import cut_alike, parts_of_pages
+from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
+from offload_rt.config import StoreConfig
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB
 from offload_rt.native import load_kernel
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +115,7 @@ def check_memory(case: AttentionCase) -> None:
     Raises:
         UsageError: the keys and values and what they are checked with do not fit in free memory.
     """
-    kv = max(2 * heads * case.tokens * dim * 4 for heads, dim in case.shapes)
+    kv = 2 * max(2 * heads * case.tokens * dim * 4 for heads, dim in case.shapes)  # in pages, and by head
     # One head's keys and values in float64, with its scores and their softmax.
     exact = max(case.tokens * (2 * dim + 2 * max(case.queries)) * 8 for _, dim in case.shapes)
     needed, free = kv + max(exact, machine.READ_BYTES), psutil.virtual_memory().available
@@ -134,15 +139,19 @@ def measure(
     scale = dim**-0.5
     want, want_lse = exact(queries, keys, values, scale)
     kv_bytes = keys.nbytes + values.nbytes
+    layout = KVLayout(1, heads, dim, dtype, StoreConfig.page)
+    memory = torch.empty(layout.pages_shape(layout.pages(case.tokens)), dtype=dtype)
+    pages = parts_of_pages(memory, 0, case.tokens)
+    for place, part in cut_alike(pages, keys, values):
+        place.copy_(part)
     rows = []
     for count in case.queries:
-        asked = queries[:, :count]
-
-        def call(backend: AttentionBackend, asked: Tensor = asked) -> tuple[Tensor, Tensor]:
-            return backend(asked, keys, values, scale, None)
-
         row: dict[str, Any] = {"queries": count}
-        timed = take_turns([ours, TorchCpuBackend()], call, case.repeats)
+        calls = [
+            partial(attended, backend, queries[:, :count], parts, scale)
+            for backend, parts in ((ours, pages), (TorchCpuBackend(), [(keys[None], values[None])]))
+        ]
+        timed = take_turns(calls, case.repeats)
         for name, ((out, lse), times) in zip(("ours", "torch"), timed, strict=True):
             gb_s = kv_bytes / median(times) / 1e6
             row[name] = {
@@ -165,18 +174,21 @@ def measure(
     }
 
 
-def take_turns(
-    backends: Sequence[AttentionBackend],
-    call: Callable[[AttentionBackend], tuple[Tensor, Tensor]],
-    repeats: int,
-) -> list[tuple[tuple[Tensor, Tensor], list[float]]]:
-    """What each backend returns, and its times in ms, in interleaved runs after one that is not timed."""
-    results = [call(backend) for backend in backends]
-    times: list[list[float]] = [[] for _ in backends]
+def attended(
+    backend: AttentionBackend, queries: Tensor, parts: Sequence[KeysValues], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Over parts `[pages, heads, tokens, dim]`, merged."""
+    return merge([backend(queries, keys, values, scale, None) for keys, values in parts])
+
+
+def take_turns(calls: Sequence[Callable[[], T]], repeats: int) -> list[tuple[T, list[float]]]:
+    """What each call returns, and its times in ms, in interleaved runs after one that is not timed."""
+    results = [call() for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
-        for backend, runs in zip(backends, times, strict=True):
+        for call, runs in zip(calls, times, strict=True):
             started = perf_counter()
-            call(backend)
+            call()
             runs.append(1e3 * (perf_counter() - started))
     return list(zip(results, times, strict=True))
 

@@ -3,10 +3,13 @@
 from typing import TYPE_CHECKING
 
 from offload_rt.errors import UsageError
+from offload_rt.openmp import wait_passively
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
+
+wait_passively()
 
 __all__ = ["LLM", "GenerationResult", "SamplingParams", "TokenEvent", "UsageError"]
 

@@ -24,6 +24,7 @@ from cpu_kv import head_major
 from offload_rt.native import Kernel, load_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
+CORES_FOR_THE_GPU = 3  # of the threads that run a pass, draft, and choose chunks meanwhile
 WORTH_IT = 0.95  # of the time of torch's op: what another one must stay under
 
 
@@ -250,6 +251,14 @@ def choose_backend(device: torch.device, threads: int | None = None) -> Attentio
         kernel = load_kernel()
         return TorchCpuBackend(threads) if kernel is None else NativeCpuBackend(kernel, threads)
     return _cuda_backend(device)
+
+
+def cpu_share_backend(device: torch.device) -> AttentionBackend:
+    """For the share of attention that the CPU takes off `device`."""
+    cpu = torch.device("cpu")
+    if device.type == "cpu":
+        return choose_backend(cpu)
+    return choose_backend(cpu, max(1, torch.get_num_threads() - CORES_FOR_THE_GPU))
 
 
 @cache

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import TARGET_RETRIEVED, Config, possible
 from offload_rt.devices import available_memory
@@ -84,6 +85,7 @@ class Engine:
         if not self._link.in_place:
             self._thread = PassThread(target.device, lambda: self.timeline)
         self._together = Together(self._thread)
+        self._pool = BufferPool()
         self._sessions: list[Session] = []
         self._lock = threading.RLock()
         self._closed = False
@@ -105,7 +107,9 @@ class Engine:
         with self._lock:
             self.check_room(len(prompt), continuation.max_tokens)
             config, shares = self._plan(len(prompt), continuation.max_tokens)
-            shared = Shared(self.target, self.draft, self.store, self._link, self._backend, self.timeline)
+            shared = Shared(
+                self.target, self.draft, self.store, self._link, self._backend, self.timeline, self._pool
+            )
             session = Session(shared, config, prompt, continuation, shares)
             report = self._on_progress
             try:

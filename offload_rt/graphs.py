@@ -6,14 +6,14 @@ ones each token sees. Those stand in one tensor on the device, and the rest is c
 tree as well as a chain. The cache is told of every pass as always, so
 whatever it does in `begin` (choose its entries anew, grow, turn to another buffer) happens before a replay.
 
-A graph is bound to addresses. It is found by those of the buffers in use, and every buffer of a cache is laid
-out alike: a graph is right for whichever buffer of its cache stands there.
+A graph belongs to a buffer, not to the cache or the text that uses it. What is expected to recur is recorded
+before a text's first pass (`prepare`), once for all texts that use the buffer after one another.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from offload_rt.architecture import Rotary
+from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
+from offload_rt.caches.bounded import FIXED_SPECULATION, WORDS, BoundedCache, fixed_frame
+from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
@@ -67,34 +70,39 @@ class CudaCapture:
         return graph.replay, out
 
 
+_Key = tuple[int, LayerPlan | None, Rotary]
+"""New tokens, order of layers, and rotary frequencies, which very long texts have others of."""
+
+
 class StepGraph:
-    """A recorded pass of `count` tokens of one text, which has begun in `cache`."""
+    """A recorded pass of one text's new tokens over a buffer of a bounded cache.
+
+    Args:
+        numbers: tokens, positions, and what the cache says of a pass (`BoundedCache.numbers`).
+    """
 
     def __init__(
         self,
         model: CausalModel,
-        cache: BoundedCache,
-        count: int,
-        plan: LayerPlan | None,
+        buffer: KVBuffer,
+        backend: AttentionBackend,
+        key: _Key,
         numbers: Tensor,
         capture: Capture,
     ) -> None:
+        count, plan, _ = key
         self._inputs = numbers.clone()
         ids, positions = self._inputs[:count], self._inputs[count : 2 * count]
 
         def step() -> Tensor:
-            cache.fix(self._inputs[2 * count :])
-            self._hidden = model.compute(cache, ids, positions, plan, range(count))
+            frame = fixed_frame(buffer, backend, count, self._inputs[2 * count :])
+            self._hidden = model.compute(frame, ids, positions, plan, range(count))
             return model.logits(self._hidden)
 
         self._replay, self._logits = capture(step)
 
     def run(self, numbers: Tensor, part: Part) -> Output:
-        """The pass of `part`.
-
-        Args:
-            numbers: tokens, positions, and what the cache says of the pass (`BoundedCache.numbers`).
-        """
+        """The pass of `part`, which has begun in its cache."""
         self._inputs.copy_(numbers)
         self._replay()
         # Copied: the next replay writes there.
@@ -102,13 +110,9 @@ class StepGraph:
         return Output(self._logits[-part.rows :].clone(), hidden)
 
 
-_Key = tuple[int, int, int, int, LayerPlan | None]
-"""Addresses of keys and values, entries they have room for, new tokens, order of layers."""
-
-
 @dataclass
-class _CacheGraphs:
-    """What is known of the passes over one cache."""
+class _BufferGraphs:
+    """What is known of the passes over one buffer."""
 
     seen: Counter[_Key] = field(default_factory=Counter)
     graphs: OrderedDict[_Key, StepGraph] = field(default_factory=OrderedDict)
@@ -130,7 +134,7 @@ class GraphedModel(CausalModel):
     RARE = 2
     """A capture costs several passes: a shape that came no more often than this is not worth one."""
     MOST = 64
-    """Graphs of one cache; the one that was unused for longest goes."""
+    """Graphs of one buffer; the one that was unused for longest goes."""
 
     def __init__(
         self,
@@ -142,9 +146,9 @@ class GraphedModel(CausalModel):
         super().__init__(model, name)
         if capture is None and self.device.type == "cuda":
             capture = CudaCapture(self.device)
-        self._capture = capture
+        self._capture = capture  # None, too, after one has failed
         self._on_notice = on_notice
-        self._of_cache: WeakKeyDictionary[BoundedCache, _CacheGraphs] = WeakKeyDictionary()
+        self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
@@ -156,34 +160,36 @@ class GraphedModel(CausalModel):
         cache.begin(part.new)
         numbers = to_device([*part.positions, *cache.numbers(part.new)], self.device)
         numbers = torch.cat([part.ids(self.device), numbers])
-        graph = self._graph(cache, part.new, plan, numbers, self._capture)
-        if graph is None:
-            return super().forward(parts, plan)
-        return [graph.run(numbers, part)]
+        known = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
+        key = (part.new.count, plan, self._rotary)
+        known.seen[key] += 1
+        if key in known.graphs or known.seen[key] > self.RARE:
+            graph = self._graph(cache.buffer, cache.backend, key, numbers)
+            if graph is not None:
+                return [graph.run(numbers, part)]
+        return super().forward(parts, plan)
+
+    @torch.inference_mode()
+    def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
+        # A capture waits for the whole device and gives its free memory back: not in the middle of a text.
+        for count in counts if self._capture is not None else ():
+            if count <= self.LONGEST:
+                numbers = to_device([0] * (2 * count + 2) + NewTokens.chain(count).words(WORDS), self.device)
+                for buffer in cache.buffers:
+                    self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)
 
     def _graph(
-        self,
-        cache: BoundedCache,
-        new: NewTokens,
-        plan: LayerPlan | None,
-        numbers: Tensor,
-        capture: Capture,
+        self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor
     ) -> StepGraph | None:
-        """Of the pass that has begun; None where it is to run as it comes."""
-        known = self._of_cache.setdefault(cache, _CacheGraphs())
-        room = cache.keys.shape[2]
-        key = (cache.keys.data_ptr(), cache.values.data_ptr(), room, new.count, plan)
+        """Recorded now, if it was not before; None where nothing can be."""
+        known = self._of_buffer.setdefault(buffer, _BufferGraphs())
         if key in known.graphs:
             known.graphs.move_to_end(key)
             return known.graphs[key]
-        known.seen[key] += 1
-        if known.seen[key] <= self.RARE:
+        if self._capture is None:
             return None
-        # A buffer that grew never comes back as it was.
-        for old in [old for old in known.graphs if old[2] != room]:
-            del known.graphs[old]
         try:
-            known.graphs[key] = StepGraph(self, cache, new.count, plan, numbers, capture)
+            known.graphs[key] = StepGraph(self, buffer, backend, key, numbers, self._capture)
         except RuntimeError as error:
             self._give_up(error)
             return None
@@ -193,6 +199,6 @@ class GraphedModel(CausalModel):
 
     def _give_up(self, error: RuntimeError) -> None:
         self._capture = None
-        self._of_cache.clear()
+        self._of_buffer.clear()
         reason = str(error).partition("\n")[0]
         self._on_notice(f"{self.name}: no CUDA graphs, which makes drafting slower: {reason}")

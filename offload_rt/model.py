@@ -27,6 +27,7 @@ from offload_rt.attention_hook import (
     refuse_unsupported,
     switch_of,
 )
+from offload_rt.caches.bounded import BoundedCache
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
@@ -235,6 +236,9 @@ class CausalModel:
             rows += range(start - part.rows, start)
         hidden = self.compute(together if alone is None else alone, ids, positions, plan, rows)
         return self._outputs(parts, hidden, together.errors)
+
+    def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
+        """Passes of so many new tokens over `cache`, which is empty yet, will recur in a text to come."""
 
     def compute(
         self,

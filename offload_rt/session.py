@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
 from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
-from offload_rt.attention import AttentionBackend, choose_backend
+from offload_rt.attention import AttentionBackend, cpu_share_backend
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
 from offload_rt.config import TARGET_RETRIEVED, Config
@@ -35,6 +37,7 @@ class Shared:
     link: Link
     backend: AttentionBackend
     timeline: Timeline = NO_TIMELINE
+    pool: BufferPool = field(default_factory=BufferPool)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Session:
         self._shared = shared
         self._target = shared.target.for_text(len(prompt), continuation.max_tokens)
         self._ended = False
+        self._caches: list[BoundedCache] = []
         self._sequence = shared.store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
         with ExitStack() as failed:
             failed.callback(self._sequence.close)
@@ -101,7 +105,7 @@ class Session:
             failed.callback(self.engine.close)
             self._cpu: CpuShare | None = None
             if shares.cpu_tokens:
-                backend = choose_backend(torch.device("cpu"))
+                backend = cpu_share_backend(shared.target.device)
                 self._cpu = CpuShare(backend, shared.target.device, shared.timeline)
                 failed.callback(self._cpu.close)
             self.full = FullCache(
@@ -114,23 +118,27 @@ class Session:
                 shares,
                 self._cpu,
             )
+            failed.callback(self._release_caches)
             self._compose(continuation)
             failed.pop_all()
 
     def _compose(self, continuation: Continuation) -> None:
         config, shared = self.config, self._shared
         self._continuation = continuation
-        self.verifier = compose(
-            Parts(
-                config,
-                self._target,
-                shared.draft,
-                self.full,
-                continuation.sampling,
-                continuation.stop_tokens,
-                shared.backend,
-            )
+        self._release_caches()
+        parts = Parts(
+            config,
+            self._target,
+            shared.draft,
+            self.full,
+            continuation.sampling,
+            continuation.stop_tokens,
+            shared.backend,
+            shared.pool,
         )
+        self._caches = parts.caches
+        self.verifier = compose(parts)
+        shared.pool.drop_free()
         levels = config.speculation.levels
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         ahead = 0 if shared.link.in_place or not levels else config.offload.ahead
@@ -145,6 +153,11 @@ class Session:
         self.ready = None
         self.rounds = []
         self._ended = False
+
+    def _release_caches(self) -> None:
+        for cache in self._caches:
+            cache.release()
+        self._caches = []
 
     def prefill(self, progress: Progress | None = None) -> None:
         """Takes the prompt but for its last token into the caches; that token opens the first round."""
@@ -231,6 +244,7 @@ class Session:
     def close(self) -> None:
         """Gives the KV back. Idempotent."""
         with ExitStack() as closing:
+            closing.callback(self._release_caches)
             closing.callback(self._sequence.close)
             closing.callback(self.engine.close)
             closing.callback(self.full.abandon)

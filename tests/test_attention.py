@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from offload_rt.attention import (
     _cuda_backend,
     attend,
     choose_backend,
+    cpu_share_backend,
     fold,
     folded_mask,
     merge,
@@ -30,6 +32,7 @@ from offload_rt.attention import (
 )
 from offload_rt.caches.base import NewTokens, seen
 from offload_rt.caches.held import HeldTokens
+from offload_rt.openmp import WAIT_POLICY, wait_passively
 from offload_rt.verification import Tokens
 
 DIM = 32
@@ -315,6 +318,31 @@ def test_a_flash_attn_that_is_not_the_one(
     assert choose_backend(torch.device("cuda", 7)).name == "torch-cuda"
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     _cuda_backend.cache_clear()
+
+
+def test_cores_are_left_to_the_threads_that_feed_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads in ((16, 13), (4, 1), (2, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda cores=cores: cores)
+        share = cpu_share_backend(torch.device("cuda", 0))
+        assert isinstance(share, TorchCpuBackend) and share.threads == threads
+    alone = cpu_share_backend(CPU)
+    assert isinstance(alone, TorchCpuBackend) and alone.threads is None
+
+
+def test_idle_threads_sleep_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tmp_path / "version"
+    for there, given, expected in (
+        (False, None, None),
+        (True, None, "PASSIVE"),
+        (True, "active", "active"),
+    ):
+        if there:
+            driver.touch()
+        monkeypatch.delenv(WAIT_POLICY, raising=False)
+        if given is not None:
+            monkeypatch.setenv(WAIT_POLICY, given)
+        wait_passively(str(driver))
+        assert os.environ.get(WAIT_POLICY) == expected
 
 
 def test_the_backend_for_a_cpu() -> None:

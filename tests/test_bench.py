@@ -18,6 +18,7 @@ from bench import acceptance, inputs, loss, machine, needles, report, speedup
 from bench.cases import MODEL_CARD
 from bench.context import ContextReader
 from bench.peers import Peers
+from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config, load_config
@@ -434,7 +435,7 @@ def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, con
     cache = DynamicCache(config=target.config)
     target(torch.tensor([text]), past_key_values=cache)
     torch.testing.assert_close(
-        torch.cat([k for k, _ in keys], 1), cache.layers[1].keys[0], atol=1e-4, rtol=1e-4
+        torch.cat([head_major(k) for k, _ in keys], 1), cache.layers[1].keys[0], atol=1e-4, rtol=1e-4
     )
     for (_, budget), values in found.items():
         assert values.shape == (40,)

@@ -69,9 +69,9 @@ def test_records_of_a_paced_link_add_up_to_the_counters_and_keep_its_pace() -> N
     link.record()
     try:
         for layer in range(2):
-            engine.write_back(layer, torch.ones(2, 30, 4), torch.ones(2, 30, 4))
+            engine.write_prompt(layer, torch.ones(2, 32, 4), torch.ones(2, 32, 4))
         engine.flush()
-        stream = engine.stream(30)
+        stream = engine.stream(32)
         for layer in range(2):
             for _ in stream.segments(layer):
                 pass
@@ -88,7 +88,7 @@ def test_records_of_a_paced_link_add_up_to_the_counters_and_keep_its_pace() -> N
         (True, engine.counters.bytes_to_host),
     ):
         lane = [one for one in records if one.to_host == to_host]
-        assert sum(one.byte_count for one in lane) == counted == 2 * 30 * 2 * 2 * 4 * 4
+        assert sum(one.byte_count for one in lane) == counted == 2 * 32 * 2 * 2 * 4 * 4
         for one in lane:
             assert one.end - one.start == pytest.approx(1e-4 + one.byte_count / 1e7)
         assert all(one.end <= other.start + 1e-9 for one, other in itertools.pairwise(lane))
@@ -383,7 +383,7 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
             assert (one["synthetic"] is None) == real
             assert 0 < one["link_use"] <= 1
             assert one["prefill_bytes"] == (
-                159 * token_bytes if case["case"] != "synthetic acceptance" else 0
+                160 * token_bytes if case["case"] != "synthetic acceptance" else 0
             )
     plain = cases[0]["rows"][0]["ms_per_token"]["median"]
     for one in cases[0]["rows"][:5]:
@@ -478,7 +478,7 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     ]
     assert case["rows"][-1]["resident_tokens"] > 0
     assert case["transformers_offloaded_cache"] == {"ms_per_token": None, "note": "needs a GPU"}
-    assert case["rows"][0]["prefill_bytes"] == 199 * target.layers * 2 * target.kv_heads * target.head_dim * 2
+    assert case["rows"][0]["prefill_bytes"] == 208 * target.layers * 2 * target.kv_heads * target.head_dim * 2
     prediction_accuracy.predict_rows(case)
     assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
     small = dataclasses.replace(card, memory_bytes=2**20)

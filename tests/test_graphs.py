@@ -13,10 +13,12 @@ from reference_attention import ReferenceBackend
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
+from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention import AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache
+from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache, fixed_frame
+from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.graphs import GraphedModel
 from offload_rt.layers import LayerPlan
@@ -116,11 +118,11 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         sliced.begin(new)
         expected = model.compute(sliced, tokens, positions, None, range(count))
         fixed.begin(new)
-        fixed.fix(torch.tensor(fixed.numbers(new)))
-        found = model.compute(fixed, tokens, positions, None, range(count))
+        frame = fixed_frame(fixed.buffer, backend, count, torch.tensor(fixed.numbers(new)))
+        found = model.compute(frame, tokens, positions, None, range(count))
         close(found, expected, tolerance)
-        assert fixed._frame is not None and fixed._frame.mask is not None
-        shapes.add(tuple(fixed._frame.mask.shape))
+        assert frame.mask is not None
+        shapes.add(tuple(frame.mask.shape))
         for cache in (sliced, fixed):
             cache.commit(range(count))
             if step % 3 == 1:
@@ -130,12 +132,6 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
                 cache.settle()
     assert sliced.entries == SINKS + WINDOW < sliced.verified_length
     assert len(shapes) == 7  # as many as there are counts
-
-
-def test_fixed_shapes_need_a_pass() -> None:
-    model = CausalModel(tiny_target("llama"), "llama")
-    with pytest.raises(RuntimeError, match="call begin first"):
-        streaming_cache(model).fix(torch.zeros(5))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -280,17 +276,17 @@ def test_buffers_that_move_are_told_apart() -> None:
     cache, tokens = graphed.cache, byte_ids(2, start=50)
     expected = plain.run(tokens)
     replays(graphed, tokens, GraphedModel.RARE + 1)
-    first = cache.keys, cache.values
-    second = cache.keys.flip(2).roll(9, 2).contiguous(), cache.values.flip(2).roll(9, 2).contiguous()
-    cache.keys, cache.values = second  # the same entries, in another order
-    first[0].fill_(100.0)
+    first = cache.buffer
+    moved = (part.flip(2).roll(9, 2).contiguous() for part in (cache.keys, cache.values))
+    second = cache.buffer = KVBuffer(*moved)  # the same entries, in another order
+    first.keys.fill_(100.0)
     found = replays(graphed, tokens, GraphedModel.RARE + 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert capture.captured == 2
-    cache.keys, cache.values = first
-    first[0].copy_(second[0])
-    first[1].copy_(second[1])
-    second[0].fill_(100.0)
+    cache.buffer = first
+    first.keys.copy_(second.keys)
+    first.values.copy_(second.values)
+    second.keys.fill_(100.0)
     torch.testing.assert_close(graphed.run(tokens), expected, rtol=1e-5, atol=1e-5)
     assert (capture.captured, capture.replayed) == (2, 3)
 
@@ -311,7 +307,7 @@ def test_a_cache_that_grows_is_captured_anew() -> None:
         close(graphed.run(text[room : room + count]), expected)
     assert graphed.cache.keys.shape[2] > room
     assert (capture.captured, capture.replayed) == (3, 6)
-    assert len(model._of_cache[graphed.cache].graphs) == 1  # those of the old buffer are gone
+    assert len(model._of_buffer[graphed.cache.buffer].graphs) == 1
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +316,7 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graphed, model = twins("llama", capture)
     for count in (1, 2, 1, 3):  # 2 was unused for longest
         replays(graphed, byte_ids(count), GraphedModel.RARE + 1)
-    assert [key[3] for key in model._of_cache[graphed.cache].graphs] == [1, 3]
+    assert [key[0] for key in model._of_buffer[graphed.cache.buffer].graphs] == [1, 3]
     replays(graphed, byte_ids(1), 1)
     assert capture.captured == 3
     replays(graphed, byte_ids(2), 1)
@@ -347,11 +343,12 @@ def test_where_a_capture_fails_everything_runs_as_it_comes() -> None:
 def test_nothing_is_captured_on_a_cpu() -> None:
     model = GraphedModel(tiny_target("llama"), "llama", no_notice)
     walk = Walk(model, streaming_cache(model))
+    model.prepare(walk.cache, [1, 2], None)
     replays(walk, byte_ids(1), GraphedModel.RARE + 3)
-    assert not model._of_cache
+    assert not model._of_buffer
 
 
-def test_graphs_go_with_their_cache() -> None:
+def test_graphs_go_with_their_buffer() -> None:
     class Forgetful(RecordingCapture):
         """Keeps nothing of a step, as CUDA does; what it replays is not looked at."""
 
@@ -361,10 +358,10 @@ def test_graphs_go_with_their_cache() -> None:
     model = GraphedModel(tiny_target("llama"), "llama", no_notice, Forgetful())
     walk = Walk(model, streaming_cache(model))
     replays(walk, byte_ids(1), GraphedModel.RARE + 1)
-    assert len(model._of_cache) == 1
+    assert len(model._of_buffer) == 1
     del walk
     gc.collect()
-    assert len(model._of_cache) == 0
+    assert len(model._of_buffer) == 0
 
 
 SMALL = {
@@ -393,6 +390,60 @@ def test_decoding_with_graphs(config: str, temperature: float, monkeypatch: pyte
     assert isinstance(capture, RecordingCapture) and capture.replayed > 20
 
 
+@pytest.mark.parametrize(
+    ("config", "recorded"), [("naive", 2), ("streaming", 2), ("retrieval", 4), ("triforce", 2 + 2 * 3)]
+)
+def test_what_recurs_is_recorded_before_the_first_pass(
+    config: str, recorded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For both buffers of a retrieved cache, and for all texts that follow: no capture holds up a round."""
+    capture = RecordingCapture()
+    monkeypatch.setattr("offload_rt.engine.choose_backend", lambda device: TorchCpuBackend())
+    monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
+    target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=3, max_tokens=40)
+    sizes = SMALL | {"draft.window": 60}  # too long to be recorded where the prompt is read
+    with LLM.from_models(
+        target, noisy_copy(target), config=config, overrides=sizes, link=PacedLink(1e9)
+    ) as llm:
+        for start in (0, 100):
+            stream = llm.stream(byte_ids(300, start=start), params)
+            next(stream)
+            assert capture.captured == recorded
+            for _ in stream:
+                pass
+        assert capture.captured == recorded and capture.replayed > 100
+        llm.generate([byte_ids(200), byte_ids(300)], params)
+        assert capture.captured == 3 * recorded, "texts that are open together have buffers of their own"
+        llm.generate(byte_ids(300), params)
+        assert capture.captured == 3 * recorded
+
+
+def test_very_long_texts_have_graphs_of_their_own() -> None:
+    """Their rotary frequencies differ; the buffer may be the same."""
+    capture = RecordingCapture()
+    of_short = GraphedModel(tiny_target("phi3"), "phi3", no_notice, capture)
+    of_long = of_short.for_text(5000, 10)
+    assert of_long is not of_short
+    pool = BufferPool()
+    logits = []
+    for model in (of_short, of_long):
+        cache = StreamingCache(
+            model.kv_layout(),
+            model.rotary_frequencies,
+            sinks=SINKS,
+            window=WINDOW,
+            backend=TorchCpuBackend(),
+            pool=pool,
+        )
+        model.prepare(cache, [3], None)
+        walk = Walk(model, cache)
+        logits.append(walk.run(byte_ids(3)))
+        plain = CausalModel(model.module, "plain").for_text(5000 if model is of_long else 10, 10)
+        close(logits[-1], Walk(plain, streaming_cache(plain)).run(byte_ids(3)))
+        cache.release()
+    assert capture.captured == capture.replayed == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -415,7 +466,7 @@ def test_cuda_graphs(arch: str, dtype: torch.dtype) -> None:
             if step % 3 == 0:
                 walk.cache.settle()
         at += count
-    assert len(model._of_cache[walks[1].cache].graphs) == 3
+    assert len(model._of_buffer[walks[1].cache.buffer].graphs) == 3
 
 
 @pytest.mark.gpu

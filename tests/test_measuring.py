@@ -39,14 +39,14 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
     def backend(queries: Any, keys: Any, values: Any, scale: float, mask: Any) -> None:
         seen.append((queries.shape[1], keys.nbytes + values.nbytes))
 
-    monkeypatch.setattr(measuring, "choose_backend", lambda device: backend)
+    monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: backend)
     clock = iter(range(10_000))
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
     kv = measuring.HostKV(5_000_000)
     monkeypatch.setattr(measuring, "REPEATS", 2)
     rates = kv.rates()
     assert {size for _, size in seen} == {kv.read_bytes}
-    assert 4_990_000 <= kv.read_bytes <= 5_000_000
+    assert 4_400_000 <= kv.read_bytes <= 5_000_000, "whole pages"
     # A second an attention, by this clock.
     assert [rate.rate for rate in rates] == [kv.read_bytes / 1e9] * 4
     assert [queries for queries, _ in seen[-8:]] == [1, 8, 16, 32] * 2

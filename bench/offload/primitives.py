@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload_rt.attention import attend, choose_backend
+from offload_rt.config import StoreConfig
 from offload_rt.machine.hardware import AttentionRate
 from offload_rt.machine.measuring import CPU, compute_rate, memory_rate
 from offload_rt.model import CausalModel
@@ -27,19 +28,20 @@ def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[s
     """
     queries = (1, 1 + gamma // 2, 1 + gamma)
     backend, group = choose_backend(model.device), model.heads // model.kv_heads
-    shape = (model.layers, model.kv_heads, context, model.head_dim)
-    keys, values = torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype)
+    layout = model.kv_layout(StoreConfig.page)
+    shape = (model.layers, *layout.pages_shape(layout.pages(context)))
+    pages = torch.randn(shape, dtype=model.dtype)
     spent: dict[int, list[float]] = {count: [] for count in queries}
     for turn in range(REPEATS + 1):
         for count, times in spent.items():
             asked = torch.randn(model.heads, count, model.head_dim, dtype=model.dtype)
             started = perf_counter()
             for layer in range(model.layers):
-                attend(backend, asked, keys[layer], values[layer], model.head_dim**-0.5)
+                attend(backend, asked, pages[layer, :, 0], pages[layer, :, 1], model.head_dim**-0.5)
             times += [perf_counter() - started] if turn else []
-    size = keys.nbytes + values.nbytes
     return [
-        asdict(AttentionRate(count * group, size / median(times) / 1e9)) for count, times in spent.items()
+        asdict(AttentionRate(count * group, pages.nbytes / median(times) / 1e9))
+        for count, times in spent.items()
     ]
 
 

@@ -4,9 +4,10 @@ Keys carry their rotation, so the order of entries means nothing to attention: a
 where an old one stood. Speculative entries are kept apart at the end and become verified entries only in
 `settle` or `adopt`; taking them back never loses anything.
 
-A pass attends to as many entries as there are, or, after `fix`, to the whole buffer under a mask: then its
-shapes depend on nothing but the number of new tokens, and what differs from pass to pass is a few numbers on
-the device, as a CUDA graph needs it. Whatever lies behind the entries is hidden, and finite.
+A pass attends to as many entries as there are. A recorded one (`fixed_frame`) attends to the whole buffer
+under a mask: then its shapes depend on nothing but the number of new tokens, and what differs from pass to
+pass is a few numbers on the device, as a CUDA graph needs it. What lies behind the entries is hidden, and
+finite.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend, folded_mask
 from offload_rt.caches.base import WORD_BITS, NewTokens, seen
+from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
 
@@ -31,31 +33,59 @@ WORDS = 3
 """Numbers that tell what a new token sees of them and of its pass, `WORD_BITS` entries each."""
 
 FIXED_SPECULATION = WORDS * WORD_BITS
-"""Speculative entries, those of the pass included, that the numbers of `fix` tell of."""
+"""Speculative entries, those of the pass included, that these numbers tell of."""
 
 
 @dataclass
-class _Frame:
-    """Where a pass's new tokens go, and what they see.
+class Frame:
+    """Where a pass's new tokens go in a buffer, and what they see; its attention in every layer.
 
     Attributes:
         slots: their entries.
         stop: entries that are attended to.
         mask: additive `[count, stop]`; None: everything is seen.
-        folded: the mask as it is in every layer, once one was attended.
     """
 
+    buffer: KVBuffer
+    backend: AttentionBackend
     slots: slice | Tensor
     stop: int
     mask: Tensor | None
-    folded: Tensor | None = None
+    _folded: Tensor | None = None  # the mask, as it is in every layer
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        if self.mask is not None and self._folded is None:
+            self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
+        all_keys, all_values = self.buffer.keys[layer], self.buffer.values[layer]
+        all_keys[:, self.slots] = keys
+        all_values[:, self.slots] = values
+        seen_keys, seen_values = all_keys[:, : self.stop], all_values[:, : self.stop]
+        return attend(self.backend, queries, seen_keys, seen_values, scale, self._folded)[0]
+
+
+def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers: Tensor) -> Frame:
+    """The frame of any pass of `count` tokens: another pass differs in `numbers` alone.
+
+    Args:
+        numbers: int64 on the device, those of `BoundedCache.numbers`.
+    """
+    device = buffer.keys.device
+    entries, end, words = numbers[0], numbers[1], numbers[2:].view(count, WORDS)
+    behind = torch.arange(buffer.capacity, device=device) - entries
+    visible = (behind < 0) | seen(words, behind)
+    wide = torch.promote_types(buffer.keys.dtype, torch.float32)
+    mask = torch.zeros(visible.shape, dtype=wide, device=device).masked_fill_(~visible, -torch.inf)
+    return Frame(buffer, backend, end + torch.arange(count, device=device), buffer.capacity, mask)
 
 
 class BoundedCache(ABC):
     """Verified entries `[0, entries)`, speculative ones behind; one buffer for all layers.
 
+    Args:
+        pool: where its memory comes from, and goes to in `release`.
+
     Attributes:
-        keys, values: `[layers, kv_heads, capacity, head_dim]`.
+        buffer: in use.
         entries: how many verified entries there are; the same for every layer and head.
         held: tokens of the speculative entries.
         verified_length: how many tokens of the text are verified.
@@ -67,16 +97,42 @@ class BoundedCache(ABC):
         device: torch.device,
         budget: int,
         backend: AttentionBackend,
+        pool: BufferPool | None = None,
     ) -> None:
         self.budget = budget
+        self.backend = backend
         self.entries = 0
         self.held = HeldTokens()
         self.verified_length = 0
-        self._backend = backend
+        self._layout = layout
+        self._device = device
+        self._pool = pool or BufferPool()
         self._new: NewTokens | None = None
-        self._frame: _Frame | None = None
-        shape = (layout.layers, layout.kv_heads, budget + SPECULATIVE_ENTRIES, layout.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(2))
+        self._frame: Frame | None = None
+        self.buffer = self._take_buffer()
+
+    def _take_buffer(self) -> KVBuffer:
+        return self._pool.take(self._layout, self.budget + SPECULATIVE_ENTRIES, self._device)
+
+    @property
+    def buffers(self) -> list[KVBuffer]:
+        """All that it owns."""
+        return [self.buffer]
+
+    def release(self) -> None:
+        """Gives its memory back; nothing may be asked of it afterwards."""
+        for buffer in self.buffers:
+            self._pool.give_back(buffer)
+
+    @property
+    def keys(self) -> Tensor:
+        """`[layers, kv_heads, capacity, head_dim]`."""
+        return self.buffer.keys
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self.buffer.values
 
     @property
     def end(self) -> int:
@@ -89,62 +145,28 @@ class BoundedCache(ABC):
         self._make_room(self.end + new.count)
 
     def numbers(self, new: NewTokens) -> list[int]:
-        """What differs between passes of as many new tokens, for `fix`."""
+        """What differs between passes of as many new tokens, for `fixed_frame`."""
         return [self.entries, self.end, *new.words(WORDS)]
 
-    def fix(self, numbers: Tensor) -> None:
-        """Makes the shapes of the pass that has begun those of every pass of as many tokens.
-
-        Args:
-            numbers: int64 on the device, those of `numbers`. Nothing else is different in another pass.
-        """
-        if self._new is None:
-            raise RuntimeError("fix without a pass: call begin first")
-        count, capacity, device = self._new.count, self.keys.shape[2], self.keys.device
-        entries, end, words = numbers[0], numbers[1], numbers[2:].view(count, WORDS)
-        behind = torch.arange(capacity, device=device) - entries
-        visible = (behind < 0) | seen(words, behind)
-        wide = torch.promote_types(self.keys.dtype, torch.float32)
-        mask = torch.zeros(visible.shape, dtype=wide, device=device).masked_fill_(~visible, -torch.inf)
-        self._frame = _Frame(end + torch.arange(count, device=device), capacity, mask)
-
-    def _sliced(self, new: NewTokens) -> _Frame:
+    def _sliced(self, new: NewTokens) -> Frame:
         start, stop = self.end, self.end + new.count
-        if new.sees_all(len(self.held)):
-            return _Frame(slice(start, stop), stop, None)
-        # Verified entries are seen by every new token: a mask over all of them, one for all layers.
-        tail = new.mask(len(self.held), self.keys)
-        return _Frame(slice(start, stop), stop, torch.nn.functional.pad(tail, (self.entries, 0)))
+        mask = None
+        if not new.sees_all(len(self.held)):
+            # Verified entries are seen by every new token: a mask over all of them, one for all layers.
+            mask = torch.nn.functional.pad(new.mask(len(self.held), self.keys), (self.entries, 0))
+        return Frame(self.buffer, self.backend, slice(start, stop), stop, mask)
 
     def _make_room(self, needed: int) -> None:
-        capacity = self.keys.shape[2]
-        if needed <= capacity:
-            return
-        extra = max(needed - capacity, capacity // 4)
-        pad = (0, 0, 0, extra)
-        self.keys = torch.nn.functional.pad(self.keys, pad)
-        self.values = torch.nn.functional.pad(self.values, pad)
+        capacity = self.buffer.capacity
+        if needed > capacity:
+            self.buffer = self.buffer.grown(max(needed - capacity, capacity // 4))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if self._new is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._frame is None:
             self._frame = self._sliced(self._new)
-        frame = self._frame
-        if frame.mask is not None and frame.folded is None:
-            frame.folded = folded_mask(self._backend, frame.mask, queries, len(keys))
-        layer_keys, layer_values = self.keys[layer], self.values[layer]
-        layer_keys[:, frame.slots] = keys
-        layer_values[:, frame.slots] = values
-        out, _ = attend(
-            self._backend,
-            queries,
-            layer_keys[:, : frame.stop],
-            layer_values[:, : frame.stop],
-            scale,
-            frame.folded,
-        )
-        return out
+        return self._frame.attend(layer, queries, keys, values, scale)
 
     def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:

@@ -49,11 +49,16 @@ class ResidentShare:
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         self.capacity = capacity
         self.tokens = 0  # present in every layer
-        shape = (layout.layers, 2, layout.kv_heads, capacity, layout.head_dim)
-        self._memory = torch.empty(shape, dtype=layout.dtype, device=device)
+        self._layout = layout
+        self._device = device
+        self._memory = torch.empty(0)  # made when a text is read: what others gave up is free by then
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Takes what there is room for of a layer's KV from its beginning, `[kv_heads, tokens, head_dim]`."""
+        if layer == 0:
+            layout = self._layout
+            shape = (layout.layers, 2, layout.kv_heads, self.capacity, layout.head_dim)
+            self._memory = torch.empty(shape, dtype=layout.dtype, device=self._device)
         self.tokens = min(self.capacity, keys.shape[1])
         self._memory[layer, 0, :, : self.tokens] = keys[:, : self.tokens]
         self._memory[layer, 1, :, : self.tokens] = values[:, : self.tokens]

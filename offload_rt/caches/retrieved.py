@@ -15,6 +15,7 @@ from cpu_kv import Sent, chunk_scores, part_of, retrieval
 from offload_rt.attention import AttentionBackend, fold
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.config import RefreshPolicy
 from offload_rt.host import Arriving
@@ -78,8 +79,9 @@ class RetrievedCache(BoundedCache):
         refresh: RefreshPolicy,
         backend: AttentionBackend,
         from_stream: bool = False,
+        pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(source.layout, source.device, budget, backend)
+        super().__init__(source.layout, source.device, budget, backend, pool)
         self.chunk = chunk
         self.recent = recent
         self.refreshes = 0
@@ -90,8 +92,13 @@ class RetrievedCache(BoundedCache):
         self._due: Tensor | None = None  # queries to choose by before the next pass
         self._wanted: Tensor | None = None  # queries to choose by while the full cache's next pass runs
         self._refill: RetrievedRefill | None = None
-        self._spare: tuple[Tensor, Tensor] | None = None  # buffers that a refill may fill
-        self._choices = torch.empty(0, dtype=torch.long)  # of a refill, page-locked for a GPU
+        self._spare: KVBuffer | None = None  # that a refill may fill
+        # Both before the first pass: to allocate and touch so much memory would hold up a round.
+        if from_stream:
+            self._spare = self._take_buffer()
+            kv_heads, on_gpu = source.layout.kv_heads, source.device.type == "cuda"
+            shape = (source.layout.layers, 3 * kv_heads * (budget // chunk))
+            self._choices = torch.empty(shape, dtype=torch.long, pin_memory=on_gpu)
         self._read = False  # since the last refresh was asked for
         self._tokens_since_refresh = 0
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROLLING_ROUNDS)
@@ -106,8 +113,6 @@ class RetrievedCache(BoundedCache):
         else:
             self._choose(length, queries[:, :, -LAST_QUERIES:])
         self.verified_length = length
-        if self._from_stream:
-            self._make_spare()
 
     def _restart_policy(self) -> None:
         self._tokens_since_refresh = 0
@@ -176,23 +181,15 @@ class RetrievedCache(BoundedCache):
         if due:
             self._wanted = verified.queries
             self._read = False
-            self._make_spare()
         self._take(verified.keys, verified.values)
         self._put_behind(*kept)
 
-    def _make_spare(self) -> None:
-        # Not when the pass begins: that is in another thread and on another stream than drafting, which may
-        # let these buffers grow meanwhile, and whose stream would not be waited for before they are reused.
-        # And not when it is first wanted: to touch so much memory for the first time holds up a round.
-        if self._spare is None or self._spare[0].shape != self.keys.shape:
-            self._spare = (torch.zeros_like(self.keys), torch.zeros_like(self.values))
-            layers, kv_heads = self.keys.shape[:2]
-            most = 3 * kv_heads * (self.budget // self.chunk)
-            self._choices = torch.empty(layers, most, dtype=torch.long, pin_memory=self.keys.is_cuda)
+    @property
+    def buffers(self) -> list[KVBuffer]:
+        return [self.buffer] if self._spare is None else [self.buffer, self._spare]
 
     def _use(self, refill: RetrievedRefill) -> None:
-        self._spare = (self.keys, self.values)
-        self.keys, self.values = refill.keys, refill.values
+        self._spare, self.buffer = self.buffer, refill.buffer
         self.entries = refill.extent.entries
         self._next_victim = refill.extent.chosen_end - 1
         self._restart_policy()
@@ -211,10 +208,9 @@ class RetrievedCache(BoundedCache):
         if self._wanted is not None:
             queries, self._wanted = self._wanted[:, :, -LAST_QUERIES:], None
             self._source.engine.flush()  # chunks are summarised when they have arrived
-            buffers, self._spare = self._spare, None
-            assert buffers is not None
+            assert self._spare is not None
             extent, asked = self._extent(self.verified_length), Arriving(queries.contiguous())
-            self._refill = RetrievedRefill(self, self._source, extent, asked, buffers, self._choices)
+            self._refill = RetrievedRefill(self, self._source, extent, asked, self._spare, self._choices)
         return self._refill
 
     def _is_due(self) -> bool:
@@ -243,7 +239,7 @@ class RetrievedRefill:
         choices: host memory for the chosen chunks, `[layers, 3 * all]` int64.
 
     Attributes:
-        extent: how the entries lie in `keys` and `values`, `[layers, kv_heads, capacity, head_dim]`.
+        extent: how the entries lie in `buffer`.
     """
 
     def __init__(
@@ -252,13 +248,13 @@ class RetrievedRefill:
         source: FullCache,
         extent: _Extent,
         queries: Arriving,
-        buffers: tuple[Tensor, Tensor],
+        buffer: KVBuffer,
         choices: Tensor,
     ) -> None:
         self.extent = extent
         self._queries = queries
         self._choices = choices
-        self.keys, self.values = buffers
+        self.buffer = buffer
         self._cache = cache
         self._source = source
         self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
@@ -299,11 +295,11 @@ class RetrievedRefill:
 
     def _put(self, parts: Iterable[Tensor], layer: int, places: _Places) -> None:
         """Keys and values on the device, to the entries at `places`."""
-        for part, buffer in zip(parts, (self.keys, self.values), strict=True):
+        for part, memory in zip(parts, (self.buffer.keys, self.buffer.values), strict=True):
             if isinstance(places, slice):
-                buffer[layer, :, places] = part
+                memory[layer, :, places] = part
             else:
-                chosen = buffer[layer, :, : self.extent.chosen_end]
+                chosen = memory[layer, :, : self.extent.chosen_end]
                 chosen.unflatten(1, (-1, self._cache.chunk))[places] = part
 
     def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
@@ -319,7 +315,7 @@ class RetrievedRefill:
         # As chosen: on the host, and on the device.
         self._chunks = self._chosen[layer].result()
         self._numbers = self._chunks[0].tolist()
-        self._there = self._chunks.to(self.keys.device, non_blocking=True)
+        self._there = self._chunks.to(self.buffer.keys.device, non_blocking=True)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         chunk, (pages, _, tokens, _) = self._cache.chunk, keys.shape

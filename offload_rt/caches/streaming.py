@@ -9,6 +9,7 @@ from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 
 
@@ -33,8 +34,9 @@ class StreamingCache(BoundedCache):
         window: int,
         backend: AttentionBackend,
         source: FullCache | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(layout, inverse_frequencies.device, sinks + window, backend)
+        super().__init__(layout, inverse_frequencies.device, sinks + window, backend, pool)
         self.sinks = sinks
         self.window = window
         self._frequencies = inverse_frequencies.float()

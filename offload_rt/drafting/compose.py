@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload_rt.attention import AttentionBackend
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
@@ -30,6 +32,8 @@ class Parts:
         draft: the small model; None where the config has no level for it.
         full: the target's full cache; derived caches are added to it.
         stop_tokens: no use to draft beyond one of these.
+        pool: where the memory of bounded caches comes from.
+        caches: the bounded ones; added here.
     """
 
     config: Config
@@ -39,21 +43,30 @@ class Parts:
     sampling: Sampling
     stop_tokens: Collection[int]
     backend: AttentionBackend
+    pool: BufferPool
+    caches: list[BoundedCache] = field(default_factory=list)
 
 
 def compose(parts: Parts) -> Verifier:
     """The target over its full cache, with the config's levels below it."""
     drafter: Drafter = NoDrafter()
-    below = CHAIN
-    for level in parts.config.speculation.levels:
-        drafter = _level(level, drafter, below, parts)
-        below = level.shape.deep(parts.config.speculation.gamma1)
+    below, speculation = CHAIN, parts.config.speculation
+    for level in speculation.levels:
+        last = level is speculation.levels[-1]
+        own = level.shape.deep(speculation.gamma2 if last else speculation.gamma1)
+        drafter = _level(level, drafter, below, own, parts)
+        below = own
     cost = PassCost(parts.target, None, parts.full.engine.link.bytes_per_second)
     return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, cost)
 
 
-def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) -> Drafter:
-    """A level, and what the one below proposes to it in which shape."""
+def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShape, parts: Parts) -> Drafter:
+    """A level over the one below it.
+
+    Args:
+        shape: of what the one below proposes to it.
+        own: of what it proposes; of no depth where that is chosen as it runs.
+    """
     config = parts.config
     if level.name == LOOKUP:
         return LookupDrafter(config.lookup.max_ngram, config.lookup.min_ngram)
@@ -71,6 +84,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
             window=config.draft.window,
             backend=parts.backend,
             source=None if level.name == DRAFT_STREAMING else parts.full,
+            pool=parts.pool,
         )
     else:
         cache = RetrievedCache(
@@ -81,9 +95,15 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
             refresh=config.retrieval.refresh,
             backend=parts.backend,
             from_stream=config.offload.refresh_from_stream and not parts.full.engine.link.in_place,
+            pool=parts.pool,
         )
+    parts.caches.append(cache)
     plan = model.layer_plan(level.layers)
     first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
+    # Of the text the last token is missing, and where all was accepted perhaps the one before it.
+    recurring = range(1, shape.size + 2) if shape.depth else sorted({1, 2, own.per_pass} - {0})
+    for order in dict.fromkeys((plan, first or plan)):
+        model.prepare(cache, recurring, order)
     cost = PassCost(model, cache.budget)
     verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
     if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:

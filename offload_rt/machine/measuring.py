@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_rt.attention import choose_backend
+from offload_rt.attention import choose_backend, cpu_share_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
@@ -40,7 +40,7 @@ REPEATS = 7
 _HEAD_DIM = 128
 _KV_HEADS = 4
 _ENTRIES = 256
-_PATTERN_TOKENS = 1024
+_PAGE = 256  # tokens, as in the store
 _COPIES_BESIDE = 4
 
 
@@ -57,20 +57,16 @@ class HostKV:
     """
 
     def __init__(self, size: int) -> None:
-        tokens = max(1, size // (2 * _KV_HEADS * _HEAD_DIM * torch.bfloat16.itemsize))
         # The numbers do not matter, and drawing them all would take longer than measuring.
-        pattern = torch.randn(_KV_HEADS, _PATTERN_TOKENS, _HEAD_DIM, generator=torch.Generator())
-        repeats = -(-tokens // _PATTERN_TOKENS)
-        self._keys, self._values = (
-            pattern.to(torch.bfloat16).repeat(1, repeats, 1)[:, :tokens] for _ in range(2)
-        )
-        self._backend = choose_backend(CPU)
-        self.read_bytes = 2 * self._keys.nbytes
+        page = torch.randn(1, 2, _KV_HEADS, _PAGE, _HEAD_DIM, generator=torch.Generator()).to(torch.bfloat16)
+        self._pages = page.repeat(max(1, size // page.nbytes), 1, 1, 1, 1)
+        self._backend = cpu_share_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.read_bytes = self._pages.nbytes
 
     def attend(self, queries: int) -> None:
         """Attention of `queries` tokens a key head over everything."""
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
-        self._backend(asked, self._keys, self._values, _HEAD_DIM**-0.5, None)
+        self._backend(asked, self._pages[:, 0], self._pages[:, 1], _HEAD_DIM**-0.5, None)
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""
