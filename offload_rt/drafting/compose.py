@@ -80,7 +80,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, parts: Parts) 
             recent=config.retrieval.recent,
             refresh=config.retrieval.refresh,
             backend=parts.backend,
-            from_stream=config.offload.refresh_from_stream and not parts.full.engine.link.in_place,
+            from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,
         )
     plan = model.layer_plan(level.layers)
     first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
