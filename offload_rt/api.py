@@ -322,6 +322,8 @@ class LLM:
             settings = session.planned
             if config is not None:
                 settings = self._engine.available(load_config(config, overrides))
+            if settings.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
+                settings = settings.refreshing_from(session.planned.offload.refresh_from)
             self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
             params = params.seeded()
             session.rerun(settings, self._continuation(params))

@@ -13,9 +13,9 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
@@ -295,6 +295,9 @@ class StoreConfig:
         _at_least(2, "store.ring_buffers", self.ring_buffers)
 
 
+RefreshFrom = Literal["auto", "stream", "store"]
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
     """How the full KV cache is used over a link; where KV is attended in place, nothing of it applies.
@@ -303,18 +306,25 @@ class OffloadConfig:
         resident_tokens: first tokens of each layer that stay on the GPU; -1: what the planner says.
         cpu_tokens: tokens after those that the CPU attends where they lie; -1: what the planner says.
         ahead: outcomes of a verification that are drafted for while it runs; 0: none.
-        refresh_from_stream: a refresh of the retrieved cache takes its entries as they pass by.
+        refresh_from: where a refresh of the retrieved cache takes its entries: from the `stream` of the next
+            pass, into a second buffer on the GPU, or from the `store`, gathered between two passes; `auto`:
+            what the planner says, and from the stream where it is not asked.
     """
 
     resident_tokens: int = -1
     cpu_tokens: int = -1
     ahead: int = 4
-    refresh_from_stream: bool = True
+    refresh_from: RefreshFrom = "auto"
 
     def __post_init__(self) -> None:
         _at_least(-1, "offload.resident_tokens", self.resident_tokens)
         _at_least(-1, "offload.cpu_tokens", self.cpu_tokens)
         _at_least(0, "offload.ahead", self.ahead)
+
+    @property
+    def refreshes_from_stream(self) -> bool:
+        """Whether a refresh takes its entries from the stream: also where nothing is decided."""
+        return self.refresh_from != "store"
 
 
 @dataclass(frozen=True)
@@ -348,6 +358,10 @@ class Config:
             chunk,
             f"must divide store.page = {page}, so that no chunk crosses a page",
         )
+
+    def refreshing_from(self, place: RefreshFrom) -> Config:
+        """The same with another `offload.refresh_from`."""
+        return replace(self, offload=replace(self.offload, refresh_from=place))
 
 
 _CONFIGS = Path(__file__).with_name("configs")
@@ -495,6 +509,10 @@ def _typed(key: str, value: object) -> object:
         return value
     if expected is bool:
         _require(type(value) is bool, key, value, "must be true or false")
+        return value
+    if get_origin(expected) is Literal:
+        allowed = get_args(expected)
+        _require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
         return value
     if expected is RefreshPolicy:
         if not isinstance(value, str):

@@ -75,7 +75,8 @@ class SamplingParams:
         max_tokens: generate at most so many.
         stop: strings that end the text where they begin.
         seed: repeats the same tokens on the same machine, where the same shares of the KV lie in the same
-            places (planned ones follow the memory that is free); None: one is drawn, and the result tells it.
+            places and the retrieved cache is refreshed in the same way (what is planned follows the memory
+            that is free); None: one is drawn, and the result tells it.
         ignore_eos: do not stop at the model's end-of-text tokens.
     """
 

@@ -17,7 +17,7 @@ from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, engine
 from offload_rt.caches.places import Shares
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import load_config
+from offload_rt.config import RefreshFrom, load_config
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
@@ -66,7 +66,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
     def of_a_large_one(requests: Iterable[PlanRequest]) -> list[Plan]:
         (request,) = requests
         asked.append(request)
-        made.append(plan(replace(request, target=LLAMA, context=100_000, new_tokens=256)))
+        made.append(plan(replace(request, target=LLAMA, context=90_000, new_tokens=256)))
         return made[-1:]
 
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
@@ -91,6 +91,35 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         assert subject._plan(1000, 24)[1] == Shares(512, 256)
         assert len(asked) == 3, "also what is given has to fit"
         subject.target.device = CPU
+
+
+@pytest.mark.parametrize("place", ["stream", "store"])
+def test_the_cache_is_refreshed_from_where_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, place: RefreshFrom
+) -> None:
+    def decided(requests: Iterable[PlanRequest]) -> list[Plan]:
+        (request,) = requests
+        assert request.config.offload.refresh_from == "auto"
+        return [plan(replace(request, config=request.config.refreshing_from(place)))]
+
+    def as_on_a_gpu(subject: Engine, *arguments: Any) -> Any:
+        subject.target.device = torch.device("cuda")
+        try:
+            return given(subject, *arguments)
+        finally:
+            subject.target.device = CPU
+
+    given = Engine._plan
+    monkeypatch.setattr(Engine, "_plan", as_on_a_gpu)
+    monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
+    monkeypatch.setattr(engine, "ranked", decided)
+    with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
+        llm.generate(PROMPT, PARAMS)
+        for again in (lambda: None, lambda: llm.rerun(PARAMS), lambda: llm.rerun(PARAMS, "retrieval")):
+            again()
+            assert llm._last is not None
+            (cache,) = llm._last.full.derived
+            assert isinstance(cache, RetrievedCache) and cache._from_stream == (place == "stream")
 
 
 def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def breaking(fails_at: int) -> UnevenLink:
     ("config", "offload"),
     [
         ("plain", {"ahead": 0}),
-        ("triforce", {"ahead": 0, "refresh_from_stream": False}),
+        ("triforce", {"ahead": 0, "refresh_from": "store"}),
         ("retrieval", {"ahead": 2, "cpu_tokens": 32}),
     ],
     ids=["plain", "triforce", "drafting ahead"],

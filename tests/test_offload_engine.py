@@ -37,7 +37,7 @@ SHORT = SamplingParams(max_tokens=24)
     resident=st.integers(0, 10),
     cpu=st.integers(0, 10),
     ahead=st.integers(0, 4),
-    from_stream=st.booleans(),
+    refresh_from=st.sampled_from(["stream", "store"]),
     refresh=st.sampled_from(["every", "stride:7", "acceptance:0.9"]),
     ring=st.integers(2, 5),
     segment=st.sampled_from([16, 32, 64, 256]),
@@ -53,7 +53,7 @@ def test_every_schedule_yields_the_tokens_of_plain_decoding(
     resident: int,
     cpu: int,
     ahead: int,
-    from_stream: bool,
+    refresh_from: str,
     refresh: str,
     ring: int,
     segment: int,
@@ -64,7 +64,7 @@ def test_every_schedule_yields_the_tokens_of_plain_decoding(
         "offload.resident_tokens": PAGE * resident,
         "offload.cpu_tokens": PAGE * cpu,
         "offload.ahead": ahead,
-        "offload.refresh_from_stream": from_stream,
+        "offload.refresh_from": refresh_from,
         "retrieval.refresh": refresh,
         "store.ring_buffers": ring,
         "store.segment_tokens": segment,
@@ -151,7 +151,7 @@ def test_no_cache_is_built_while_a_pass_runs(
         build(cache, queries)
 
     monkeypatch.setattr(RetrievedCache, "build", noted)
-    overrides = engine_overrides(ahead=2, refresh_from_stream=False)
+    overrides = engine_overrides(ahead=2, refresh_from="store")
     link = PacedLink(1e9, latency_s=2e-3)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
         llm.generate(PROMPT, PARAMS)

@@ -22,7 +22,7 @@ def overrides(ring: int = 2, segment: int = 32, engine: bool = False) -> dict[st
     """`engine`: with all that draws or chooses at another time than a run in place."""
     return SIZES | {
         "offload.ahead": 3 if engine else 0,
-        "offload.refresh_from_stream": engine,
+        "offload.refresh_from": "stream" if engine else "store",
         "store.ring_buffers": ring,
         "store.segment_tokens": segment,
     }

@@ -43,7 +43,9 @@ def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
         *report["assumptions"],
     ):
         assert said in out
-    assert set(report) == {"fits", "config", "placement", "memory", "predicted", "assumptions"}
+    chosen = {"config", "refresh_from", "placement"}
+    assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions"}
+    assert f"of rounds refresh the retrieved cache from the {report['refresh_from']}, " in out
     assert set(report["placement"]) == {*SIZES, *COUNTS}
     assert set(predicted) == {*TIMES, "tokens_per_round", "bottleneck"}
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
@@ -74,7 +76,7 @@ def test_a_card_may_be_written_in_any_usual_way(card: str, capsys: pytest.Captur
 
 
 def test_a_draft_that_makes_it_slower_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--model llama3.1-8b --context 120000 --gpu rtx4090"
+    flags = "--model llama3.1-8b --context 80000 --gpu rtx4090"
     found = {}
     for draft in ("llama3.2-1b", "none"):
         assert run(flags, "--config", "triforce", "--draft", draft) == 0

@@ -107,13 +107,51 @@ def test_a_missing_draft_model_leaves_its_level_out() -> None:
 
 
 def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
-    asked = request({"retrieval.budget": 8192})
+    asked = request({"retrieval.budget": 8192, "offload.refresh_from": "stream"})
     planned = plan(asked)
     check_sums(planned)  # counted with the smaller cache
     budget = planned.request.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)
     assert not ring_fits(asked.with_budget(budget + 8), asked.config.store.ring_buffers)
+
+
+@pytest.mark.parametrize(("policy", "faster"), [("every", "stream"), ("stride:64", "store")])
+def test_a_refresh_fills_a_second_buffer_where_that_is_faster(policy: str, faster: str) -> None:
+    """Of 24 GiB, a second buffer takes 2.06 that could hold KV instead: too much for a rare refresh."""
+    keys = {"retrieval.refresh": policy}
+    forced = {place: plan(request(keys | {"offload.refresh_from": place})) for place in ("stream", "store")}
+    stream, store = (forced[place] for place in ("stream", "store"))
+    one_buffer = (4096 + 128) * LLAMA.token_bytes
+    for place, buffers in (("stream", 2), ("store", 1)):
+        assert forced[place].gpus[0]["retrieved_caches"] == buffers * one_buffer
+        assert forced[place].to_json()["refresh_from"] == place
+    more = store.placement.resident_bytes - stream.placement.resident_bytes
+    assert more == pytest.approx(one_buffer, abs=256 * LLAMA.token_bytes)
+    slower = {"stream": "store", "store": "stream"}[faster]
+    assert forced[faster].ms_per_token < forced[slower].ms_per_token
+    assert plan(request(keys)) == forced[faster]
+    assert any("the stream, into a second buffer, and take" in said for said in stream.assumptions)
+    assert any("the store, between passes, and take" in said for said in store.assumptions)
+
+
+def test_only_a_retrieved_cache_on_a_gpu_may_have_a_second_buffer() -> None:
+    for config, gpus, told in (("naive", 1, None), ("triforce", 0, "store")):
+        planned = plan(request(config=config, hardware=host(gpus, memory_bytes=200 * GIB)))
+        assert planned.request.config.offload.refresh_from == "auto"
+        assert planned.to_json()["refresh_from"] == told
+    # Where it never is refreshed, and all KV is resident either way, one buffer is enough.
+    small = plan(request(context=2048))
+    assert small.placement.resident_tokens == 2048 and not small.request.refreshes_from_stream
+
+
+def test_a_retrieved_cache_of_the_size_asked_for_comes_before_a_second_buffer() -> None:
+    """Its better drafts are in no figure of the plan."""
+    tight = {"retrieval.budget": 8192, "retrieval.refresh": "every"}
+    stream, store = (plan(request(tight | {"offload.refresh_from": place})) for place in ("stream", "store"))
+    assert stream.request.config.retrieval.budget < 8192 == store.request.config.retrieval.budget
+    assert stream.ms_per_token < store.ms_per_token
+    assert plan(request(tight)) == store
 
 
 def test_what_holds_a_run_up_is_named() -> None:

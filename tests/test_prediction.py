@@ -110,6 +110,8 @@ def test_memory_of_one_card_by_hand() -> None:
     parts = gpu_memory(request(), 0, 3)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
     assert parts["retrieved_caches"] == 2 * (4096 + 128) * 512 * 1024
+    one_buffer = gpu_memory(request({"offload.refresh_from": "store"}), 0, 3)
+    assert one_buffer == parts | {"retrieved_caches": (4096 + 128) * 512 * 1024}
     assert parts["draft_cache"] == (16 + 240 + 128) * 6 * 1024
     assert parts["staging_ring"] == 3 * 4096 * 16 * 1024
     assert parts["reserve"] == int(0.03 * 24 * GIB)
@@ -207,14 +209,16 @@ def test_how_often_a_retrieved_cache_is_refreshed(policy: str, tokens: float, sh
     refreshed = {"retrieval.refresh": policy}
     assert Predictor(request(refreshed)).refresh_share(tokens) == share
     assert Predictor(request(config="naive")).refresh_share(tokens) == 0
-    assert Predictor(request(refreshed, context=4096)).refresh_share(tokens) == 0, "everything is held"
+    for context, refreshing in ((4096 - 256, 0.0), (4096 - 64, 0.75), (4096, 1.0)):
+        found = Predictor(request(refreshed, context=context)).refresh_share(tokens)
+        assert found == pytest.approx(refreshing * share), "of 256 tokens, those beyond the budget"
 
 
 def test_a_round_with_a_refresh_by_hand() -> None:
     """4 GiB of mean keys are read on the host, and 2 GiB of entries are read and written on the card."""
 
-    def longer(policy: str, resident: int = 0, cpu: int = 0, streamed: bool = True) -> float:
-        keys = {"retrieval.refresh": policy, "offload.refresh_from_stream": streamed}
+    def longer(policy: str, resident: int = 0, cpu: int = 0, place: str = "stream") -> float:
+        keys = {"retrieval.refresh": policy, "offload.refresh_from": place}
         rounds[policy], without = (
             expected_round(Predictor(request(keys | {"retrieval.refresh": one})), 16, resident, cpu)
             for one in (policy, "acceptance:0.5")
@@ -238,7 +242,7 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     assert longer("every", CONTEXT // 4, CONTEXT // 4) == pytest.approx(copied / 32 + refresh.link / 4)
     assert rounds["every"].verification.link == rounds["every"].verification.ms
     # Gathered before a draft: everything is waited for, whatever streams.
-    assert longer("every", streamed=False) == pytest.approx(copied + refresh.scoring + refresh.link)
+    assert longer("every", place="store") == pytest.approx(copied + refresh.scoring + refresh.link)
 
 
 # The machine without a GPU.

@@ -52,6 +52,7 @@ class Sizes:
         given: dict[str, object] = {
             "speculation.gamma2": self.gamma,
             "speculation.step_down": False,
+            "offload.refresh_from": "stream",
             "retrieval.budget": self.context // BUDGET_SHARE,
         }
         return given | dict(self.settings)
@@ -118,7 +119,7 @@ def ahead(composition: str, outcomes: int, placement: str = STREAMED, held: Hold
 
 def gathered(composition: str, outcomes: int) -> System:
     """The same with a refresh that gathers what it wants instead of taking it as it passes by."""
-    settings = {"ahead": outcomes, "refresh_from_stream": False}
+    settings = {"ahead": outcomes, "refresh_from": "store"}
     return System(f"ahead {outcomes}, refresh gathered", composition, STREAMED, settings)
 
 

@@ -122,7 +122,7 @@ def _described(system: System, sizes: Sizes, place: Shares, streamed: int) -> di
         "context": sizes.context,
         "gamma": 0 if system.plain else sizes.gamma,
         "ahead": None if system.plain else config.offload.ahead,
-        "refresh_from_stream": None if system.plain else config.offload.refresh_from_stream,
+        "refresh_from": None if system.plain else config.offload.refresh_from,
         "resident_tokens": place.resident_tokens,
         "cpu_tokens": place.cpu_tokens,
         "streamed_tokens": streamed,

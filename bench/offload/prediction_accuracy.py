@@ -155,8 +155,8 @@ def _request(case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] |
     else:
         hardware = paced_hardware(case["processor"], _shape(case["shape"]), turn["rate_bytes_per_second"])
     offload: dict[str, object] = {"offload.ahead": one["ahead"] or 0}
-    if one["refresh_from_stream"] is not None:
-        offload["offload.refresh_from_stream"] = one["refresh_from_stream"]
+    if one["refresh_from"] is not None:
+        offload["offload.refresh_from"] = one["refresh_from"]
     acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
     return PlanRequest(
         target=_shape(case["shape"]),

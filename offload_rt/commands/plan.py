@@ -129,14 +129,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not uses_small_model(configs):
         draft = NO_DRAFT
     small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
-    plans = ranked(
+    requests = [
         PlanRequest(
             *(target, small, config, arguments.context, arguments.new_tokens, hardware),
             same_model_acceptance=arguments.acceptance,
             small_model_acceptance=arguments.draft_acceptance,
         )
         for config in possible(configs, small is not None)
-    )
+    ]
+    plans = ranked(requests)
     planned = plans[0]
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
@@ -144,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(plans) > 1:
         lines.insert(1, f"config     {comparison(plans)}")
     elif small is not None and len(planned.request.levels) > 1:
-        lines += _without_draft(planned.check(), plan(replace(planned.request, draft=None)))
+        lines += _without_draft(planned.check(), plan(replace(requests[0], draft=None)))
     print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
     return 0
 

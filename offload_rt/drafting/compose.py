@@ -94,7 +94,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
             recent=config.retrieval.recent,
             refresh=config.retrieval.refresh,
             backend=parts.backend,
-            from_stream=config.offload.refresh_from_stream and not parts.full.engine.link.in_place,
+            from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,
             pool=parts.pool,
         )
     parts.caches.append(cache)

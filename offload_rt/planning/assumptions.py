@@ -94,8 +94,9 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iter
     elif not request.in_place:
         yield f"drafts are made between passes: {best.draft.ms:.1f} ms of a round"
     if best.refresh_share:
+        place = "stream, into a second buffer" if request.refreshes_from_stream else "store, between passes"
         yield (
-            f"{best.refresh_share:.0%} of rounds refresh the retrieved cache, and take "
+            f"{best.refresh_share:.0%} of rounds refresh the retrieved cache from the {place}, and take "
             f"{best.refresh_ms:.1f} ms longer"
         )
     if not request.in_place:

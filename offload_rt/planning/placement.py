@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from cpu_kv import TransferEngine
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config, LevelConfig
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -30,7 +31,6 @@ LONGEST_DRAFT = max(DRAFT_LENGTHS)
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
-RETRIEVED_COPIES = 2  # on a GPU: one in use, one that fills from the stream
 
 Memory = dict[str, int]
 """Bytes by what they are for."""
@@ -90,6 +90,11 @@ class PlanRequest:
         return TARGET_RETRIEVED in self.levels
 
     @property
+    def refreshes_from_stream(self) -> bool:
+        """A refresh of the retrieved cache takes its entries from a pass, into a second buffer."""
+        return not self.in_place and self.config.offload.refreshes_from_stream
+
+    @property
     def in_place(self) -> bool:
         """No GPU: the CPU computes, and KV is attended where it lies."""
         return not self.hardware.gpus
@@ -99,7 +104,7 @@ class PlanRequest:
         """Number of parts into which the heads of weights and KV are split."""
         return max(1, len(self.hardware.gpus))
 
-    @property
+    @cached_property
     def shape(self) -> DraftShape:
         """Of the drafts for the full cache; a chain's depth is 0 where the planner chooses it."""
         levels, depth = self.config.speculation.levels, self.config.speculation.gamma2
@@ -152,6 +157,14 @@ class PlanRequest:
         """The same, decoded plainly."""
         speculation = replace(self.config.speculation, levels=())
         return replace(self, draft=None, config=replace(self.config, speculation=speculation))
+
+    @property
+    def ways_to_refresh(self) -> list[PlanRequest]:
+        """The request with either answer to where a refresh takes its entries; itself where none is open."""
+        if self.in_place or not self.retrieves or self.config.offload.refresh_from != "auto":
+            return [self]
+        either = self.config.refreshing_from("store"), self.config.refreshing_from("stream")
+        return [replace(self, config=config) for config in either]
 
     def with_budget(self, budget: int) -> PlanRequest:
         """The same with a retrieved cache of another size."""
@@ -284,15 +297,17 @@ def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
         memory["streaming_cache"] = streaming * target.token_bytes // parts
     if request.retrieves:
         entries = config.retrieval.budget + SPECULATIVE_ENTRIES
-        copies = 1 if request.in_place else RETRIEVED_COPIES
+        copies = 2 if request.refreshes_from_stream else 1  # one in use, one that fills
         memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
-    # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way.
+    # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
+    # of the chunks of it that are packed into pages and written.
     attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
     width = 4 * target.hidden + (attended + 3 * target.intermediate) // parts
     chunk = min(config.prefill.chunk, request.context)
     memory["prefill"] = (request.context * target.hidden + chunk * width) * target.dtype.itemsize
     if not request.in_place:
-        memory["prefill"] += request.context * target.layer_token_bytes // parts
+        packed = (TransferEngine.PROMPT_WRITES + 1) * chunk
+        memory["prefill"] += (request.context + packed) * target.layer_token_bytes // parts
     # Logits of a pass, and their float32 probabilities before and after sorting.
     logits = (request.longest_draft + 1) * target.vocabulary
     return memory | {"logits": logits * (target.dtype.itemsize + 8)}

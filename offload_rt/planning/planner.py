@@ -1,7 +1,8 @@
 """What goes where, and how fast that will be: decided and predicted before anything is loaded.
 
 Of all placements that fit, the planner takes the one with the least predicted time per token: how much of the
-context the CPU attends, how deep the staging ring is, and how many tokens are drafted.
+context the CPU attends, how deep the staging ring is, how many tokens are drafted, and whether a refresh of
+the retrieved cache fills a second buffer.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Plan:
     """What goes where, and what that costs.
 
     Attributes:
-        request: with the retrieval budget that fits.
+        request: with the retrieval budget that fits, and on a GPU with where refreshes take their entries.
         gamma: tokens of a draft, γ2.
         refusal: why it does not fit, and the nearest plans that do; None where it fits.
         predicted: None where it does not fit.
@@ -71,6 +72,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.refusal is None
+
+    @property
+    def ms_per_token(self) -> float:
+        """As predicted; infinite where it does not fit."""
+        return self.predicted.ms_per_token if self.predicted else inf
 
     @property
     def gpus(self) -> list[Memory]:
@@ -94,9 +100,11 @@ class Plan:
     def to_json(self) -> dict[str, object]:
         """As JSON values; `refusal` is there only where the plan does not fit."""
         unknown = dict.fromkeys(field.name for field in fields(Prediction))
+        place = "stream" if self.request.refreshes_from_stream else "store"
         report: dict[str, object] = {
             "fits": self.fits,
             "config": self.request.config.name,
+            "refresh_from": place if self.request.retrieves else None,
             "placement": self.placement.to_json(),
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
@@ -107,6 +115,13 @@ class Plan:
 
 def plan(request: PlanRequest) -> Plan:
     """The fastest placement that fits, or why there is none and what comes nearest."""
+    plans = map(_plan, request.ways_to_refresh)
+    # A smaller retrieved cache would draft worse, which no figure here tells.
+    return min(plans, key=lambda one: (not one.fits, -one.request.config.retrieval.budget, one.ms_per_token))
+
+
+def _plan(request: PlanRequest) -> Plan:
+    """The same where it is decided how the retrieved cache is refreshed."""
     said = tuple(assumptions.machine(request))
     if (fitting := _fitting(request)) is None:
         cpu = request.context if request.in_place else 0
@@ -131,7 +146,7 @@ def plan(request: PlanRequest) -> Plan:
 
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
     """Plans of several compositions, the fastest first; what does not fit comes last."""
-    return sorted(map(plan, requests), key=lambda one: one.predicted.ms_per_token if one.predicted else inf)
+    return sorted(map(plan, requests), key=lambda one: one.ms_per_token)
 
 
 def comparison(plans: Sequence[Plan]) -> str:

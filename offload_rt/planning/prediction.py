@@ -206,12 +206,13 @@ class Predictor:
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
-        retrieval = self.config.retrieval
-        if not self.request.retrieves or self.request.context <= retrieval.budget:
+        request, retrieval = self.request, self.config.retrieval
+        # How often acceptance falls too low is not known beforehand.
+        if not request.retrieves or retrieval.refresh.kind == "acceptance":
             return 0.0
-        if retrieval.refresh.kind == "acceptance":  # how often it falls too low is not known beforehand
-            return 0.0
-        return 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
+        # Nothing is chosen while everything is held.
+        held = max(0, retrieval.budget - request.context) / max(1, request.new_tokens)
+        return max(0.0, 1 - held) / max(1, math.ceil(retrieval.refresh.value / tokens))
 
     def round(self, verification: PassTime, draft: Work, outcomes: int) -> RoundTime:
         """A round that is drafted while the pass before it runs, for `outcomes` of that pass's verdicts.
@@ -229,12 +230,12 @@ class Predictor:
         share, longer = self.refresh_share(tokens), 0.0
         if share:
             refresh = self.refresh()
-            if request.in_place or not self.config.offload.refresh_from_stream:  # between two passes
-                longer = refresh.work.ms + refresh.scoring + refresh.link
-            else:
+            if request.refreshes_from_stream:
                 cpu_share = verification.placement.cpu_tokens / request.context
                 refreshing = verification.refreshing(refresh, cpu_share)
                 longer = self.round_ms(refreshing, draft, chances)[0] - ms
+            else:  # between two passes
+                longer = refresh.work.ms + refresh.scoring + refresh.link
         expected = ms + share * longer
         hits = sum(chances)
         return RoundTime(verification, draft, expected, tokens, len(chances), hits, drafting, share, longer)
