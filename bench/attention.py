@@ -2,9 +2,9 @@
 
 Both read the same keys and values, which are far more than a cache of the processor holds: ours in the pages
 of the store, torch's head by head, as it is fastest. They take turns (ours, torch, ours, torch, …), so that a
-machine that slows down slows both. A time is a median over repeats, after one that is not counted. The ceiling
-is the rate at which torch reads memory, measured just before: attention reads every key and value once. Errors
-are the largest of any entry, against float64.
+machine that slows down slows both. A time is a median over repeats, after one that is not counted. The
+ceiling is the rate at which torch reads memory, measured just before: attention reads every key and value
+once. Errors are the largest of any entry, against float64.
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
     monkeypatch.setattr(engine, "ranked", of_a_large_one)
-    with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
+    overrides = {"store.segment_tokens": 1024}  # of which a deeper ring pays
+    target = tiny_target("llama-gqa")
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         subject = llm._engine
         (given_config,) = subject.configs
         subject.target.device = torch.device("cuda")
