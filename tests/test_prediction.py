@@ -115,8 +115,8 @@ def test_memory_of_one_card_by_hand() -> None:
     assert parts["draft_cache"] == (16 + 240 + 128) * 6 * 1024
     assert parts["staging_ring"] == 3 * 4096 * 16 * 1024
     assert parts["reserve"] == int(0.03 * 24 * GIB)
-    # One layer's KV and the hidden states of the prompt; what a chunk of 2,048 tokens passes through, and three
-    # of them on their way to the host.
+    # One layer's KV and the hidden states of the prompt; what a chunk of 2,048 tokens passes through, and
+    # three of them on their way to the host.
     chunk = 2048 * (4 * 4096 + 4 * 4096 + 3 * 11008) * 2 + 3 * 2048 * 16 * 1024
     assert parts["prefill"] == CONTEXT * (16 * 1024 + 4096 * 2) + chunk
     # The newest tokens' KV: a page, a pass of up to 33, and its queries.
