@@ -26,8 +26,7 @@ from torch import Tensor
 
 from bench import inputs, machine, report
 from bench.inputs import say
-from cpu_kv import KeysValues, KVLayout
-from cpu_kv.layout import cut_alike, parts_of_pages
+from cpu_kv import KeysValues, KVLayout, PagedKVStore
 from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
 from offload_rt.config import StoreConfig
 from offload_rt.errors import UsageError
@@ -140,11 +139,10 @@ def measure(
     scale = dim**-0.5
     want, want_lse = exact(queries, keys, values, scale)
     kv_bytes = keys.nbytes + values.nbytes
-    layout = KVLayout(1, heads, dim, dtype, StoreConfig.page)
-    memory = torch.empty(layout.pages_shape(layout.pages(case.tokens)), dtype=dtype)
-    pages = parts_of_pages(memory, 0, case.tokens)
-    for place, part in cut_alike(pages, keys, values):
-        place.copy_(part)
+    store = PagedKVStore(KVLayout(1, heads, dim, dtype, StoreConfig.page), slab_tokens=case.tokens)
+    sequence = store.new_sequence()
+    sequence.append(0, keys, values)
+    pages = sequence.views(0)
     rows = []
     for count in case.queries:
         row: dict[str, Any] = {"queries": count}
@@ -164,6 +162,7 @@ def measure(
             }
         row["over_torch"] = row["torch"]["ms"]["median"] / row["ours"]["ms"]["median"]
         rows.append(row)
+    store.close()
     return {
         "key_heads": heads,
         "head_dim": dim,

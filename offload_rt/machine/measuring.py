@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cpu_kv import SlabAllocator
 from offload_rt.attention import choose_backend, cpu_share_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
@@ -59,7 +60,9 @@ class HostKV:
     def __init__(self, size: int) -> None:
         # The numbers do not matter, and drawing them all would take longer than measuring.
         page = torch.randn(1, 2, _KV_HEADS, _PAGE, _HEAD_DIM, generator=torch.Generator()).to(torch.bfloat16)
-        self._pages = page.repeat(max(1, size // page.nbytes), 1, 1, 1, 1)
+        self._memory = SlabAllocator(pin=False)  # as the store's
+        shape = (max(1, size // page.nbytes), *page.shape[1:])
+        self._pages = self._memory.allocate(shape, page.dtype).result().copy_(page)
         self._backend = cpu_share_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self.read_bytes = self._pages.nbytes
 
