@@ -68,6 +68,7 @@ HEALTHY = Report(
             performance_state=8,
             power_limit_watts=450.0,
             power_default_watts=450.0,
+            attention="flash-attn",
         ),
     ),
     versions={

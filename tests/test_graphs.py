@@ -467,18 +467,3 @@ def test_cuda_graphs(arch: str, dtype: torch.dtype) -> None:
                 walk.cache.settle()
         at += count
     assert len(model._of_buffer[walks[1].cache.buffer].graphs) == 3
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("config", ["naive", "retrieval", "triforce"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_decoding_with_cuda_graphs(config: str, temperature: float) -> None:
-    target = tiny_target("llama-gqa")
-    draft = noisy_copy(target).cuda()
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
-    with LLM.from_models(target.cuda(), draft, config=config, overrides=SMALL) as llm:
-        result = llm.generate(byte_ids(300), params)
-        if temperature == 0:
-            assert result.tokens == llm.plain(params).tokens
-    assert len(result.tokens) == 40

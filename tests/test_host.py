@@ -132,6 +132,7 @@ def test_drafting_waits_for_nothing_else_on_a_gpu(
     target = tiny_target("llama")
     draft = noisy_copy(target).cuda()
     overrides = OVERRIDES | {"retrieval.refresh": "stride:1000"}  # to refresh, the host reads scores
+    overrides |= {"store.page": 16, "offload.resident_tokens": 0, "offload.cpu_tokens": 0}
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
     with LLM.from_models(target.cuda(), draft, config=config, overrides=overrides) as llm:
         events = llm.stream(byte_ids(300), params)

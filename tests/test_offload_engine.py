@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +20,11 @@ from uneven_link import LateLink, UnevenLink
 
 from cpu_kv import CpuLink, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
+from offload_rt.attention import folded_mask
 from offload_rt.caches.base import Verified
+from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import CpuShare, Shares
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
 from offload_rt.drafting.base import Round
@@ -324,6 +328,27 @@ def test_two_engines_share_a_model(
         for thread in threads:
             thread.join()
         assert results == [expected, expected]
+
+
+def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every layer: each time is several kernels on a GPU."""
+    counts = dict.fromkeys(("full", "bounded", "full passes", "bounded passes"), 0)
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name, cache in (("full", FullCache), ("bounded", BoundedCache)):
+        monkeypatch.setattr(f"offload_rt.caches.{name}.folded_mask", counted(name, folded_mask))
+        monkeypatch.setattr(cache, "begin", counted(f"{name} passes", cache.begin))
+    link = PacedLink(1e9)
+    with LLM.from_models(target, config="trees", overrides=engine_overrides(), link=link) as llm:
+        llm.generate(PROMPT, PARAMS)
+    assert 0 < counts["full"] <= counts["full passes"]
+    assert 0 < counts["bounded"] <= counts["bounded passes"]
 
 
 # ------------------------------------------------------------------------------------------- places

@@ -134,6 +134,7 @@ def _gpu_rows(gpu: Gpu, link: LinkFigures, card: Card) -> Rows:
         "memory read": f"{gpu.memory_rate:,.0f} GB/s",
         "matrix products": f"{gpu.compute_rate:,.0f} TFLOP/s bf16",
         "launch of a layer": f"{gpu.launch_ms:.3f} ms",
+        "attention": card.attention,
         "NUMA node": None if card.numa_node is None else str(card.numa_node),
         "performance state": None if state is None else f"P{state}",
         "power limit": None if watts is None else f"{watts:.0f} W",

@@ -39,8 +39,6 @@ def _of_cards(report: Report) -> Iterator[str]:
     hardware, versions = report.hardware, report.versions
     for gpu, link, card in zip(hardware.gpus, report.links, report.cards, strict=False):
         yield from (f"GPU {card.device}: {warning}" for warning in _of_card(gpu, link, card))
-    if hardware.gpus and versions["flash_attn"] is None:
-        yield "flash-attn is missing, torch's own kernels attend instead; `pip install 'offload-rt[cuda]'`"
     if report.cards and not hardware.gpus:
         yield (
             f"torch {versions['torch']} cannot use {', '.join(card.name for card in report.cards)}; install a"

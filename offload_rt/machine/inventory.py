@@ -80,6 +80,7 @@ class Card:
         link_generation_most, link_width_most: what the card can do, whatever slot it is in.
         performance_state: from 0, full speed, to 15, idle.
         power_limit_watts, power_default_watts: what it may draw, and what it came with.
+        attention: the backend that attends on it (see `attention.choose_backend`).
     """
 
     name: str
@@ -96,6 +97,7 @@ class Card:
     performance_state: int | None = None
     power_limit_watts: float | None = None
     power_default_watts: float | None = None
+    attention: str | None = None
 
 
 def read_host() -> HostFacts:
@@ -137,7 +139,8 @@ def read_cards() -> tuple[Card, ...]:
         # The driver does not list a part of a card under its own uuid.
         card = listed.pop(uuid, None) or Card(torch.cuda.get_device_name(device), uuid)
         free, total = torch.cuda.mem_get_info(device)  # free is what torch's own context leaves
-        seen.append(replace(card, device=device, total_bytes=total, free_bytes=free))
+        backend = choose_backend(torch.device("cuda", device)).name
+        seen.append(replace(card, device=device, total_bytes=total, free_bytes=free, attention=backend))
     return (*seen, *listed.values())
 
 

@@ -82,6 +82,12 @@ def test_what_is_sent_overtakes_what_is_carried_ahead() -> None:
         stream.close()
 
 
+def test_what_is_sent_is_not_overwritten_on_its_way() -> None:
+    with engine_over(UnevenLink(1, 5e-3), random_kv(5)) as engine:
+        sent = [engine.start_sending(engine.outgoing(7).fill_(number)) for number in range(6)]
+        assert [engine.await_sent(one).unique().tolist() for one in sent] == [[number] for number in range(6)]
+
+
 def check_pass(engine: TransferEngine, kv: Tensor, length: int, rest_s: float = 0.0) -> None:
     stream = engine.stream(length)
     for layer in range(LAYOUT.layers):
@@ -224,17 +230,19 @@ class ComputeLink(PacedLink):
         self.marks.append(Future())
         return Scattered(self.marks[-1])
 
+    def finish(self, count: int) -> None:
+        """The first `count` marks are passed."""
+        for mark in self.marks[:count]:
+            if not mark.done():
+                mark.set_result(None)
+
 
 def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
-    """Compute that reads segments is enqueued and never done: the host stops with the ring."""
-    link = ComputeLink()
-    kv = random_kv(40)
-    with engine_over(link, kv, segment_tokens=4, ring_buffers=3) as engine:
-        for mark in link.marks:  # of the ring's memory
-            mark.set_result(None)
-        made = len(link.marks)
+    """Compute that reads segments is enqueued and not done: the host stops with the ring."""
+    link, seen, asked = ComputeLink(), [], []
+    with engine_over(link, random_kv(40), segment_tokens=4, ring_buffers=3) as engine:
+        link.finish(3)  # nothing reads the ring yet
         stream = engine.stream(40)
-        seen = []
 
         def read() -> None:
             for layer in range(LAYOUT.layers):
@@ -243,19 +251,17 @@ def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
         reader = threading.Thread(target=read)
         reader.start()
         for done in range(30):
-            deadline = time.monotonic() + 30
-            while len(link.marks) <= made + done and time.monotonic() < deadline:
+            deadline = time.monotonic() + 10
+            while len(link.marks) <= 3 + done and time.monotonic() < deadline:
                 time.sleep(1e-4)
             time.sleep(1e-3)
-            assert link.asked <= 3 + done, (
-                "no segment is asked for before the compute is done with its buffer"
-            )
-            link.marks[made + done].set_result(None)
-        reader.join(30)
-        assert not reader.is_alive() and len(seen) == 30
-        for mark in link.marks[made:]:
-            if not mark.done():
-                mark.set_result(None)
+            asked.append(link.asked)
+            link.finish(4 + done)
+        reader.join(10)
+        alive = reader.is_alive()
+        link.finish(len(link.marks))  # also where this test fails: closing waits for all compute
+    assert not alive and len(seen) == 30
+    assert all(asked[done] <= 3 + done for done in range(30)), "a buffer was filled that was still being read"
 
 
 def test_the_link_runs_ahead_across_layers() -> None:

@@ -1,0 +1,162 @@
+"""The engine where KV crosses a link in every round: on a GPU, and over a paced link, which shows that these
+tests are tests. Sizes are so small that nothing but what is asked for is resident."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from small_engine import CONFIGS, PARAMS, PROMPT, engine_overrides
+from tiny_models import byte_ids, noisy_copy, tiny_target
+from torch import Tensor
+
+from cpu_kv import PacedLink
+from offload_rt import LLM, GenerationResult, SamplingParams
+from offload_rt.caches.full import FullCache
+from offload_rt.graphs import GraphedModel
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = pytest.mark.parametrize(
+    "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
+)
+SHARES = [(0, 0), (32, 0), (0, 48), (32, 48)]
+"""Resident tokens, and those that the CPU attends, of 149."""
+
+
+def small_llm(device: torch.device, config: str, **offload: object) -> LLM:
+    target = tiny_target("llama-gqa")
+    draft = noisy_copy(target)
+    given = {"resident_tokens": 0, "cpu_tokens": 0, "ahead": 2} | offload
+    return LLM.from_models(
+        target.to(device),
+        draft.to(device),
+        config=config,
+        overrides=engine_overrides(**given),
+        link=PacedLink(1e9) if device == CPU else None,
+    )
+
+
+def check_streamed(result: GenerationResult, share: tuple[int, int]) -> None:
+    """What is not placed elsewhere crossed the link in every round."""
+    streamed = (len(PROMPT) - 1) // 16 * 16 - sum(share)
+    read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
+    assert read >= result.rounds * streamed * 512, "bytes of a token in all layers"
+
+
+CASES = [pytest.param(CPU, config, (32, 48), "stream", False, id=f"{config}-paced") for config in CONFIGS] + [
+    pytest.param(CUDA, config, share, refresh, graphs, marks=ON_CUDA)
+    for config in CONFIGS
+    for share in SHARES
+    for refresh in ("stream", "store")
+    for graphs in (False, True)
+]
+
+
+@pytest.mark.parametrize(("device", "config", "share", "refresh", "graphs"), CASES)
+def test_streamed_tokens_are_those_of_plain_decoding(
+    device: torch.device,
+    config: str,
+    share: tuple[int, int],
+    refresh: str,
+    graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not graphs:
+        monkeypatch.setattr(GraphedModel, "LONGEST", 0)
+    offload = {"resident_tokens": share[0], "cpu_tokens": share[1], "refresh_from": refresh}
+    with small_llm(device, config, **offload) as llm:
+        result = llm.generate(PROMPT, PARAMS)
+        check_streamed(result, share)
+        plain = llm.plain(PARAMS)
+        check_streamed(plain, share)
+        assert result.tokens == plain.tokens
+        sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
+        assert llm.rerun(sampled).tokens == llm.rerun(sampled).tokens
+        batch = llm.generate([PROMPT, PROMPT[:90]], PARAMS)
+        assert batch[0].tokens == plain.tokens
+
+
+@DEVICES
+@pytest.mark.parametrize("share", SHARES[::3])
+def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None:
+    """Texts that end anywhere leave nothing behind that a later one could see."""
+    rounds, source = (500 if device == CUDA else 60), random.Random(7)
+    prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
+    offload = {"resident_tokens": share[0], "cpu_tokens": share[1]}
+    with small_llm(device, "triforce", **offload) as llm:
+        plain = []
+        for prompt in prompts:
+            llm.generate(prompt, SamplingParams(max_tokens=1))
+            plain.append(llm.plain(PARAMS).tokens)
+        done = 0
+        while done < rounds:
+            which = source.randrange(len(prompts))
+            events, wanted = llm.stream(prompts[which], PARAMS), source.randrange(1, 12)
+            for _ in zip(range(wanted), events, strict=False):
+                pass
+            events.close()
+            result = llm.last_result
+            assert result.tokens == plain[which][: len(result.tokens)] and len(result.tokens) >= wanted
+            done += result.rounds
+            if source.random() < 0.3:
+                config = source.choice(CONFIGS)
+                assert llm.rerun(SamplingParams(max_tokens=8), config=config).tokens == plain[which][:8]
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@pytest.mark.parametrize("config", ["retrieval", "triforce", "trees"])
+def test_captures_while_a_pass_streams(
+    device: torch.device, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GraphedModel, "prepare", lambda *arguments: None)
+    with small_llm(device, config) as llm:
+        assert llm.generate(PROMPT, PARAMS).tokens == llm.plain(PARAMS).tokens
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@pytest.mark.parametrize("share", SHARES)
+def test_no_layer_of_a_pass_waits_for_the_device(
+    device: torch.device, share: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch itself refuses what waits: with the CPU's share, and with a refresh from the stream."""
+    attend = FullCache.attend
+
+    def watched(cache: FullCache, *arguments: Any) -> Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return attend(cache, *arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    offload = {"resident_tokens": share[0], "cpu_tokens": share[1], "ahead": 0, "refresh_from": "stream"}
+    with small_llm(device, "retrieval", **offload) as llm:
+        expected = llm.generate(PROMPT, PARAMS).tokens
+        monkeypatch.setattr(FullCache, "attend", watched)
+        assert llm.rerun(PARAMS).tokens == expected
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+def test_page_locked_memory_is_asked_for_before_the_rounds(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes back and forth in a round has buffers that are kept."""
+    asked: list[torch.Size] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **named: Any) -> Tensor:
+        made = empty(*arguments, **named)
+        if named.get("pin_memory"):
+            asked.append(made.shape)
+        return made
+
+    with small_llm(device, "retrieval", cpu_tokens=48, refresh_from="stream") as llm:
+        llm.generate(PROMPT, PARAMS)
+        monkeypatch.setattr(torch, "empty", noted)
+        llm.rerun(SamplingParams(max_tokens=200))
+        assert len(asked) <= 8, "once a text and size, not once a layer"
