@@ -61,7 +61,8 @@ class ChunkSummaries:
         self._counts = [min(count, full) for count in self._counts]
 
     def _storage(self, chunks: int) -> Tensor:
-        return torch.empty(self.layout.kv_heads, chunks, self.layout.head_dim, dtype=self.layout.dtype)
+        with torch.inference_mode(False):  # else it were writable in that mode alone
+            return torch.empty(self.layout.kv_heads, chunks, self.layout.head_dim, dtype=self.layout.dtype)
 
     def _grow(self, layer: int, chunks: int) -> None:
         if chunks > self._means[layer].shape[1]:
