@@ -180,6 +180,7 @@ class Engine:
     def _fastest(self, prompt_tokens: int, new_tokens: int) -> Plan:
         """The fastest plan for such a text; tells which composition that is, where there is a choice."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
+        loaded += self._pool.free_bytes  # kept for this text, or let go before it takes others
         hardware = usable_hardware(self.target.device, loaded, self._on_progress)
         plans = ranked(
             PlanRequest(*self._shapes, config, prompt_tokens, new_tokens, hardware) for config in self.configs
@@ -238,6 +239,7 @@ class Engine:
             closing.callback(self.store.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)
+            closing.callback(self._pool.drop_free)
             for session in self._sessions:
                 closing.callback(session.close)
             self._sessions = []

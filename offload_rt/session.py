@@ -247,7 +247,7 @@ class Session:
             closing.callback(self._release_caches)
             closing.callback(self._sequence.close)
             closing.callback(self.engine.close)
-            closing.callback(self.full.abandon)
+            closing.callback(self.full.close)
             if self._cpu is not None:
                 closing.callback(self._cpu.close)
 

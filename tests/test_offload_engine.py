@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +17,12 @@ from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides,
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
+from torch import Tensor
 from transformers import PreTrainedModel
 from uneven_link import LateLink, UnevenLink
 
-from cpu_kv import CpuLink, LayerStream, PacedLink, TransferEngine
+import offload_rt.engine
+from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention import folded_mask
 from offload_rt.caches.base import Verified
@@ -29,6 +33,7 @@ from offload_rt.caches.places import CpuShare, Shares
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN
+from offload_rt.engine import Engine
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.pace import Pace, RunningAcceptance, StepDown
 from offload_rt.session import Session
@@ -303,6 +308,62 @@ def test_rerun_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens
         assert llm._last is not None and llm._last.full._tail.keys.is_inference()
         assert llm.rerun(long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
+
+
+def test_the_next_text_is_planned_for_what_the_one_before_held(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device; the text before is let go before the plan, and not by the garbage collector."""
+    held: list[weakref.ref[Tensor]] = []
+    planned, plan = [], Engine._plan
+
+    def watched(engine: Engine, *arguments: Any) -> Any:
+        planned.append([tensor for one in held if (tensor := one()) is not None])
+        return plan(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "_plan", watched)
+    overrides = engine_overrides(resident_tokens=64)
+    gc.disable()
+    try:
+        with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
+            llm.generate(PROMPT, SHORT)
+            assert llm._last is not None
+            full = llm._last.full
+            held += map(weakref.ref, (full._resident._memory, full._tail.keys, full._tail.values))
+            (retrieved,) = full.derived
+            assert isinstance(retrieved, RetrievedCache)
+            buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
+            taken = sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in retrieved.buffers)
+            del full, retrieved
+            llm.generate(PROMPT, SHORT)
+            assert planned == [[], []]
+            assert len(buffers) == 2 and all(one() is not None for one in buffers), "kept for the next text"
+            pool, told = llm._engine._pool, []
+            usable = offload_rt.engine.usable_hardware
+            monkeypatch.setattr(
+                offload_rt.engine,
+                "usable_hardware",
+                lambda device, loaded, report: told.append(loaded) or usable(device, loaded, report),
+            )
+            for free in (0, taken):
+                assert pool.free_bytes == free
+                llm._engine._fastest(*map(len, (PROMPT, PROMPT)))
+                llm._engine.close_session(llm._last)
+            assert told == [llm._engine.target.weight_bytes + free for free in (0, taken)]
+        assert not any(one() for one in buffers), "nothing outlives the engine"
+    finally:
+        gc.enable()
+
+
+def test_buffers_of_other_sizes_go_before_new_ones_come() -> None:
+    pool, layout = BufferPool(), KVLayout(1, 1, 2, torch.float32)
+    first = pool.take(layout, 8, torch.device("cpu"))
+    pool.give_back(first)
+    assert pool.free_bytes == first.keys.nbytes + first.values.nbytes
+    assert pool.take(layout, 8, torch.device("cpu")) is first
+    pool.give_back(first)
+    assert pool.take(layout, 9, torch.device("cpu")) is not first
+    assert pool.free_bytes == 0
 
 
 def test_two_engines_share_a_model(

@@ -123,6 +123,8 @@ class BoundedCache(ABC):
         """Gives its memory back; nothing may be asked of it afterwards."""
         for buffer in self.buffers:
             self._pool.give_back(buffer)
+        self._frame = None
+        del self.buffer  # the pool may let it go while something still refers to this cache
 
     @property
     def keys(self) -> Tensor:

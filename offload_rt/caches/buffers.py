@@ -27,7 +27,8 @@ class KVBuffer:
     def grown(self, extra: int) -> KVBuffer:
         """A copy with room for so many more entries."""
         pad = (0, 0, 0, extra)
-        return KVBuffer(*(torch.nn.functional.pad(part, pad) for part in (self.keys, self.values)))
+        with torch.inference_mode(False):  # as in `take`
+            return KVBuffer(*(torch.nn.functional.pad(part, pad) for part in (self.keys, self.values)))
 
 
 @dataclass
@@ -41,6 +42,7 @@ class BufferPool:
         shape = (layout.layers, layout.kv_heads, capacity, layout.head_dim)
         found = next((one for one in self._free if _fits(one.keys, shape, layout.dtype, device)), None)
         if found is None:
+            self.drop_free()  # of other sizes: there need not be room for both
             with torch.inference_mode(False):  # else it were writable in that mode alone
                 keys, values = (torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2))
             found = KVBuffer(keys, values)
@@ -51,6 +53,11 @@ class BufferPool:
         found.keys.zero_()
         found.values.zero_()
         return found
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the buffers that no text uses."""
+        return sum(one.keys.nbytes + one.values.nbytes for one in self._free)
 
     def give_back(self, buffer: KVBuffer) -> None:
         """Nothing that uses it may be enqueued any more but in the order of its next use."""

@@ -195,6 +195,13 @@ class FullCache:
         self._new = self._coverage = self._ahead = None
         self._refills = []
 
+    def close(self) -> None:
+        """Forgets a pass that was begun and lets the memory on the device go. Idempotent."""
+        # Not left to the garbage collector: the next text is planned for what is free.
+        self.abandon()
+        self._resident.release()
+        self._tail.release()
+
     @torch.inference_mode()  # a tail that a pass has let grow is not writable in another mode
     def rewind(self) -> None:
         """Back to the end of the prompt: forgets all that came after its prefill."""

@@ -67,6 +67,10 @@ class ResidentShare:
         """Forgets the tokens from `length` on."""
         self.tokens = min(self.tokens, length)
 
+    def release(self) -> None:
+        """Lets its memory go."""
+        self.tokens, self._memory = 0, torch.empty(0)
+
     def views(self, layer: int, tokens: int) -> KeysValues:
         """The first `tokens` tokens."""
         return self._memory[layer, 0, :, :tokens], self._memory[layer, 1, :, :tokens]
@@ -124,6 +128,10 @@ class Tail:
             self.keys[:, :, :left] = self.keys[:, :, gone : self.tokens].clone()
             self.values[:, :, :left] = self.values[:, :, gone : self.tokens].clone()
             self.start, self.tokens = start, left
+
+    def release(self) -> None:
+        """Lets its memory go."""
+        self.keys = self.values = torch.empty(0)
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> KeysValues:
         """Pending tokens of a layer behind the committed ones; returns a view of both together."""

@@ -188,6 +188,10 @@ class RetrievedCache(BoundedCache):
     def buffers(self) -> list[KVBuffer]:
         return [self.buffer] if self._spare is None else [self.buffer, self._spare]
 
+    def release(self) -> None:
+        super().release()
+        self._spare = self._refill = None
+
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare, self.buffer = self.buffer, refill.buffer
         self.entries = refill.extent.entries

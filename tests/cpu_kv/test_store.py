@@ -284,6 +284,18 @@ def test_summaries_do_not_move_at_every_append() -> None:
             assert len({keys.data_ptr() for keys in seen}) <= storages
 
 
+def test_summaries_are_written_in_any_mode() -> None:
+    """A text grows in inference mode, and its last write-back may be counted outside, when it is closed."""
+    with PagedKVStore(LAYOUT) as store:
+        sequence = store.new_sequence(chunk_size=2)
+        keys = torch.ones(2, 8, 4)
+        with torch.inference_mode():  # room is doubled: for four chunks, of which three are there
+            for tokens in (4, 2):
+                sequence.append(0, keys[:, :tokens], keys[:, :tokens])
+        sequence.append(0, keys[:, :2], keys[:, :2])
+        assert sequence.summaries is not None and sequence.summaries.count(0) == 4
+
+
 def test_errors_name_what_is_wrong() -> None:
     with PagedKVStore(LAYOUT) as store:
         sequence = filled(store, 10)
