@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv.layout import KVLayout
-from cpu_kv.link import CopyFailed, Link, PassedTicket, Ticket
+from cpu_kv.link import CopyFailed, Link, PassedTicket, Ticket, TransferStalled
 
 
 @dataclass(eq=False)
@@ -51,19 +51,29 @@ class StagingRing:
 
     @property
     def room(self) -> int:
-        """Slots that can be acquired now."""
+        """Slots that can be acquired."""
         return len(self._idle)
+
+    @property
+    def ready_to_fill(self) -> bool:
+        """Whether one can be acquired without waiting for compute."""
+        return bool(self._idle) and self._idle[0].free.done()
 
     def acquire(self) -> StagingSlot:
         """The slot released longest ago. Its holder copies into it and sets ``ready``.
 
-        The host waits until the slot is free: so it enqueues no further ahead than the ring is deep. A
-        device's queue that is full would block the launches of every other thread. Raises RuntimeError where
-        every slot is held, TransferStalled where the compute is.
+        The host waits until the compute that reads the slot is done: so it enqueues no further ahead than
+        the ring is deep. A device's queue that is full would block the launches of every other thread. Raises
+        RuntimeError where every slot is held, TransferStalled where the compute is, or what it waits for.
         """
         if not self._idle:
             raise RuntimeError(f"all {len(self._slots)} buffers of the staging ring are held")
-        self._idle[0].free.synchronize()
+        slot = self._idle[0]
+        try:
+            slot.free.synchronize()
+        except TransferStalled:
+            slot.ready.synchronize()  # names the copy, if it is that
+            raise
         return self._idle.pop(0)
 
     def release(self, slot: StagingSlot) -> None:

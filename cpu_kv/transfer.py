@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -196,6 +197,7 @@ class TransferEngine:
                 for _, slot in stream._copying:
                     slot.ready.synchronize()  # raises for the first one that is not done
             raise
+        self._prefetch()  # no buffer is being read any more
 
     def flush(self) -> None:
         """Wait for all write-backs.
@@ -266,19 +268,25 @@ class TransferEngine:
     def close(self) -> None:
         """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
         self._closed = True
-        try:
-            for stream in list(reversed(self._streams)):
-                stream.close()
-            self.flush()
-        finally:
-            self._scattering.shutdown(wait=True)
+        with ExitStack() as closing:
             ring, self._ring = self._ring, None
-            for buffers in (self._incoming, self._outgoing, *((ring,) if ring is not None else ())):
-                buffers.drain()
+            if ring is not None:
+                closing.callback(ring.drain)
+            closing.callback(self._outgoing.drain)
+            closing.callback(self._incoming.drain)
+            closing.callback(self._scattering.shutdown)
+            closing.callback(self.flush)
+            for stream in self._streams:
+                closing.callback(stream.close)
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the transfer engine is closed")
+
+    @property
+    def _copying(self) -> bool:
+        """Whether a segment is on its way that nothing has asked for yet."""
+        return any(stream._copying for stream in self._streams)
 
     def _prefetch(self) -> None:
         for stream in self._streams:
@@ -312,8 +320,12 @@ class TransferEngine:
         start = time.perf_counter()
         try:
             write.ticket.synchronize()
-        except CopyFailed:
-            self._writes.clear()  # the later ones would leave a hole
+        except (CopyFailed, TransferStalled):
+            # The later ones would leave a hole. Their pages may go to others once nothing writes there.
+            dropped, self._writes = self._writes, deque()
+            for later in dropped:
+                with suppress(CopyFailed, TransferStalled):
+                    later.ticket.synchronize()
             raise
         self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
         self._writes.popleft()
@@ -418,9 +430,14 @@ class LayerStream:
             self._engine._prefetch()
 
     def _fill(self) -> None:
-        """Copy the next segments into the ring, as far as it has room."""
+        """Copy the next segments into the ring, as far as it has room.
+
+        The host waits for a buffer that is still being read only where the link has nothing left to do.
+        """
         ring = self._ring
         while self._planned and ring is not None and ring.room:
+            if self._engine._copying and not ring.ready_to_fill:
+                break
             slot, segment = ring.acquire(), self._planned.popleft()
             pieces = self._engine.sequence.memory(segment.layer, segment.start, segment.end)
             counts = [piece.numel() for piece in pieces]

@@ -288,10 +288,11 @@ def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
     keys = torch.randn(16, 32, 256, 128, dtype=torch.float16, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[float] = []
+    stream = torch.cuda.current_stream(device)
     for _ in range(10):
-        start.record()
+        start.record(stream)
         attend(backend, queries, keys, keys, 128**-0.5)
-        end.record()
+        end.record(stream)
         end.synchronize()
         times.append(start.elapsed_time(end))
     return min(times)

@@ -177,6 +177,7 @@ class GraphedModel(CausalModel):
                 numbers = to_device([0] * (2 * count + 2) + NewTokens.chain(count).words(WORDS), self.device)
                 for buffer in cache.buffers:
                     self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)
+                    buffer.clear()
 
     def _graph(
         self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor

@@ -24,6 +24,11 @@ class KVBuffer:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
+    def clear(self) -> None:
+        """Zeros: what lies behind the entries is multiplied by zero, so it has to be finite."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def grown(self, extra: int) -> KVBuffer:
         """A copy with room for so many more entries."""
         pad = (0, 0, 0, extra)
@@ -48,10 +53,7 @@ class BufferPool:
             found = KVBuffer(keys, values)
         else:
             self._free.remove(found)
-        # Touched now: memory that is touched for the first time would hold up a round. And finite: what lies
-        # behind the entries is multiplied by zero.
-        found.keys.zero_()
-        found.values.zero_()
+        found.clear()  # which touches it, too: later that would hold up a round
         return found
 
     @property

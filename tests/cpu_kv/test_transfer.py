@@ -238,11 +238,11 @@ class ComputeLink(PacedLink):
 
 
 def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
-    """Compute that reads segments is enqueued and not done: the host stops with the ring."""
-    link, seen, asked = ComputeLink(), [], []
+    """Compute that reads segments is enqueued and not done: the host stops with the ring, and not before."""
+    link, seen, asked, enqueued = ComputeLink(), [], [], []
     with engine_over(link, random_kv(40), segment_tokens=4, ring_buffers=3) as engine:
         link.finish(3)  # nothing reads the ring yet
-        stream = engine.stream(40)
+        stream, following = engine.stream(40), engine.stream(40)
 
         def read() -> None:
             for layer in range(LAYOUT.layers):
@@ -251,17 +251,28 @@ def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
         reader = threading.Thread(target=read)
         reader.start()
         for done in range(30):
-            deadline = time.monotonic() + 10
-            while len(link.marks) <= 3 + done and time.monotonic() < deadline:
+            deadline, ring = time.monotonic() + 5, min(30, done + 3)
+            while len(link.marks) < 3 + ring and time.monotonic() < deadline:
                 time.sleep(1e-4)
             time.sleep(1e-3)
             asked.append(link.asked)
+            enqueued.append(len(link.marks) - 3)
+            if enqueued[-1] != ring:
+                break
             link.finish(4 + done)
-        reader.join(10)
+        reader.join(5)
         alive = reader.is_alive()
+        threading.Timer(0.02, lambda: link.finish(len(link.marks))).start()
+        if not alive:
+            engine.finish_compute()
+        filled = link.asked
         link.finish(len(link.marks))  # also where this test fails: closing waits for all compute
+        following.close()
+        link.finish(len(link.marks))
     assert not alive and len(seen) == 30
     assert all(asked[done] <= 3 + done for done in range(30)), "a buffer was filled that was still being read"
+    assert enqueued == [min(30, done + 3) for done in range(30)]
+    assert filled == 33, "the ring of the next pass"
 
 
 def test_the_link_runs_ahead_across_layers() -> None:
