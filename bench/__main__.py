@@ -17,11 +17,13 @@ import bench.drafts
 import bench.model_card
 import bench.offload.command
 import bench.offload.prediction_accuracy
+import bench.side_by_side
 import bench.speedup
 from offload_rt.errors import UsageError
 
 COMMANDS = (
     bench.speedup,
+    bench.side_by_side,
     bench.drafts,
     bench.model_card,
     bench.attention,

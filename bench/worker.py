@@ -1,4 +1,4 @@
-"""A process that runs one system: `python -m bench.worker ADAPTER SYSTEM`, commands and answers as JSON lines.
+"""A process that runs one system, `python -m bench.worker ADAPTER SYSTEM`: JSON lines in and out.
 
 It imports no more of this package than the adapter, so that it runs in an environment of the peer's own.
 """

@@ -1,8 +1,8 @@
 """Systems that `bench peers` runs side by side: one small adapter each, in a process of its own.
 
-An adapter is a module here that names `SYSTEMS`: each system's name and how to open it. It imports what it needs
-itself, nothing of another adapter, and nothing of offload-rt but in `ours`: a peer may live in an environment in
-which offload-rt is not installed. To add a peer is to add a file.
+An adapter is a module here that names `SYSTEMS`: each system's name and how to open it. It imports what it
+needs itself, nothing of another adapter, and nothing of offload-rt but in `ours`: a peer may live in an
+environment in which offload-rt is not installed. To add a peer is to add a file.
 """
 
 from __future__ import annotations
