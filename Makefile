@@ -27,12 +27,19 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m bench speedup
 
+# Every piece runs, whatever fails before it.
 gpu: $(INSTALLED)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no CUDA device here")'
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/offload-rt doctor --refresh --json bench/results/doctor-gpu.json
-	$(BIN)/python -m bench offload --device cuda --out bench/results/offload-gpu.json
-	$(BIN)/python -m bench prediction-accuracy bench/results/offload-gpu.json
+	@failed=; for piece in \
+	    'pytest -m gpu' \
+	    'offload_rt doctor --refresh --json bench/results/doctor-gpu.json' \
+	    'bench gpu --out bench/results/gpu-checks.json' \
+	    'bench offload --device cuda --out bench/results/offload-gpu.json' \
+	    'bench prediction-accuracy bench/results/offload-gpu.json'; \
+	do \
+	    echo "python -m $$piece"; $(BIN)/python -m $$piece || failed="$$failed; $$piece"; \
+	done; \
+	[ -z "$$failed" ] || { echo "make gpu: failed$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """`python -m bench COMMAND`: tables to stdout, progress to stderr, results as JSON.
 
-The last line on stdout is the result as one JSON object. Exit codes: 0 done; 2 the request cannot be
-fulfilled (one line on stderr); 130 interrupted.
+The last line on stdout is the result as one JSON object. Exit codes: 0 done; 1 a check of `gpu` failed;
+2 the request cannot be fulfilled (one line on stderr); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NoReturn
 import bench.architectures
 import bench.attention
 import bench.drafts
+import bench.gpu
 import bench.model_card
 import bench.offload.command
 import bench.offload.prediction_accuracy
@@ -30,6 +31,7 @@ COMMANDS = (
     bench.architectures,
     bench.offload.command,
     bench.offload.prediction_accuracy,
+    bench.gpu,
 )
 
 
@@ -48,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     try:
         arguments = parser.parse_args(argv)
-        arguments.run(arguments)
-        return 0
+        return arguments.run(arguments) or 0
     except UsageError as error:
         print(f"bench: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2

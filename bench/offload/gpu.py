@@ -45,7 +45,7 @@ def measure_shapes(
     Args:
         picture: where the timeline of the first case goes.
     """
-    hardware = _capped(inspect().hardware, device)
+    hardware = capped(inspect().hardware, device)
     cases: list[dict[str, Any]] = []
     for shape in shapes:
         say(f"{shape}: random weights on {device}")
@@ -69,7 +69,7 @@ def measure_shapes(
     return cases
 
 
-def _capped(hardware: Hardware, device: torch.device) -> Hardware:
+def capped(hardware: Hardware, device: torch.device) -> Hardware:
     """The machine with one card of 24 GiB, which torch keeps to as well."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_MEMORY_BYTES / total), device)
@@ -93,21 +93,15 @@ def measure_context(
     Args:
         prefill: read a prompt as well, to time it.
     """
-    planned = _plan(target, sizes, hardware)
+    planned = planned_for(target, sizes, hardware)
     if not planned.fits:
         say(f"{target.name} at {sizes.context:,} tokens is left out: {planned.refusal}")
         return None
-    page = sizes.config("retrieval").store.page
-    # The planner lets the last share end with the text, and the engine with a page.
-    resident, cpu = planned.placement.resident_tokens, planned.placement.cpu_tokens
-    place = Shares(resident // page * page, cpu // page * page)
-    generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(target.vocabulary, (sizes.context,), generator=generator).tolist()
-    subject = Subject(target, None, prompt, random_kv=True)
+    subject = Subject(target, None, random_prompt(target, sizes), random_kv=True)
     rate = hardware.gpus[0].to_device_rate * 1e9
     measured: list[Measured] = []
     # One placement after the other: each holds all KV in host memory.
-    for name, shares in {STREAMED: EVERYTHING_STREAMED, PLANNED: place}.items():
+    for name, shares in {STREAMED: EVERYTHING_STREAMED, PLANNED: shares_of(planned)}.items():
         say(f"{target.name}, {sizes.context:,} tokens, {name}")
         systems = held_systems(acceptances, AHEAD, name)
         measured += measure(subject, sizes, systems, link, rate, placements={name: shares})
@@ -138,11 +132,24 @@ def measure_context(
     }
 
 
-def _plan(target: GraphedModel, sizes: Sizes, hardware: Hardware) -> Plan:
+def planned_for(target: GraphedModel, sizes: Sizes, hardware: Hardware) -> Plan:
+    """Where the KV of such a text goes, drafted for over a retrieved cache."""
     shape = from_config(target.module.config, target.dtype, target.name)
     return plan(
         PlanRequest(shape, None, sizes.config("retrieval"), sizes.context, sizes.new_tokens, hardware)
     )
+
+
+def shares_of(planned: Plan) -> Shares:
+    """The planner lets the last share end with the text, and the engine with a page."""
+    page, placement = planned.request.config.store.page, planned.placement
+    return Shares(placement.resident_tokens // page * page, placement.cpu_tokens // page * page)
+
+
+def random_prompt(target: GraphedModel, sizes: Sizes) -> list[int]:
+    """Tokens of a prompt, the same ones each time."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(target.vocabulary, (sizes.context,), generator=generator).tolist()
 
 
 def _prefill(subject: Subject, sizes: Sizes, link: Link) -> tuple[float, int]:
