@@ -120,7 +120,8 @@ class References:
 
     def _balance(self) -> None:
         """Comes nearer to the link on which a pass takes as long as drafting beside it."""
-        self._stream_ms = _drafting_ms(self._run_over_link(self._ahead, self._balanced_rate).rounds)
+        drafting = _drafting_ms(self._run_over_link(self._ahead, self._balanced_rate).rounds)
+        self._stream_ms = drafting or self._stream_ms  # 0: no pass was long enough to draft beside
 
     @property
     def _balanced_rate(self) -> float:
