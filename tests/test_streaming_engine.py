@@ -3,7 +3,11 @@ tests are tests. Sizes are so small that nothing but what is asked for is reside
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +29,7 @@ ON_CUDA = [
 DEVICES = pytest.mark.parametrize(
     "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
 )
+ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
 SHARES = [(0, 0), (32, 0), (0, 48), (32, 48)]
 """Resident tokens, and those that the CPU attends, of 149."""
 
@@ -86,7 +91,8 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize("share", SHARES[::3])
 def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
-    rounds, source = (500 if device == CUDA else 60), random.Random(7)
+    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA else 60))
+    source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
     offload = {"resident_tokens": share[0], "cpu_tokens": share[1]}
     with small_llm(device, "triforce", **offload) as llm:
@@ -107,6 +113,31 @@ def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None
             if source.random() < 0.3:
                 config = source.choice(CONFIGS)
                 assert llm.rerun(SamplingParams(max_tokens=8), config=config).tokens == plain[which][:8]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("tool", "environment"),
+    [
+        # Memory that is used after it is given back is another's at once, or nobody's.
+        ((), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+        (("compute-sanitizer", "--error-exitcode", "9"), {ROUNDS: "20"}),
+    ],
+    ids=["no caching", "sanitizer"],
+)
+def test_random_interrupts_under_tools(tool: tuple[str, ...], environment: dict[str, str]) -> None:
+    if tool and shutil.which(tool[0]) is None:
+        pytest.skip(f"no {tool[0]} here")
+    chosen = ["-q", __file__, "-k", "test_random_interrupts and cuda"]
+    ended = subprocess.run(
+        [*tool, sys.executable, "-m", "pytest", *chosen],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
