@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+PEERS := .venv-peers
 
-.PHONY: install demo test lint bench gpu clean
+.PHONY: install demo test lint bench bench-peers gpu clean
 
 install: $(INSTALLED)
 
@@ -27,6 +28,15 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m bench speedup
 
+bench-peers: $(PEERS)/installed
+
+$(PEERS)/installed: bench/peers-requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt numpy setuptools torch transformers
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --no-build-isolation \
+	  -c constraints.txt -r bench/peers-requirements.txt
+	touch $@
+
 # Every piece runs, whatever fails before it.
 gpu: $(INSTALLED)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no CUDA device here")'
@@ -42,4 +52,4 @@ gpu: $(INSTALLED)
 	[ -z "$$failed" ] || { echo "make gpu: failed$$failed" >&2; exit 1; }
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,140 @@
+"""DeepSpeed-ZeRO-Inference: transformers' generation over a model whose weights ZeRO stage 3 holds.
+
+ZeRO stage 3 gathers a module's weights when its forward pass begins. Here all of them stay on the device, or
+all of them stay in CPU memory and cross the link in every pass. The KV cache is transformers' own.
+
+Options:
+    cache: `static` (preallocated) or `dynamic` (each layer's KV is copied whenever it grows).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from bench.systems import Opener, Run, Setup
+
+EVERY_WEIGHT = 10**12
+"""More elements than a model has."""
+
+CACHES = ("static", "dynamic")
+
+
+class ZeroInference:
+    """DeepSpeed without its launcher, once in a process.
+
+    Args:
+        offloaded: whether the weights stay in CPU memory.
+    """
+
+    def __init__(self, setup: Setup, *, offloaded: bool) -> None:
+        self._kind = setup.options.get("cache", CACHES[0])
+        if self._kind not in CACHES:
+            raise ValueError(f"cache must be one of {', '.join(CACHES)}, not {self._kind!r}")
+        self._setup = setup
+        self._device = torch.device(setup.device)
+        torch.set_num_threads(setup.threads)
+        deepspeed = _deepspeed(setup, self._device)
+        model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.dtype))
+        model.generation_config = GenerationConfig()  # no end token
+        self._engine: Any = deepspeed.initialize(
+            model=model.eval(), config=_config(setup, offloaded, self._device)
+        )[0]
+        self._model: Any = self._engine.module
+        self._cache: Any = None
+        self._prompt = torch.empty(1, 0, dtype=torch.long)
+        weights = f"weights {'offloaded' if offloaded else 'resident'}"
+        self.label = f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, {self._kind} cache"
+        self.notes: tuple[str, ...] = ()
+        if offloaded and self._device.type == "cpu":
+            self.notes = ("on a CPU its weights move within the same memory",)
+
+    @torch.no_grad()
+    def prepare(self, prompt: Sequence[int]) -> float:
+        started = perf_counter()
+        self._cache = None  # frees its memory before the next one is filled
+        self._prompt = torch.tensor([prompt], device=self._device)
+        if self._kind == "static":
+            self._cache = StaticCache(self._model.config, max_cache_len=self._setup.capacity)
+        else:
+            self._cache = DynamicCache()
+        for chunk in self._prompt[:, :-1].split(self._setup.chunk, dim=1):
+            if chunk.shape[1]:
+                self._model(chunk, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return 1e3 * (perf_counter() - started)
+
+    def run(self, new_tokens: int) -> Run:
+        self._rewind(self._prompt.shape[1] - 1)
+        started = perf_counter()
+        out = self._model.generate(
+            self._prompt,
+            attention_mask=torch.ones_like(self._prompt),
+            past_key_values=self._cache,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            disable_compile=True,  # ZeRO gathers weights in hooks, which a compiled pass would not call
+        )
+        tokens = out[0, self._prompt.shape[1] :].tolist()
+        return Run(tokens, 1e3 * (perf_counter() - started), len(tokens))
+
+    def close(self) -> None:
+        self._cache = self._model = None
+        self._engine.destroy()
+        self._engine = None
+        torch.distributed.destroy_process_group()
+
+    def _rewind(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        if self._kind == "dynamic":
+            self._cache.crop(length - self._cache.get_seq_length())
+            return
+        for layer in self._cache.layers:
+            if type(layer) is not StaticLayer:
+                raise ValueError(f"a {type(layer).__name__} cannot be rewound: choose cache=dynamic")
+            layer.cumulative_length.fill_(length)
+
+
+def _deepspeed(setup: Setup, device: torch.device) -> Any:
+    """The package, in a group of this process alone."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ["TORCH_EXTENSIONS_DIR"] = str((setup.folder / "torch_extensions").resolve())
+    # ninja, which compiles them, is installed next to Python.
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(device.index or 0)}
+    import deepspeed
+
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # needs no port
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    return deepspeed
+
+
+def _config(setup: Setup, offloaded: bool, device: torch.device) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 3}
+    if offloaded:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    else:
+        zero["stage3_param_persistence_threshold"] = EVERY_WEIGHT
+        zero["stage3_model_persistence_threshold"] = EVERY_WEIGHT
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # required, unused
+        "bf16": {"enabled": setup.dtype == "bfloat16"},
+        "zero_optimization": zero,
+    }
+
+
+SYSTEMS: dict[str, Opener] = {
+    "resident": partial(ZeroInference, offloaded=False),
+    "offloaded": partial(ZeroInference, offloaded=True),
+}

@@ -1,0 +1,121 @@
+"""DeepSpeed and the rebuilt ZeRO-Inference continue a prompt as transformers does, time after time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import byte_ids, tiny_target
+from transformers import PreTrainedModel
+
+from bench.systems import Setup, deepspeed, zero_style
+
+PROMPTS = (byte_ids(90), byte_ids(61, start=500), byte_ids(1))
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa", seed=3)
+
+
+@pytest.fixture
+def setup(target: PreTrainedModel, tmp_path: Path) -> Iterator[Setup]:
+    """What opens a system on a checkpoint that names the first token of the continuation as an end token."""
+    threads = torch.get_num_threads()
+    target.save_pretrained(tmp_path / "target")
+    first = greedy(target, PROMPTS[0])[0]
+    (tmp_path / "target" / "generation_config.json").write_text(f'{{"eos_token_id": {first}}}')
+    yield Setup(
+        model=str(tmp_path / "target"),
+        draft=None,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        capacity=len(PROMPTS[0]) + NEW_TOKENS,
+        chunk=32,
+        work=str(tmp_path / "work"),
+    )
+    torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """`NEW_TOKENS` that follow, the whole text read anew for each."""
+    ids = torch.tensor([prompt])
+    for _ in range(NEW_TOKENS):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def test_the_rebuilt_one_continues_greedily(setup: Setup, target: PreTrainedModel) -> None:
+    system = zero_style.SYSTEMS["rebuilt"](setup)
+    for prompt in PROMPTS:
+        system.prepare(prompt)
+        for _ in range(2):
+            run = system.run(NEW_TOKENS)
+            assert run.tokens == greedy(target, prompt)
+            assert run.timed == NEW_TOKENS
+    system.close()
+
+
+def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_holds() -> None:
+    layer = zero_style.HostLayer(capacity=10)
+    kv = torch.randn(2, 1, 3, 10, 4)
+    layer.update(*kv[..., :6, :])
+    filled = layer.keys.data_ptr(), layer.values.data_ptr()
+    layer.crop(-2)
+    keys, values = layer.update(*kv[..., 4:, :])
+    assert torch.equal(torch.stack([keys, values]), kv)
+    assert (keys.data_ptr(), values.data_ptr()) == filled
+    with pytest.raises(RuntimeError):
+        layer.update(*kv[..., :1, :])
+
+
+@pytest.fixture(scope="module")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where DeepSpeed's extension is compiled, once for all tests."""
+    return str(tmp_path_factory.mktemp("extensions"))
+
+
+@pytest.mark.parametrize("cache", deepspeed.CACHES)
+@pytest.mark.parametrize("name", deepspeed.SYSTEMS)
+def test_deepspeed_continues_greedily(
+    name: str, cache: str, setup: Setup, extensions: str, target: PreTrainedModel
+) -> None:
+    pytest.importorskip("deepspeed")
+    opened = asdict(replace(setup, work=extensions, options={"cache": cache}))
+    commands: list[tuple[str, object]] = [("open", opened)]
+    for prompt in PROMPTS:
+        commands += [("prepare", prompt), ("run", NEW_TOKENS), ("run", NEW_TOKENS)]
+    answers = worker("deepspeed", name, [*commands, ("close", None)])
+    assert cache in answers[0]["label"] and name in answers[0]["label"]
+    expected = [greedy(target, prompt) for prompt in PROMPTS for _ in range(2)]
+    assert [answer["tokens"] for answer in answers if "tokens" in answer] == expected
+
+
+def worker(adapter: str, name: str, commands: list[tuple[str, object]]) -> list[dict[str, Any]]:
+    """Answers of a process of the system's own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.worker", adapter, name],
+        input="".join(json.dumps(command) + "\n" for command in commands),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(commands)
+    assert not [answer["error"] for answer in answers if "error" in answer]
+    return answers
+
+
+def test_deepspeed_has_no_other_cache(setup: Setup) -> None:
+    with pytest.raises(ValueError, match="cache must be one of static, dynamic, not 'paged'"):
+        deepspeed.SYSTEMS["resident"](replace(setup, options={"cache": "paged"}))
