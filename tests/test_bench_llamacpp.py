@@ -105,7 +105,7 @@ def systems() -> dict[str, Opener]:
 
 def setup(model: Path, **options: object) -> Setup:
     work = str(model.parent / "work")
-    return Setup(str(model), None, "float32", "cpu", 1, 1000, 128, work, options)
+    return Setup(str(model), None, "float32", "cpu", 1, 1000, 4, work, options)
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
@@ -115,7 +115,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[in
 
 
 @pytest.mark.parametrize("arch", LLAMAS)
-@pytest.mark.parametrize("name", ["f32", "f32-flash", "lookup"])
+@pytest.mark.parametrize("name", ["f32", "lookup"])  # flash attention is not exact
 def test_llama_cpp_continues_as_transformers_does(
     systems: dict[str, Opener], tmp_path: Path, arch: str, name: str
 ) -> None:
@@ -138,6 +138,7 @@ def test_llama_cpp_says_what_it_rounds(systems: dict[str, Opener], tmp_path: Pat
         system = systems[name](setup(model))
         assert rounded in " ".join(system.notes)
         assert bool(system.notes) is bool(rounded)
+        assert ("flash attention" in system.label) is ("flash" in name)
         system.close()
 
 
