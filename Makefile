@@ -35,6 +35,8 @@ $(PEERS)/installed: bench/peers-requirements.txt constraints.txt
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt numpy setuptools torch transformers
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --no-build-isolation \
 	  -c constraints.txt -r bench/peers-requirements.txt
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON" $(PEERS)/bin/python -m pip install --quiet --no-deps \
+	  llama-cpp-python==0.3.36
 	touch $@
 
 # Every piece runs, whatever fails before it.

@@ -1,0 +1,141 @@
+"""llama.cpp, by llama-cpp-python: greedy decoding with KV of either precision, and its prompt look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+
+import llama_cpp
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from bench.systems import Opener, Run, Setup
+from bench.systems.gguf_file import gguf_file
+
+KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
+CONTEXT_STEP = 256
+"""llama.cpp rounds contexts up to multiples of it, and the buffers of llama-cpp-python do not follow."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What prompt look-up proposes each round: what followed the first occurrence of the last tokens.
+
+    The defaults were fastest on a CPU behind 16K tokens; for GPUs, llama-cpp-python recommends 10 tokens.
+
+    Attributes:
+        ngram: most tokens that are compared.
+        proposed: most tokens of a round.
+    """
+
+    ngram: int = 3
+    proposed: int = 4
+
+
+class LlamaCpp:
+    """A model in llama.cpp.
+
+    Args:
+        kv: type of keys and values: one of `KV_TYPES`.
+        flash: whether attention is llama.cpp's flash attention.
+        lookup: None decodes token by token.
+        offload_kqv: False leaves KV and attention to the CPU where the weights are a GPU's.
+
+    Raises:
+        ImportError: if llama-cpp-python was built without CUDA and the device is a GPU.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        kv: str,
+        flash: bool = False,
+        lookup: Lookup | None = None,
+        offload_kqv: bool = True,
+    ) -> None:
+        device, _, index = setup.device.partition(":")
+        on_gpu = device != "cpu"
+        if on_gpu and not llama_cpp.llama_supports_gpu_offload():
+            raise ImportError(
+                f"llama-cpp-python cannot use {setup.device}: reinstall it with CMAKE_ARGS=-DGGML_CUDA=ON"
+            )
+        # llama-cpp-python samples from one batch what it proposed: a round has to fit in.
+        chunk = max(setup.chunk, lookup.proposed + 1 if lookup else 1)
+        self._llama = llama_cpp.Llama(
+            str(gguf_file(Path(setup.model), setup.dtype, setup.folder)),
+            n_gpu_layers=-1 if on_gpu else 0,
+            split_mode=llama_cpp.LLAMA_SPLIT_MODE_NONE,
+            main_gpu=int(index or 0),
+            n_ctx=-(-setup.capacity // CONTEXT_STEP) * CONTEXT_STEP,
+            n_batch=chunk,
+            n_ubatch=chunk,
+            n_threads=setup.threads,
+            n_threads_batch=setup.threads,
+            type_k=KV_TYPES[kv],
+            type_v=KV_TYPES[kv],
+            flash_attn=flash,
+            offload_kqv=offload_kqv,
+            # With a draft, llama-cpp-python keeps logits of all tokens: by this it makes room for them.
+            logits_all=lookup is not None,
+            draft_model=lookup and LlamaPromptLookupDecoding(lookup.ngram, lookup.proposed),
+            verbose=False,
+        )
+        self._lookup = lookup
+        self._prompt: list[int] = []
+        parts = [f"llama-cpp-python {llama_cpp.__version__}", f"{kv} KV"]
+        notes = []
+        if flash:
+            parts.append("flash attention")
+        if lookup:
+            parts.append(f"prompt look-up of {lookup.proposed} tokens")
+        if on_gpu and not offload_kqv:
+            parts.append("attention on the CPU")
+        if kv != setup.dtype:
+            notes.append(f"KV is {kv}, weights are {setup.dtype}")
+        if kv == "float16" and not (on_gpu and offload_kqv):
+            rounded = "sums of values" if flash else "attention weights"
+            notes.append(f"queries and {rounded} are rounded to float16")
+        self.label, self.notes = ", ".join(parts), tuple(notes)
+
+    def prepare(self, prompt: Sequence[int]) -> float:
+        self._prompt = list(prompt)
+        started = perf_counter()
+        self._llama.reset()
+        # Look-up needs logits of its drafts only; left to itself, it computes those of the whole prompt.
+        self._llama._logits_all = False
+        self._llama.eval(self._prompt[:-1])
+        return 1e3 * (perf_counter() - started)
+
+    def run(self, new_tokens: int) -> Run:
+        # Not reset, it goes on behind `n_tokens`; what is behind that is removed.
+        self._llama.n_tokens = len(self._prompt) - 1
+        self._llama._logits_all = self._lookup is not None
+        generated = self._llama.generate(self._prompt[-1:], temp=0.0, reset=False)
+        started = perf_counter()
+        tokens = list(islice(generated, new_tokens))
+        return Run(tokens, 1e3 * (perf_counter() - started), new_tokens)
+
+    def close(self) -> None:
+        self._llama.close()
+
+
+def _open(setup: Setup, kv: str, flash: bool = False) -> LlamaCpp:
+    return LlamaCpp(setup, kv, flash, **setup.options)
+
+
+def _open_lookup(setup: Setup) -> LlamaCpp:
+    options = dict(setup.options)
+    offload_kqv = options.pop("offload_kqv", True)
+    return LlamaCpp(setup, "float32", lookup=Lookup(**options), offload_kqv=offload_kqv)
+
+
+SYSTEMS: dict[str, Opener] = {
+    "f16": partial(_open, kv="float16"),
+    "f32": partial(_open, kv="float32"),
+    "f16-flash": partial(_open, kv="float16", flash=True),
+    "f32-flash": partial(_open, kv="float32", flash=True),
+    "lookup": _open_lookup,
+}
