@@ -16,7 +16,7 @@ pytest.importorskip("gguf")
 from gguf import GGUFReader, dequantize
 
 from bench.systems import Opener, Setup
-from bench.systems.gguf_file import gguf_file
+from bench.gguf_file import gguf_file
 
 LLAMAS = ("llama", "llama-gqa", "llama-yarn", "llama3")
 NEW_TOKENS = 24

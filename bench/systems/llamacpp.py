@@ -13,7 +13,7 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from bench.systems import Opener, Run, Setup
-from bench.systems.gguf_file import gguf_file
+from bench.gguf_file import gguf_file
 
 KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
 CONTEXT_STEP = 256
