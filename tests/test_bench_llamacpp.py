@@ -15,8 +15,8 @@ pytest.importorskip("gguf")
 
 from gguf import GGUFReader, dequantize
 
-from bench.systems import Opener, Setup
 from bench.gguf_file import gguf_file
+from bench.systems import Opener, Setup
 
 LLAMAS = ("llama", "llama-gqa", "llama-yarn", "llama3")
 NEW_TOKENS = 24

@@ -12,8 +12,8 @@ from time import perf_counter
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from bench.systems import Opener, Run, Setup
 from bench.gguf_file import gguf_file
+from bench.systems import Opener, Run, Setup
 
 KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
 CONTEXT_STEP = 256
