@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 OWN_ENVIRONMENT = ("ours", "transformers", "zero_style")  # of what runs in this program's
 WARM_UP_TOKENS = 8
+ROOM = 8  # tokens behind the longest continuation
 PATIENCE_S = 1800.0
 
 Row = dict[str, Any]
@@ -123,20 +124,22 @@ class Worker:
 
 
 def run(case: Case, say: Any) -> Iterator[list[Row]]:
-    """Rows of every system at one context after another; a system that has failed once is not asked again."""
-    failed: dict[str, str] = {}
-    with ExitStack() as closing:
-        workers: dict[str, Worker] = {}
-        for name in case.systems:
-            say(f"open {name}")
-            try:
-                setup = replace(case.setup, options=case.options.get(name, {}))
-                workers[name] = Worker(name, setup, case.patience_s)
-                closing.callback(workers[name].close)
-            except SystemFailed as error:
-                failed[name] = str(error)
-        for context in case.contexts:
-            yield _at(case, context, workers, failed, say)
+    """Rows of every system at one context after another, each with room for that context and no more."""
+    for context in case.contexts:
+        failed: dict[str, str] = {}
+        with ExitStack() as closing:
+            workers: dict[str, Worker] = {}
+            for name in case.systems:
+                say(f"{context} tokens: open {name}")
+                capacity, options = context + case.new_tokens + ROOM, case.options.get(name, {})
+                try:
+                    setup = replace(case.setup, capacity=capacity, options=options)
+                    workers[name] = Worker(name, setup, case.patience_s)
+                    closing.callback(workers[name].close)
+                except SystemFailed as error:
+                    failed[name] = str(error)
+            rows = _at(case, context, workers, failed, say)
+        yield rows
 
 
 def _at(case: Case, context: int, workers: dict[str, Worker], failed: dict[str, str], say: Any) -> list[Row]:

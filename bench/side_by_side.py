@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.dtype,
         str(device),
         torch.get_num_threads(),
-        capacity=contexts[-1] + new_tokens + 8,
+        capacity=0,  # that of each context
         chunk=2048,
         work=str(cache_folder() / "bench"),
     )
@@ -104,19 +104,19 @@ def run(arguments: argparse.Namespace) -> None:
         "model": "demo" if arguments.model is None else model.name,
         "dtype": arguments.dtype,
         "texts": [text.name for text in texts],
-        "prompt": hashlib.sha256(json.dumps(tokens[: contexts[-1]]).encode()).hexdigest()[:16],
         "new_tokens": new_tokens,
         "turns": arguments.turns,
         "systems": systems,
     }
     out = arguments.out or inputs.RESULTS / f"peers-{machine.slug(described)}.jsonl"
-    held = _held(out, envelope)
+    held = _held(out, envelope, tokens)
     left = tuple(context for context in contexts if context not in held)
     case = Case(setup, systems, tokens, left, new_tokens, arguments.turns, {})
     for context, rows in zip(left, run_case(case, say), strict=True) if left else ():
         held[context] = {
             **envelope,
             "context": context,
+            "prompt": _digest(tokens[:context]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "read_rate_gb_s": machine.read_rate(device),
             "rows": rows,
@@ -139,13 +139,18 @@ def _systems(text: str) -> tuple[str, ...]:
     return names
 
 
-def _held(path: Path, envelope: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _digest(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:16]
+
+
+def _held(path: Path, envelope: dict[str, Any], tokens: Sequence[int]) -> dict[int, dict[str, Any]]:
     """What an earlier run of the same kind has left, by context."""
     held = {}
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
         try:
             one = json.loads(line)
             same = all(one[key] == json.loads(json.dumps(value)) for key, value in envelope.items())
+            same = same and one["prompt"] == _digest(tokens[: one["context"]])
         except (ValueError, KeyError, TypeError):
             said = f"line {number} is no result of bench peers; use another file"
             raise UsageError(f"--out {path}: {said}") from None

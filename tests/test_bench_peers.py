@@ -75,6 +75,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bench/systems/fake.py").write_text(FAKE)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     monkeypatch.setattr(runner, "OWN_ENVIRONMENT", ("fake",))
+    monkeypatch.setattr(runner, "PEERS_PYTHON", tmp_path / "none")
     return tmp_path
 
 
