@@ -154,7 +154,7 @@ def measure(
         for name, ((out, lse), times) in zip(("ours", "torch"), timed, strict=True):
             gb_s = kv_bytes / median(times) / 1e6
             row[name] = {
-                "ms": {"median": median(times), "min": min(times), "max": max(times), "runs": times},
+                "ms": report.spread(times),
                 "gb_s": gb_s,
                 "share_of_read_rate": gb_s / rate,
                 "error": float((out - want[:, :count]).abs().max()),

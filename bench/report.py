@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from offload_rt import files
@@ -29,6 +30,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     ]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Of several runs of one thing."""
+    return {"median": median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
 def tokens_name(tokens: int) -> str:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from bench import report
 from bench.systems import Setup
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,12 +177,7 @@ def _at(case: Case, context: int, workers: dict[str, Worker], failed: dict[str, 
                 "label": workers[name].label,
                 "notes": workers[name].notes,
                 "prefill_ms": read[name]["ms"],
-                "ms_per_token": {
-                    "median": median(times),
-                    "min": min(times),
-                    "max": max(times),
-                    "runs": times,
-                },
+                "ms_per_token": report.spread(times),
                 "tokens": runs[name][-1]["tokens"],
                 "steady": all(one["tokens"] == runs[name][-1]["tokens"] for one in runs[name]),
                 "peak_bytes": max(one["peak_bytes"] for one in runs[name]),

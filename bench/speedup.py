@@ -201,15 +201,11 @@ def _measure(
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": median(values), "min": min(values), "max": max(values), "runs": list(values)}
-
-
 def _ours(results: Sequence[GenerationResult]) -> dict[str, Any]:
     last = results[-1]
     return {
         "system": f"{OURS} {last.config}",
-        "ms_per_token": _spread([r.timings.predicted_ms / r.timings.predicted_n for r in results]),
+        "ms_per_token": report.spread([r.timings.predicted_ms / r.timings.predicted_n for r in results]),
         "fill_ms": median(r.timings.prompt_ms for r in results),
         "tokens_per_round": median(len(r.tokens) / r.rounds for r in results),
         "levels": [
@@ -233,7 +229,7 @@ def _theirs(name: str, runs: Sequence[PeerRun]) -> dict[str, Any]:
     last = runs[-1]
     return {
         "system": f"{THEIRS} {name}",
-        "ms_per_token": _spread([run.ms / run.timed for run in runs]),
+        "ms_per_token": report.spread([run.ms / run.timed for run in runs]),
         "fill_ms": None,
         "tokens_per_round": median(len(run.tokens) / run.rounds for run in runs),
         "levels": [],

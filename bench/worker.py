@@ -27,8 +27,10 @@ def main(adapter: str, name: str) -> None:
         command, argument = json.loads(line)
         try:
             if command == "open":
-                opener: Opener = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name]
-                system = opener(Setup(**argument))
+                systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
+                if name not in systems:
+                    raise ValueError(f"{adapter} has no system {name}; there are {', '.join(systems)}")
+                system = systems[name](Setup(**argument))
                 answer: Any = {"label": system.label, "notes": list(system.notes)}
             else:
                 assert system is not None

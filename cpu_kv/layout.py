@@ -67,6 +67,11 @@ class KVLayout:
         """
         return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
+    def check_whole(self, start: int, end: int) -> None:
+        """Raises ValueError where the tokens ``start`` .. ``end`` are not whole pages."""
+        if start % self.page_size or end % self.page_size:
+            raise ValueError(f"tokens {start} to {end} are not whole pages of {self.page_size}")
+
     def tokens_in(self, keys: Tensor, values: Tensor) -> int:
         """Number of tokens in a pair ``[kv_heads, n, head_dim]``.
 

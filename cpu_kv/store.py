@@ -18,7 +18,7 @@ from torch import Tensor
 from cpu_kv.chunks import ChunkSummaries
 from cpu_kv.gathering import UnitSource, gather_units
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, parts_of_pages
-from cpu_kv.pinned import PIECE_BYTES, SlabAllocator
+from cpu_kv.pinned import SlabAllocator, pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +42,11 @@ class _Run:
 
 def _locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
     """Pages ``first`` .. ``last`` of a slab, cut where the slab's page-locked pieces meet."""
-    entries, step = slab.view(-1), PIECE_BYTES // slab.itemsize
-    start, end = first * slab[0].numel(), last * slab[0].numel()
-    while start < end:
-        stop = min(end, (start // step + 1) * step)
-        yield entries[start:stop]
-        start = stop
+    entries, page, size = slab.view(-1), slab[0].numel(), slab.itemsize
+    for piece_start, piece_end in pieces(slab.nbytes):
+        start, end = max(first * page, piece_start // size), min(last * page, piece_end // size)
+        if start < end:
+            yield entries[start:end]
 
 
 class PagedKVStore:
@@ -274,11 +273,10 @@ class SequenceKV:
         cut, MemoryError where room cannot be had.
         """
         self._check(layer)
-        page = self.layout.page_size
-        if start % page or end % page:
-            raise ValueError(f"tokens {start} to {end} are not whole pages of {page}")
+        self.layout.check_whole(start, end)
         self._grow(end, slab_pages=self._store._slab_pages)
         found: list[Tensor] = []
+        page = self.layout.page_size
         for run, first, last in self._runs_of(start // page, end // page):
             memory = self._store._memory(run.slab, layer)
             found += _locked_pieces(memory, first, last)

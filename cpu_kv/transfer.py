@@ -116,9 +116,7 @@ class TransferEngine:
         fewer tokens.
         """
         self._check_open()
-        page = self.sequence.layout.page_size
-        if start % page or end % page:
-            raise ValueError(f"tokens {start} to {end} are not whole pages of {page}")
+        self.sequence.layout.check_whole(start, end)
         layers = range(self.sequence.layout.layers) if layers is None else layers
         if any(self.sequence.layer_length(layer) < end for layer in layers):
             self.flush()
@@ -225,11 +223,11 @@ class TransferEngine:
             raise ValueError(f"out must be two tensors {list(shape)} {layout.dtype}")
         packed = self.outgoing(2, *shape)
         self.sequence.gather_chunks(layer, chunks, chunk_size, (packed[0], packed[1]))
-        there = self.await_sent(self.start_sending(packed))
+        keys, values = self.await_sent(self.start_sending(packed))
         if out is None:
-            return there[0], there[1]
-        for place, part in zip(out, there, strict=True):
-            place.copy_(part)
+            return keys, values
+        out[0].copy_(keys)
+        out[1].copy_(values)
         return out
 
     def read(self, layer: int, start: int, end: int, out: KeysValues) -> None:
@@ -244,9 +242,9 @@ class TransferEngine:
         for part, place in cut_alike(self.sequence.views(layer, start, end), *here):
             place.copy_(part)
         if packed is not None:
-            there = self.await_sent(self.start_sending(packed))
-            for place, part in zip(out, there, strict=True):
-                place.copy_(part)
+            keys, values = self.await_sent(self.start_sending(packed))
+            out[0].copy_(keys)
+            out[1].copy_(values)
 
     def outgoing(self, *shape: int) -> Tensor:
         """Host memory, of the layout's dtype, for what ``start_sending`` is then given."""

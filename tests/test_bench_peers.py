@@ -85,7 +85,8 @@ def measured(folder: Path, systems: Sequence[str], patience_s: float = 60.0) -> 
 
 
 def test_rows_of_what_works_and_of_what_does_not(fakes: Path) -> None:
-    systems = ["fake:good", "fake:differs", "fake:absent", "fake:fails", "fake:dies", "peer:missing"]
+    systems = ["fake:good", "fake:differs", "fake:absent", "fake:fails", "fake:dies"]
+    systems += ["peer:missing", "fake:other"]
     short, long = measured(fakes, systems)
     for rows, context in ((short, 10), (long, 20)):
         good, differs, *failed = rows
@@ -101,6 +102,7 @@ def test_rows_of_what_works_and_of_what_does_not(fakes: Path) -> None:
             "RuntimeError: at line 2",
             "its process ended (code 7) in run",
             "not installed: make bench-peers",
+            "ValueError: fake has no system other; there are good, differs, absent, fails, hangs, dies",
         ]
     assert "libraries print" in (fakes / "work/fake-good.log").read_text()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bench import report
 from bench.offload.engine import Run
 from bench.offload.overlap import link_use, on_lane, overlap
 from offload_rt.pace import RoundTimes
@@ -32,11 +33,6 @@ class Limits:
     def stream(self) -> float:
         """Median over runs."""
         return median(self.streams)
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """A median and what it is of."""
-    return {"median": median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
 def middle(values: Sequence[float]) -> float | None:
@@ -90,8 +86,8 @@ def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
     draft = full * (limits.draft_token or 0.0)
     pass_ms = median(one.pass_ms for one in rounds)
     return {
-        "ms_per_token": spread([steady_ms_per_token(run) for run in runs]),
-        "whole_ms_per_token": spread([run.ms / len(run.tokens) for run in runs]),
+        "ms_per_token": report.spread([steady_ms_per_token(run) for run in runs]),
+        "whole_ms_per_token": report.spread([run.ms / len(run.tokens) for run in runs]),
         "tokens_per_round": sum(one.accepted + 1 for one in rounds) / len(rounds),
         "acceptance": acceptance([one for run in runs for one in run.rounds]),
         "rounds": sum(len(run.rounds) for run in runs),

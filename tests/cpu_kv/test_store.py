@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_kv import KVLayout, PagedKVStore, SequenceKV, SlabAllocator, head_major, part_of
-from cpu_kv import store as store_module
+from cpu_kv import KVLayout, PagedKVStore, SequenceKV, SlabAllocator, head_major, part_of, pinned
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
 
@@ -154,7 +153,7 @@ def test_a_reserved_sequence_is_one_run() -> None:
 
 def test_pages_lie_as_they_cross_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contiguous, in order, and cut where the page-locked pieces of a slab meet."""
-    monkeypatch.setattr(store_module, "PIECE_BYTES", 3 * LAYOUT.page_bytes // 2)
+    monkeypatch.setattr(pinned, "PIECE_BYTES", 3 * LAYOUT.page_bytes // 2)
     with PagedKVStore(LAYOUT, slab_tokens=16) as store:
         sequence = filled(store, 16)
         for _ in range(2):  # 16 more, and two pages that are not present yet
