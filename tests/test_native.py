@@ -76,12 +76,17 @@ def drawn(
 
 
 def assert_as_exact_as_torch(
-    kernel: native.Kernel, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+    kernel: native.Kernel,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    threads: int | None = None,
 ) -> None:
     """At most twice the error of torch's own kernel on the same data, and what rounding the result brings."""
     scale = queries.shape[-1] ** -0.5
     want, want_lse = expected(queries, keys, values, scale, mask)
-    out, lse = kernel.attend(queries, keys, values, scale, mask)
+    out, lse = kernel.attend(queries, keys, values, scale, mask, threads)
     assert out.dtype == queries.dtype and lse.dtype == torch.float32
     peer, peer_lse = TorchCpuBackend()(queries, keys, values, scale, mask)
     rounding = torch.finfo(queries.dtype).eps * float(want.abs().max())
@@ -157,18 +162,22 @@ def test_reads_strided_heads_in_place(kernel: native.Kernel, dtype: torch.dtype)
 
 @DTYPES
 @pytest.mark.parametrize("page", [16, 48, 128, 256, 300])
-def test_pages_are_attended_as_one_history(kernel: native.Kernel, dtype: torch.dtype, page: int) -> None:
-    # Nothing of the pages beside those in the middle may count. Splits and blocks end within a page.
+@pytest.mark.parametrize(("count", "threads"), [(7, 1), (7, 3), (30, 1)], ids=["all heads", "short", "wide"])
+def test_pages_are_attended_as_one_history(
+    kernel: native.Kernel, dtype: torch.dtype, page: int, count: int, threads: int
+) -> None:
+    # Nothing of the pages beside those in the middle may count. Splits and blocks end within a page. All heads
+    # at once go through long histories only, with few queries.
     memory = torch.full((4 + 5000 // page, 2, 3, page, 64), torch.nan, dtype=dtype)
     within = memory[2:-1]
     within.copy_(torch.randn(within.shape, generator=torch.Generator().manual_seed(0)))
-    queries = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    queries = torch.randn(3, count, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     keys, values = within[:, 0], within[:, 1]
-    assert_as_exact_as_torch(kernel, queries, keys, values)
-    hidden = torch.rand(7, len(keys) * page, generator=torch.Generator().manual_seed(2)) < 0.4
+    assert_as_exact_as_torch(kernel, queries, keys, values, threads=threads)
+    hidden = torch.rand(count, len(keys) * page, generator=torch.Generator().manual_seed(2)) < 0.4
     hidden[:, 0] = False
     mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-    assert_as_exact_as_torch(kernel, queries, keys, values, mask)
+    assert_as_exact_as_torch(kernel, queries, keys, values, mask, threads)
 
 
 @DTYPES

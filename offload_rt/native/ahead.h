@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Fetches the next rows into the second-level cache, a few lines at each step of the work: in one burst they
+// Fetches the next rows into the nearest cache, a few lines at each step of the work: in one burst they
 // would fill the processor's queue of misses, and the work would wait. A fetch past the end of memory is no
 // fault. Rows with gaps between them are left to the processor.
 class Ahead {
@@ -17,7 +17,7 @@ class Ahead {
 
     inline void step() {
         for (int line = 0; line < lines_; ++line) {
-            __builtin_prefetch(at_, 0, 2);
+            __builtin_prefetch(at_, 0, 3);
             at_ += LINE;
         }
         if (at_ > last_) at_ = last_;

@@ -42,8 +42,8 @@ template <typename Products> struct Scratch {
 
 // Completes the scores of one query over a block, and scales what was summed before to the new peak.
 template <typename Products>
-static inline void raise_peak(Scratch<Products>& s, int r, int held, int dim, const float* mask) {
-    float* row = &s.scores[r * BLOCK];
+static inline void raise_peak(Scratch<Products>& s, int scored, int r, int held, int dim, const float* mask) {
+    float* row = &s.scores[scored * BLOCK];
     if (mask)
         for (int k = 0; k < held; ++k) row[k] += mask[k] * LOG2E;
     for (int k = held; k % LANES; ++k) row[k] = -INFINITE;
@@ -58,9 +58,9 @@ static inline void raise_peak(Scratch<Products>& s, int r, int held, int dim, co
 }
 
 // Scores of one query over a block to weights.
-template <typename Products> static inline void soften(Scratch<Products>& s, int r, int held) {
-    const float* row = &s.scores[r * BLOCK];
-    auto* weights = &s.weights[r * BLOCK];
+template <typename Products> static inline void soften(Scratch<Products>& s, int scored, int r, int held) {
+    const float* row = &s.scores[scored * BLOCK];
+    auto* weights = &s.weights[scored * BLOCK];
     // Where everything so far is masked, or not a number, that must come out as such.
     float peak = s.peak[r] == -INFINITE ? 0.0f : s.peak[r];
     Vec mass = load(&s.mass[r * LANES]);
@@ -100,54 +100,80 @@ template <typename T> struct Call {
     }
 };
 
-// Queries row .. row + count over keys and values first .. last of one head. Leaves sums (not divided), the
-// largest score and the mass of each query in `s`.
-template <typename Products, typename T = typename Products::Entry>
-static void attend_tile(const Call<T>& call, int64_t head, int64_t row, int count, int64_t first, int64_t last,
-                        Scratch<Products>& s) {
-    s.products.set_queries(call.queries.at(head, row), call.queries.row_stride, count, call.scale);
-    std::fill_n(&s.sums[0], count * call.dim, 0.0f);
-    std::fill_n(&s.peak[0], count, -INFINITE);
-    std::fill_n(&s.mass[0], count * LANES, 0.0f);
+// What one thread attends at a time: queries row .. row + count of heads head .. head + heads, over keys and
+// values first .. last.
+struct Task {
+    int64_t head, heads, row, count, first, last;
+};
+
+// Leaves sums (not divided), the largest score and the mass of each query, head by head, in `s`.
+//
+// Page by page, and in a page head by head: memory is read in the order in which it lies. What goes through one
+// head at a time (not `Together`) is compiled apart, for its loops are the faster ones.
+template <bool Together, typename Products, typename T = typename Products::Entry>
+static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>& s) {
+    const int heads = Together ? int(task.heads) : 1;
+    const int rows = int(heads * task.count), count = int(task.count), dim = int(call.dim);
+    for (int64_t h = 0; h < heads; ++h)
+        s.products.set_queries(int(h) * count, call.queries.at(task.head + h, task.row), call.queries.row_stride,
+                               count, call.scale);
+    std::fill_n(&s.sums[0], rows * dim, 0.0f);
+    std::fill_n(&s.peak[0], rows, -INFINITE);
+    std::fill_n(&s.mass[0], rows * LANES, 0.0f);
     const int64_t page = call.keys.page_tokens;
-    for (int64_t start = first, next; start < last; start = next) {
-        int held = int(std::min({int64_t(BLOCK), last - start, page - start % page}));
-        next = start + held;
-        const T *keys = call.keys.at(head, start), *values = call.values.at(head, start);
-        const T *next_keys = call.keys.at(head, next), *next_values = call.values.at(head, next);
-        s.products.score(keys, next_keys, call.keys.row_stride, held, count, &s.scores[0]);
-        // One after the other: the peaks of all queries do not wait for each other, nor the weights for a peak.
-        for (int r = 0; r < count; ++r)
-            raise_peak(s, r, held, int(call.dim), call.mask ? call.mask + (row + r) * call.tokens + start : nullptr);
-        for (int r = 0; r < count; ++r) soften(s, r, held);
-        s.products.sum(&s.weights[0], values, next_values, call.values.row_stride, held, count, &s.sums[0]);
+    for (int64_t start = task.first, end; start < task.last; start = end) {
+        end = std::min(task.last, start - start % page + page);
+        for (int64_t h = 0; h < heads; ++h)
+            for (int64_t at = start, next; at < end; at = next) {
+                next = std::min(end, at + BLOCK);
+                const int held = int(next - at), base = Together ? int(h) * count : 0;
+                // Read after this block: the one behind it; at the end of a page the next head's first one, and
+                // after the last head that of the next page.
+                const int64_t head = task.head + h, heads_left = heads - h - 1;
+                const int64_t then = next < end ? head : heads_left ? head + 1 : task.head;
+                const int64_t from = next < end || !heads_left ? next : start;
+                s.products.score(base, call.keys.at(head, at), call.keys.at(then, from), call.keys.row_stride, held,
+                                 count, &s.scores[0]);
+                // One after the other: the peaks of all queries do not wait for each other, nor the weights for
+                // a peak.
+                for (int r = 0; r < count; ++r)
+                    raise_peak(s, r, base + r, held, dim,
+                               call.mask ? call.mask + (task.row + r) * call.tokens + at : nullptr);
+                for (int r = 0; r < count; ++r) soften(s, r, base + r, held);
+                s.products.sum(&s.weights[0], call.values.at(head, at), call.values.at(then, from),
+                               call.values.row_stride, held, count, &s.sums[base * dim]);
+            }
     }
-    s.products.finish(&s.sums[0], count);
+    s.products.finish(&s.sums[0], rows);
 }
 
 template <typename Products, typename T = typename Products::Entry> static void attend(const Call<T>& call) {
-    const int64_t rows = call.heads * call.count, dim = call.dim;
+    const int64_t rows = call.heads * call.count, dim = call.dim, most = call.tokens / 1024;
+    // Of few queries all heads at once, where that leaves every thread enough to do.
+    const bool together = rows <= QUERY_TILE && call.keys.page_tokens < call.tokens && most >= 4 * call.threads;
+    const int64_t heads = together ? call.heads : 1, groups = call.heads / heads;
     const int64_t tiles = (call.count + QUERY_TILE - 1) / QUERY_TILE;
     // Few heads and few queries leave threads without work: then the keys are split too.
-    int64_t wanted = std::max<int64_t>(1, (4 * call.threads + call.heads * tiles - 1) / (call.heads * tiles));
-    int64_t splits = std::clamp<int64_t>(call.tokens / 1024, 1, wanted);
+    int64_t wanted = std::max<int64_t>(1, (4 * call.threads + groups * tiles - 1) / (groups * tiles));
+    int64_t splits = std::clamp<int64_t>(most, 1, wanted);
     int64_t step = std::max<int64_t>(1, ((call.tokens + splits - 1) / splits + BLOCK - 1) / BLOCK) * BLOCK;
     splits = std::max<int64_t>(1, (call.tokens + step - 1) / step);
     std::vector<float> sums(splits > 1 ? splits * rows * dim : 0);
     std::vector<float> peaks(splits > 1 ? splits * rows : 0), masses(peaks.size());
-    const int64_t tasks = call.heads * tiles * splits;
+    const int64_t tasks = groups * tiles * splits;
 
 #pragma omp parallel num_threads(int(call.threads)) if (tasks > 1)
     {
-        Scratch<Products> s(int(call.dim), int(std::min<int64_t>(call.count, QUERY_TILE)));
+        Scratch<Products> s(int(call.dim), int(std::min<int64_t>(heads * call.count, QUERY_TILE)));
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; ++task) {
-            int64_t split = task % splits, tile = task / splits % tiles, head = task / splits / tiles;
-            int64_t row = tile * QUERY_TILE;
-            int count = int(std::min<int64_t>(QUERY_TILE, call.count - row));
-            attend_tile(call, head, row, count, split * step, std::min(call.tokens, (split + 1) * step), s);
-            for (int r = 0; r < count; ++r) {
-                int64_t at = head * call.count + row + r, part = split * rows + at;
+        for (int64_t number = 0; number < tasks; ++number) {
+            int64_t split = number % splits, row = number / splits % tiles * QUERY_TILE;
+            Task task{number / splits / tiles * heads, heads, row, std::min<int64_t>(QUERY_TILE, call.count - row),
+                      split * step, std::min(call.tokens, (split + 1) * step)};
+            together ? attend_task<true>(call, task, s) : attend_task<false>(call, task, s);
+            for (int r = 0; r < task.heads * task.count; ++r) {
+                int64_t at = (task.head + r / task.count) * call.count + row + r % task.count;
+                int64_t part = split * rows + at;
                 if (splits > 1) {
                     std::copy_n(&s.sums[r * dim], dim, &sums[part * dim]);
                     peaks[part] = s.peak[r];

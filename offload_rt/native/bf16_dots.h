@@ -30,13 +30,15 @@ class Bf16DotProducts {
         : dim_(dim), scale_(0), queries_(size_t(rows) * dim / 2), keys_t_(size_t(dim) / 2 * GROUPS * LANES),
           pairs_(BLOCK / 2 * SUM_VECS * LANES) {}
 
-    void set_queries(const BFloat16* q, int64_t stride, int count, float scale) {
-        for (int r = 0; r < count; ++r) std::memcpy(&queries_[r * dim_ / 2], q + r * stride, dim_ * sizeof *q);
+    // Rows base .. base + count of the queries.
+    void set_queries(int base, const BFloat16* q, int64_t stride, int count, float scale) {
+        for (int r = 0; r < count; ++r) std::memcpy(&queries_[(base + r) * dim_ / 2], q + r * stride, dim_ * sizeof *q);
         scale_ = scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of `held` keys. `next`: the keys after them.
-    void score(const BFloat16* keys, const BFloat16* next, int64_t stride, int held, int count, float* scores) {
+    // scores [count][BLOCK] of queries base .. base + count and `held` keys. `next`: the keys read after them.
+    void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int held, int count,
+               float* scores) {
         for (int group = 0; group < held; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(held - group - g * LANES, 0, LANES);
@@ -44,9 +46,9 @@ class Bf16DotProducts {
             }
             Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
             int r = 0;
-            for (; r + 4 <= count; r += 4) score_rows<4>(r, scores + group, ahead);
-            for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
-            if (r < count) score_rows<1>(r, scores + group, ahead);
+            for (; r + 4 <= count; r += 4) score_rows<4>(base, r, scores + group, ahead);
+            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, ahead);
+            if (r < count) score_rows<1>(base, r, scores + group, ahead);
         }
     }
 
@@ -95,8 +97,8 @@ class Bf16DotProducts {
         }
     }
 
-    template <int R> OWN_REGISTERS void score_rows(int first, float* scores, Ahead& ahead) const {
-        const uint32_t* q = &queries_[first * dim_ / 2];
+    template <int R> OWN_REGISTERS void score_rows(int base, int first, float* scores, Ahead& ahead) const {
+        const uint32_t* q = &queries_[(base + first) * dim_ / 2];
         __m512 acc[R][GROUPS] = {};
         Ahead next = ahead;  // in registers
         for (int p = 0; p < dim_ / 2; ++p) {

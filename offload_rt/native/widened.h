@@ -16,21 +16,22 @@ template <typename T> class WidenedProducts {
     WidenedProducts(int dim, int rows)
         : dim_(dim), queries_(size_t(rows) * dim), keys_t_(size_t(dim) * GROUPS * LANES) {}
 
-    void set_queries(const T* q, int64_t stride, int count, float scale) {
+    // Rows base .. base + count of the queries.
+    void set_queries(int base, const T* q, int64_t stride, int count, float scale) {
         for (int r = 0; r < count; ++r)
             // By one factor after the other: the rounding of their product would be the same error in all scores.
-            for (int d = 0; d < dim_; ++d) queries_[r * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
+            for (int d = 0; d < dim_; ++d) queries_[(base + r) * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of `held` keys. `next`: the keys after them.
-    void score(const T* keys, const T* next, int64_t stride, int held, int count, float* scores) {
+    // scores [count][BLOCK] of queries base .. base + count and `held` keys. `next`: the keys read after them.
+    void score(int base, const T* keys, const T* next, int64_t stride, int held, int count, float* scores) {
         for (int group = 0; group < held; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(held - group - g * LANES, 0, LANES);
-                const T* base = keys + (group + g * LANES) * stride;
+                const T* first = keys + (group + g * LANES) * stride;
                 for (int d = 0; d < dim_; d += LANES) {
                     Vec rows[LANES];
-                    for (int i = 0; i < LANES; ++i) rows[i] = i < lanes ? load(base + i * stride + d) : Vec{};
+                    for (int i = 0; i < LANES; ++i) rows[i] = i < lanes ? load(first + i * stride + d) : Vec{};
                     transpose(rows);
                     for (int i = 0; i < LANES; ++i) store(&keys_t_[((d + i) * GROUPS + g) * LANES], rows[i]);
                 }
@@ -38,9 +39,9 @@ template <typename T> class WidenedProducts {
             int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
             Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
             int r = 0;
-            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(r, scores + group, ahead);
-            for (; r + 2 <= count; r += 2) score_rows<2>(r, scores + group, ahead);
-            if (r < count) score_rows<1>(r, scores + group, ahead);
+            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(base, r, scores + group, ahead);
+            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, ahead);
+            if (r < count) score_rows<1>(base, r, scores + group, ahead);
         }
     }
 
@@ -65,8 +66,8 @@ template <typename T> class WidenedProducts {
     static constexpr int SUM_VECS = 4;
 
     // Scores of R queries against the keys in keys_t_ [dim][GROUPS][LANES].
-    template <int R> void score_rows(int first, float* scores, Ahead& ahead) const {
-        const float* q = &queries_[first * dim_];
+    template <int R> void score_rows(int base, int first, float* scores, Ahead& ahead) const {
+        const float* q = &queries_[(base + first) * dim_];
         Vec acc[R][GROUPS] = {};
         Ahead next = ahead;  // in registers
         for (int d = 0; d < dim_; ++d) {
