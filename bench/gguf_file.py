@@ -19,6 +19,11 @@ TYPES = {
     "float16": gguf.GGMLQuantizationType.F16,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
 }
+FILE_TYPES = {
+    gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
+    gguf.GGMLQuantizationType.F16: gguf.LlamaFileType.MOSTLY_F16,
+    gguf.GGMLQuantizationType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
+}
 
 
 def gguf_file(model: Path, dtype: str, folder: Path) -> Path:
@@ -51,6 +56,7 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
     heads: int = config["num_attention_heads"]
     head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(FILE_TYPES[kind])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -61,7 +67,7 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    _add_vocabulary(writer, model / "tokenizer.json", config["vocab_size"])
     _add_rotary_embedding(writer, config, head_dim)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(model.glob("*.safetensors")):
@@ -83,6 +89,27 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, path: Path, size: int) -> None:
+    """OpenVINO asks for one; where there is none of byte pairs, llama.cpp goes without."""
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    if stored.get("model", {}).get("type") != "BPE":
+        writer.add_tokenizer_model("none")
+        return
+    names = {token: name for name, token in stored["model"]["vocab"].items()}
+    names |= {one["id"]: one["content"] for one in stored["added_tokens"]}
+    merges = [one if isinstance(one, str) else " ".join(one) for one in stored["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([names.get(token, f"<unused {token}>") for token in range(size)])
+    control = {one["id"] for one in stored["added_tokens"]}
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in range(size)]
+    )
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
 
 
 def _interleaved(tensor: FloatArray, heads: int) -> FloatArray:

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from bench import acceptance, inputs, loss, machine, needles, report
-from bench.cases import MODEL_CARD, ModelCardCase
 from bench.context import ContextReader
 from bench.inputs import say
 from bench.report import tokens_name
@@ -31,6 +30,38 @@ from offload_rt.model import CausalModel
 from offload_rt.text import encode
 
 PARTS = ("loss", "needle", "acceptance")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCardCase:
+    """How much `model-card` measures.
+
+    Attributes:
+        context: longest prompt.
+        step: the loss is told by steps of so many tokens.
+        windows: prompts cut to their last tokens, whose tails' losses are compared.
+        tail: how many of the last tokens those losses are of.
+        needle_contexts: lengths of the prompts that needles are planted in.
+        depths: how many depths, from the beginning to the end.
+        needles: passages a depth, in one prompt.
+        acceptance_contexts: contexts below `context` at which acceptance is measured too.
+        shares: sizes of the bounded caches, one over the context.
+        positions: how many positions the acceptance is a mean of.
+    """
+
+    context: int = 131072
+    step: int = 8192
+    windows: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536)
+    tail: int = 2048
+    needle_contexts: tuple[int, ...] = (8192, 32768, 65536, 131072)
+    depths: int = 9
+    needles: int = 4
+    acceptance_contexts: tuple[int, ...] = (32768,)
+    shares: tuple[int, ...] = (32, 8)
+    positions: int = 256
+
+
+MODEL_CARD = ModelCardCase()
 
 
 def add_parser(commands: Any) -> None:

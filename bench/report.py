@@ -1,7 +1,8 @@
-"""How results are written: JSON, a markdown table, a plot."""
+"""How results are written and read: JSON, markdown tables, plots."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -55,36 +56,123 @@ def check_plots() -> None:
         raise UsageError("plots need matplotlib: pip install 'offload-rt[bench]', or use --no-plot") from None
 
 
-def plot_speedup(report: dict[str, Any], path: Path) -> None:
-    """Time a token and ratio over transformers' plain decoding, by context."""
+def read_lines(option: str, path: Path) -> list[dict[str, Any]]:
+    """Records of side-by-side runs, one a line.
+
+    Raises:
+        UsageError: there is no such file, or a line is none.
+    """
+    records = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            whole = {"benchmark", "context", "prompt", "rows"} <= one.keys()
+        except (ValueError, AttributeError):
+            whole = False
+        if not whole:
+            said = f"line {number} is no result of a side-by-side run; use another file"
+            raise UsageError(f"{option} {path}: {said}")
+        records.append(one)
+    return records
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """Records of one case as markdown: what was run on, and a table for each context."""
+    first = records[0]
+    described = first["machine"]
+    settings = [f"{first['model']}, {first['dtype']}", f"{first['new_tokens']} tokens a run"]
+    settings += [f"{first['turns']} turns", f"text: {', '.join(first['texts'])}"]
+    settings += [f"temperature {first['temperature']:g}"] if first["temperature"] else []
+    settings += [f"KV behind an emulated link of {first['link_gb_s']:g} GB/s"] if first["link_gb_s"] else []
+    head = (
+        f"{described['processor']}, {described['threads']} threads, {described['memory_gib']} GiB, torch "
+        f"{described['torch']}, transformers {described['transformers']}. {'; '.join(settings)}."
+    )
+    return "\n\n".join([head, *(_context(record) for record in records)])
+
+
+def _context(record: dict[str, Any]) -> str:
+    """One context, the fastest system first."""
+    rows = [row for row in record["rows"] if "error" not in row]
+    slow = next((row["ms_per_token"]["median"] for row in rows), None)
+    plain = next((row["ms_per_token"]["median"] for row in rows if row["system"] == "ours:plain"), None)
+    header = ["system", "× reference", "× our plain", "ms a token", "least", "most", "tokens a pass"]
+    header += ["accepted", "of bound", "prefill s", "tokens", "peak GiB"]
+    header += ["answered"] if record["needles"] else []
+    cells = []
+    for row in sorted(rows, key=lambda row: row["ms_per_token"]["median"]):
+        spread, yielded = row["ms_per_token"], row["tokens_per_round"]
+        taken = spread["median"]
+        cell: list[object] = ["; ".join([row["label"], *row["notes"]])]
+        cell += [number(over and over / taken) for over in (slow, plain)]
+        cell += [number(spread[key]) for key in ("median", "min", "max")]
+        cell += [number(yielded), ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or "–"]
+        cell += [f"{record['bound_ms'] / (yielded or 1) / taken:.0%}", number(row["prefill_ms"] / 1e3, 1)]
+        cell += [_agreement(row), number(row["peak_bytes"] / 2**30, 1)]
+        cells.append([*cell, f"{row['answered']:.0%}"] if record["needles"] else cell)
+    absent = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
+    title = f"## {tokens_name(record['context'])} tokens"
+    bound = f"A plain pass takes at least {record['bound_ms']:.1f} ms."
+    return "\n\n".join(filter(None, [title, bound, table(header, cells), absent]))
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    if "first_difference" not in row:
+        return "drawn"
+    if row["first_difference"] is None:
+        return "equal"
+    gap = f", gap {row['logit_gap']:.1e}" if "logit_gap" in row else ""
+    return f"differ at {row['first_difference']}{gap}"
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens a second over context, ms a token by system at the longest one, and what ours goes to."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = report["contexts"]
-    contexts = [case["context"] for case in cases]
-    names = [system["system"] for system in cases[0]["systems"]]
-    figure, (times, ratios) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for index, name in enumerate(names):
-        systems = [case["systems"][index] for case in cases]
-        style = "o-" if name.startswith("ours") else "s--"
-        times.plot(contexts, [s["ms_per_token"]["median"] for s in systems], style, label=name)
-        ratios.plot(contexts, [s["over_transformers_plain"] for s in systems], style, label=name)
-    bounds = [case["pass_bound_ms"] for case in cases]
-    times.plot(contexts, bounds, "k:", label="bound of a plain step: its bytes at the read rate")
-    times.set_ylabel("decode, ms a token (median)")
-    ratios.set_ylabel("times as fast as transformers plain")
-    for axes in (times, ratios):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(contexts, [tokens_name(n) for n in contexts])
-        axes.set_xlabel("context, tokens")
-        axes.grid(alpha=0.3)
+    contexts = [record["context"] for record in records]
+    figure, (rates, times, parts) = pyplot.subplots(1, 3, figsize=(19, 6), layout="constrained")
+    names = list(dict.fromkeys(row["system"] for record in records for row in record["rows"]))
+    for name in names:
+        found = [
+            (record["context"], 1e3 / row["ms_per_token"]["median"])
+            for record in records
+            for row in record["rows"]
+            if row["system"] == name and "error" not in row
+        ]
+        if found:
+            rates.plot(*zip(*found, strict=True), "o-" if name.startswith("ours") else "s--", label=name)
+    rates.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="tokens a second (median)")
+    rates.set_xticks(contexts, [tokens_name(n) for n in contexts])
+    rates.minorticks_off()
+    rates.grid(alpha=0.3)
+    rates.legend(fontsize="small")
+    last = [row for row in records[-1]["rows"] if "error" not in row]
+    last.sort(key=lambda row: -row["ms_per_token"]["median"])
+    medians = [row["ms_per_token"]["median"] for row in last]
+    colours = ["tab:green" if row["system"].startswith("ours") else "tab:gray" for row in last]
+    bars = times.barh([row["system"] for row in last], medians, color=colours)
+    times.bar_label(bars, [f"{value:.1f}" for value in medians], padding=3)
+    times.axvline(records[-1]["bound_ms"], linestyle=":", color="black", label="bound of a plain pass")
+    times.set(xscale="log", xlabel=f"ms a token at {tokens_name(contexts[-1])} tokens")
     times.legend(fontsize="small")
-    machine = report["machine"]
-    figure.suptitle(
-        f"{report['model']}, {report['dtype']}, {machine['processor']}, {machine['threads']} threads"
-    )
-    figure.savefig(path, dpi=120)
+    ours = [row for row in last if row["parts_ms"]]
+    done = [0.0] * len(ours)
+    for part in dict.fromkeys(part for row in ours for part in row["parts_ms"]):
+        widths = [row["parts_ms"].get(part, 0.0) for row in ours]
+        parts.barh([row["system"] for row in ours], widths, left=done, label=part)
+        done = [start + width for start, width in zip(done, widths, strict=True)]
+    parts.set(xlabel="ms a token, by level (levels run beside each other over a link)")
+    if ours:
+        parts.legend(fontsize="small")
+    described = records[0]["machine"]
+    title = f"{records[0]['model']}, {records[0]['dtype']}, {described['processor']}"
+    figure.suptitle(f"{title}, {described['threads']} threads")
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)

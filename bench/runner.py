@@ -1,7 +1,8 @@
-"""Runs systems side by side: each in a process of its own that is kept alive, timed in turn (A B C A B C …).
+"""Runs systems side by side: in processes that are kept alive, timed in turn (A B C A B C …).
 
-A system that is not there, fails, or does not answer in time is a row with the reason. Tokens are held
-against those of the first system that yields any.
+The systems of a peer have a process each; those of ours and of transformers share one, and a prefill. A
+system that is not there, does not fit, fails, or does not answer in time is a row with the reason. Greedy
+tokens are held against those of the first system that yields any.
 """
 
 from __future__ import annotations
@@ -12,23 +13,30 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
+
+import psutil
 
 from bench import report
 from bench.systems import Setup
+from offload_rt.machine.hardware import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-OWN_ENVIRONMENT = ("ours", "transformers", "zero_style")  # of what runs in this program's
+OWN_ENVIRONMENT = ("ours", "transformers", "zero_style", "layer_prefetch")  # of what runs in this program's
+ONE_PROCESS = ("ours", "transformers")  # for all systems of it
 WARM_UP_TOKENS = 8
 ROOM = 8  # tokens behind the longest continuation
 PATIENCE_S = 1800.0
 
 Row = dict[str, Any]
+Say = Callable[[str], None]
 
 
 class SystemFailed(RuntimeError):
@@ -36,60 +44,55 @@ class SystemFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is measured.
+class Job:
+    """A case on a machine.
 
     Attributes:
         systems: `adapter:system`; the first one is the reference.
-        contexts: prompt lengths in tokens, each the first tokens of `prompt`.
+        prompts: by context, so many tokens.
+        answers: what a greedy continuation begins with if a needle is found; by context.
         turns: interleaved runs of every system, after one that is not timed.
         options: of single systems, by their names.
+        kv_token_bytes: of the target.
     """
 
     setup: Setup
     systems: tuple[str, ...]
-    prompt: Sequence[int]
-    contexts: tuple[int, ...]
+    prompts: Mapping[int, Sequence[int]]
     new_tokens: int
     turns: int
     options: Mapping[str, dict[str, Any]]
+    answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    kv_token_bytes: int = 0
     patience_s: float = PATIENCE_S
 
 
 class Worker:
-    """The process of one system.
+    """A process for systems of one adapter.
 
     Raises:
-        SystemFailed: it cannot be opened.
+        SystemFailed: it is not installed.
     """
 
-    def __init__(self, name: str, setup: Setup, patience_s: float = PATIENCE_S) -> None:
-        adapter, _, system = name.partition(":")
+    def __init__(self, adapter: str, setup: Setup, patience_s: float = PATIENCE_S) -> None:
         python = sys.executable if adapter in OWN_ENVIRONMENT else str(PEERS_PYTHON)
         if not Path(python).exists():
             raise SystemFailed("not installed: make bench-peers")
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(setup.threads)}
         self._patience_s = patience_s
-        log = setup.folder / f"{name.replace(':', '-')}.log"  # what its libraries say
-        self._process = subprocess.Popen(
-            [python, "-m", "bench.worker", adapter, system],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            start_new_session=True,  # an interrupt is for this process, which then ends the others
-        )
+        with (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
+            self._process = subprocess.Popen(
+                [python, "-m", "bench.worker", adapter],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # an interrupt is for this process, which then ends the others
+            )
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
-        try:
-            opened = self.ask("open", asdict(setup))
-        except SystemFailed:
-            self.close()
-            raise
-        self.label: str = opened["label"]
-        self.notes: list[str] = opened["notes"]
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -97,11 +100,11 @@ class Worker:
             self._answers.put(line)
         self._answers.put("")
 
-    def ask(self, command: str, argument: object = None) -> dict[str, Any]:
+    def ask(self, command: str, *arguments: object) -> dict[str, Any]:
         """The answer to a command. Raises SystemFailed where there is an error, or no answer in time."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps([command, argument]) + "\n")
+            self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
             self._process.stdin.flush()
             line = self._answers.get(timeout=self._patience_s)
         except queue.Empty:
@@ -123,69 +126,117 @@ class Worker:
         self._process.wait()
 
 
-def run(case: Case, say: Any) -> Iterator[list[Row]]:
+def run(job: Job, say: Say) -> Iterator[tuple[int, list[Row]]]:
     """Rows of every system at one context after another, each with room for that context and no more."""
-    for context in case.contexts:
-        failed: dict[str, str] = {}
+    for number, (context, prompt) in enumerate(job.prompts.items(), 1):
+        where = f"{context} tokens ({number} of {len(job.prompts)})"
         with ExitStack() as closing:
-            workers: dict[str, Worker] = {}
-            for name in case.systems:
-                say(f"{context} tokens: open {name}")
-                capacity, options = context + case.new_tokens + ROOM, case.options.get(name, {})
-                try:
-                    setup = replace(case.setup, capacity=capacity, options=options)
-                    workers[name] = Worker(name, setup, case.patience_s)
-                    closing.callback(workers[name].close)
-                except SystemFailed as error:
-                    failed[name] = str(error)
-            rows = _at(case, context, workers, failed, say)
-        yield rows
+            systems = _Opened(job, context, closing, lambda text, at=where: say(f"{at}: {text}"))  # type: ignore[misc]
+            yield context, systems.measured(prompt)
 
 
-def _at(case: Case, context: int, workers: dict[str, Worker], failed: dict[str, str], say: Any) -> list[Row]:
-    read: dict[str, dict[str, Any]] = {}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+class _Opened:
+    """The systems of a job, with room for one context."""
 
-    def ask(name: str, command: str, argument: object) -> dict[str, Any] | None:
-        if name in failed:
+    def __init__(self, job: Job, context: int, closing: ExitStack, say: Say) -> None:
+        self._job, self._context, self._say = job, context, say
+        self._workers: dict[str, Worker] = {}
+        self._opened: dict[str, dict[str, Any]] = {}
+        self._failed: dict[str, str] = {}
+        capacity = context + job.new_tokens + ROOM
+        kv_bytes = capacity * job.kv_token_bytes
+        free = psutil.virtual_memory().available
+        for name in job.systems:
+            say(f"open {name}")
+            adapter, _, system = name.partition(":")
+            process = adapter if adapter in ONE_PROCESS else name
+            try:
+                if process not in self._workers:
+                    if kv_bytes > free:
+                        raise SystemFailed(
+                            f"its KV takes {kv_bytes / GIB:.1f} GiB, and {free / GIB:.1f} are left"
+                        )
+                    free -= kv_bytes
+                    self._workers[process] = Worker(adapter, job.setup, job.patience_s)
+                    closing.callback(self._workers[process].close)
+                self._workers[name] = self._workers[process]
+                setup = replace(job.setup, capacity=capacity, options=job.options.get(name, {}))
+                self._opened[name] = self._workers[name].ask("open", system, asdict(setup))
+            except SystemFailed as error:
+                self._fail(name, error)
+
+    def _fail(self, name: str, error: SystemFailed) -> None:
+        self._failed[name] = str(error)
+        self._say(f"{name}: {error}")
+
+    def _ask(self, name: str, command: str, *arguments: object) -> dict[str, Any] | None:
+        """None where it failed, now or before."""
+        if name in self._failed:
             return None
         try:
-            return workers[name].ask(command, argument)
+            return self._workers[name].ask(command, name.partition(":")[2], *arguments)
         except SystemFailed as error:
-            failed[name] = str(error)
-            say(f"{name}: {error}")
+            self._fail(name, error)
             return None
 
-    for name in workers:
-        say(f"{context} tokens: {name} reads the prompt")
-        if (answer := ask(name, "prepare", list(case.prompt[:context]))) is not None:
-            read[name] = answer
-    for turn in range(case.turns + 1):
-        say(f"{context} tokens: turn {turn} of {case.turns}")
-        for name in workers:
-            answer = ask(name, "run", case.new_tokens if turn else WARM_UP_TOKENS)
-            if answer is not None and turn:
-                runs[name].append(answer)
-    rows = []
-    for name in case.systems:
-        row: Row = {"system": name, "context": context}
-        if name in failed:
-            row["error"] = failed[name]
-        else:
-            times = [one["ms"] / one["timed"] for one in runs[name]]
-            row |= {
-                "label": workers[name].label,
-                "notes": workers[name].notes,
-                "prefill_ms": read[name]["ms"],
-                "ms_per_token": report.spread(times),
-                "tokens": runs[name][-1]["tokens"],
-                "steady": all(one["tokens"] == runs[name][-1]["tokens"] for one in runs[name]),
-                "peak_bytes": max(one["peak_bytes"] for one in runs[name]),
-            }
-        rows.append(row)
-    reference: list[int] = next((row["tokens"] for row in rows if "tokens" in row), [])
-    for row in rows:
-        if "tokens" in row:
-            both = zip(row["tokens"], reference, strict=False)
-            row["first_difference"] = next((at for at, (a, b) in enumerate(both) if a != b), None)
-    return rows
+    def measured(self, prompt: Sequence[int]) -> list[Row]:
+        """Rows of all systems."""
+        read: dict[str, float] = {}
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self._job.systems}
+        for name in runs:
+            self._say(f"{name} reads the prompt")
+            if (answer := self._ask(name, "prepare", list(prompt))) is not None:
+                read[name] = answer["ms"]
+        left = ""
+        for turn in range(self._job.turns + 1):
+            self._say(f"turn {turn} of {self._job.turns}{left}")
+            started = perf_counter()
+            for name in runs:
+                answer = self._ask(name, "run", self._job.new_tokens if turn else WARM_UP_TOKENS)
+                runs[name] += [answer] if answer is not None and turn else []
+            seconds = (perf_counter() - started) * (self._job.turns - turn)
+            left = f", {seconds:.0f} s left here" if turn else ""
+        rows = [self._row(name, read.get(name, 0.0), runs[name]) for name in runs]
+        if not self._job.setup.temperature:
+            self._compare([row for row in rows if "tokens" in row])
+        return rows
+
+    def _row(self, name: str, prefill_ms: float, runs: Sequence[Mapping[str, Any]]) -> Row:
+        row: Row = {"system": name, "context": self._context}
+        if name in self._failed:
+            return row | {"error": self._failed[name]}
+        last, opened = runs[-1], self._opened[name]
+        row |= {
+            "label": opened["label"],
+            "notes": opened["notes"],
+            "prefill_ms": prefill_ms,
+            "ms_per_token": report.spread([one["ms"] / one["timed"] for one in runs]),
+            "tokens_per_round": None
+            if last["rounds"] is None
+            else median(len(one["tokens"]) / one["rounds"] for one in runs),
+            "accepted": last["accepted"],
+            "parts_ms": {name: ms / last["timed"] for name, ms in last["parts_ms"].items()},
+            "tokens": last["tokens"],
+            "steady": all(one["tokens"] == last["tokens"] for one in runs),
+        }
+        answer = self._job.answers.get(self._context)
+        if answer:
+            both = zip(last["tokens"], answer, strict=False)
+            row["answered"] = sum(token == other for token, other in both) / len(answer)
+        return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
+
+    def _compare(self, rows: Sequence[Row]) -> None:
+        """Where tokens leave those of the reference, and by how much its logit of its own one is higher."""
+        for row in rows:
+            tokens, expected = row["tokens"], rows[0]["tokens"]
+            both = enumerate(zip(tokens, expected, strict=False))
+            first = next((at for at, (token, other) in both if token != other), None)
+            row["first_difference"] = first
+            if first is not None:
+                try:
+                    reference = rows[0]["system"]
+                    system, asked = reference.partition(":")[2], expected[:first]
+                    logits = self._workers[reference].ask("logits_after", system, asked)["logits"]
+                    row["logit_gap"] = logits[expected[first]] - logits[tokens[first]]
+                except SystemFailed:
+                    pass  # it does not tell

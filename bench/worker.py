@@ -1,6 +1,7 @@
-"""A process that runs one system, `python -m bench.worker ADAPTER SYSTEM`: JSON lines in and out.
+"""A process that runs systems of one adapter, `python -m bench.worker ADAPTER`: JSON lines in and out.
 
-It imports no more of this package than the adapter, so that it runs in an environment of the peer's own.
+A line asks one thing of one system: `[command, system, argument, …]`. It imports no more of this package than
+the adapter, so that it runs in an environment of the peer's own.
 """
 
 from __future__ import annotations
@@ -8,45 +9,59 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import sys
 import traceback
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from bench.systems import Opener, Setup, System
 
 
-def main(adapter: str, name: str) -> None:
+def main(adapter: str) -> None:
     """Answers one line for each line on stdin, until that ends."""
     # Libraries print what they like; answers go where stdout went, and stdout to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    system: System | None = None
+    opened: dict[str, System] = {}
     for line in sys.stdin:
-        command, argument = json.loads(line)
+        command, name, *arguments = json.loads(line)
         try:
             if command == "open":
                 systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
                 if name not in systems:
                     raise ValueError(f"{adapter} has no system {name}; there are {', '.join(systems)}")
-                system = systems[name](Setup(**argument))
-                answer: Any = {"label": system.label, "notes": list(system.notes)}
-            else:
-                assert system is not None
-                if command == "prepare":
-                    answer = {"ms": system.prepare(argument)}
-                elif command == "run":
-                    answer = asdict(system.run(argument))
-                else:
-                    system.close()
-                    answer = {}
-            answer["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                opened[name] = systems[name](Setup(**arguments[0]))
+            answer = _ask(opened[name], command, *arguments) | memory()
         except Exception as error:
             traceback.print_exc()
             last = str(error).strip().splitlines()
             answer = {"error": f"{type(error).__name__}: {last[-1] if last else ''}".rstrip(": ")}
         print(json.dumps(answer), file=answers)
+
+
+def _ask(system: System, command: str, *arguments: Any) -> dict[str, Any]:
+    if command == "prepare":
+        return {"ms": system.prepare(*arguments)}
+    if command == "run":
+        return asdict(system.run(*arguments))
+    if command == "logits_after":
+        return {"logits": system.logits_after(*arguments)}  # type: ignore[attr-defined]
+    if command == "close":
+        system.close()
+    return {"label": system.label, "notes": list(system.notes)}
+
+
+def memory() -> dict[str, int]:
+    """Bytes: the peaks of the process on host and device, and what it holds page-locked."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    held = {name: 1024 * int(status.get(key, "0").split()[0]) for name, key in _STATUS.items()}
+    torch = sys.modules.get("torch")
+    device = torch.cuda.max_memory_reserved() if torch and torch.cuda.is_available() else 0
+    return held | {"device_bytes": device}
+
+
+_STATUS = {"peak_bytes": "VmHWM", "locked_bytes": "VmPin"}
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import bench.__main__ as command_line
 import bench.model_card
-from bench import acceptance, inputs, loss, machine, needles, report, speedup
-from bench.cases import MODEL_CARD
+from bench import acceptance, inputs, loss, machine, needles, report
 from bench.context import ContextReader
-from bench.peers import Peers
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
@@ -69,115 +67,6 @@ def rate(monkeypatch: pytest.MonkeyPatch) -> float:
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
-
-
-# speedup
-
-
-def test_speedup_compares_all_systems_on_the_same_tokens(
-    pair: tuple[str, str], text: Path, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "speedup.json"
-    arguments = f"--contexts 100,48 -n 12 --peer-tokens 7 --repeats 2 --out {out} --text {text}".split()
-    model = ["--model", pair[0], "--draft", pair[1]]
-    assert command_line.main(["speedup", *model, *SETTINGS, *arguments]) == 0
-    printed = last_line(capsys)
-    assert printed == json.loads(out.read_text())
-    assert out.with_suffix(".png").stat().st_size > 10_000
-    assert str(tmp_path) not in out.read_text(), "a report goes elsewhere: no paths in it"
-    assert [case["context"] for case in printed["contexts"]] == [48, 100]
-    target = tiny_target("llama-gqa", seed=3)
-    ids = byte_tokenizer()(text.read_text())["input_ids"]
-    for case in printed["contexts"]:
-        prompt = torch.tensor([ids[: case["context"]]])
-        expected = target.generate(prompt, max_new_tokens=7, do_sample=False)[0, prompt.shape[1] :]
-        assert case["reference_tokens"] == expected.tolist()
-        names = [f"ours {name}" for name in CONFIGS]
-        names += [f"transformers {name}" for name in ("plain", "lookup", "assisted")]
-        systems = {system["system"]: system for system in case["systems"]}
-        assert list(systems) == names
-        # 2 layers, 2 key heads of 16, keys and values, float32.
-        assert case["kv_bytes"] == (case["context"] - 1) * 2 * 2 * 2 * 16 * 4
-        weights = sum(parameter.nbytes for parameter in target.parameters())
-        assert case["pass_bound_ms"] == pytest.approx((case["kv_bytes"] + weights) / rate / 1e6)
-        for name, system in systems.items():
-            assert system["agreement"] == {"compared": 7, "first_difference": None, "logit_gap": None}
-            assert system["steady"]
-            assert system.get("equals_our_plain", True)
-            times = system["ms_per_token"]
-            assert len(times["runs"]) == 2 and times["min"] <= times["median"] <= times["max"]
-            for other in ("transformers", "ours"):
-                key = f"over_{other.replace('ours', 'our')}_plain"
-                plain = systems[f"{other} plain"]["ms_per_token"]["median"]
-                assert system[key] == pytest.approx(plain / times["median"])
-            bound = case["pass_bound_ms"] / system["tokens_per_round"]
-            assert system["share_of_bound"] == pytest.approx(bound / times["median"])
-            speculates = name not in ("ours plain", "transformers plain")
-            assert system["tokens_per_round"] >= 1 if speculates else system["tokens_per_round"] == 1
-        levels = [level["name"] for level in systems["ours triforce"]["levels"]]
-        assert levels == ["draft:streaming", "target:retrieved"]
-    # At 48 tokens the retrieved cache holds everything: only the end of the text cuts a round short.
-    triforce = printed["contexts"][0]["systems"][CONFIGS.index("triforce")]
-    assert triforce["tokens_per_round"] == 6 and triforce["levels"][1]["acceptance"] == 1
-
-
-def test_speedup_without_a_draft(
-    pair: tuple[str, str], text: Path, rate: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "speedup.json"
-    arguments = (
-        f"--configs retrieval --contexts 40 -n 2 --repeats 1 --no-plot --out {out} --text {text}".split()
-    )
-    assert command_line.main(["speedup", "--model", pair[0], *SETTINGS, *arguments]) == 0
-    systems = last_line(capsys)["contexts"][0]["systems"]
-    assert [s["system"] for s in systems] == ["ours retrieval", "transformers plain", "transformers lookup"]
-    assert systems[0]["over_our_plain"] is None
-    assert not out.with_suffix(".png").exists()
-
-
-def test_peers_are_transformers_own_generation_over_one_prefill() -> None:
-    target = tiny_target(seed=5)
-    draft = noisy_copy(target)
-    prompt = byte_ids(150) + byte_ids(30)  # something to look up
-    ids = torch.tensor([prompt])
-    fresh = target.generate(ids, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
-    peers = Peers(target, draft, prompt)
-    widths: list[int] = []
-    for model in (peers._target, peers._draft):
-        model.model.embed_tokens.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-    for turn in range(2):
-        for system in ("plain", "lookup", "assisted"):
-            run = peers.run(system, 20)
-            assert run.tokens == fresh, (turn, system)
-            assert 1 <= run.timed < 20 and run.ms > 0
-            assert run.rounds < 20 if system == "assisted" else run.rounds <= 20
-            # Nothing of the prompt is read again, and nothing but the text is in the cache.
-            assert max(widths) <= 25, system
-            assert peers.cache.get_seq_length() == len(prompt) + 19
-            widths.clear()
-    assert peers.cache.layers[0].keys.shape[-2] == len(prompt) + 19
-    assert target.generate(ids, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist() == fresh
-
-
-def test_peers_do_not_end_at_a_token() -> None:
-    target = tiny_target(seed=5)
-    prompt = byte_ids(20)
-    free = Peers(target, None, prompt).run("plain", 10).tokens
-    target.generation_config.eos_token_id = free[3]
-    assert Peers(target, None, prompt).run("plain", 10).tokens == free
-
-
-def test_a_difference_is_told_with_its_logit_gap() -> None:
-    target = tiny_target(seed=5)
-    prompt = byte_ids(20)
-    peers = Peers(target, None, prompt)
-    reference = peers.run("plain", 6).tokens
-    other = [*reference[:4], (reference[4] + 1) % 256, 0, 0]
-    logits = target(torch.tensor([prompt + reference[:4]])).logits[0, -1].detach()
-    found = speedup.agreement(other, reference, peers)
-    assert found["compared"] == 6 and found["first_difference"] == 4
-    assert found["logit_gap"] == pytest.approx(float(logits[reference[4]] - logits[other[4]]), abs=1e-4)
-    assert found["logit_gap"] > 0
 
 
 # LLM.rerun, by which one prefill serves every composition
@@ -235,12 +124,10 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
     [
         ("speedup --contexts 7000 --text TEXT", "--contexts 7000: the text has 6000 tokens"),
         ("speedup --contexts 4k", "'4k': write whole numbers of at least 2, e.g. 4096,8192"),
-        ("speedup --configs plain,warp", "'warp' is none of plain, retrieval"),
-        ("speedup --peers beam", "'beam' is none of plain, lookup, assisted"),
-        ("speedup --repeats 0", "'0' is not a whole number of at least 1"),
+        ("speedup --systems ours:warp", "unknown config 'warp'"),
+        ("speedup --turns 0", "'0' is not a whole number of at least 1"),
         ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),
         ("speedup --text missing.txt", "text missing.txt: cannot be read"),
-        ("speedup --configs naive --contexts 16 --text TEXT", "drafts with a small model, and there is none"),
         ("speedup --out missing/folder.json --contexts 16 --text TEXT", "its folder does not exist"),
         ("model-card --context 5000 --step 512 --text TEXT", "--context 5000 is no multiple of --step 512"),
         (
@@ -305,7 +192,7 @@ def test_model_card(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     case = dataclasses.replace(
-        MODEL_CARD,
+        bench.model_card.MODEL_CARD,
         windows=(128,),
         tail=60,
         needle_contexts=(400, 512),

@@ -15,7 +15,7 @@ import torch
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
-from bench.systems import Setup, deepspeed, zero_style
+from bench.systems import Setup, _passes, deepspeed, zero_style
 
 PROMPTS = (byte_ids(90), byte_ids(61, start=500), byte_ids(1))
 NEW_TOKENS = 12
@@ -67,7 +67,7 @@ def test_the_rebuilt_one_continues_greedily(setup: Setup, target: PreTrainedMode
 
 
 def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_holds() -> None:
-    layer = zero_style.HostLayer(capacity=10)
+    layer = _passes.HostLayer(capacity=10)
     kv = torch.randn(2, 1, 3, 10, 4)
     layer.update(*kv[..., :6, :])
     filled = layer.keys.data_ptr(), layer.values.data_ptr()

@@ -1,4 +1,4 @@
-"""`bench peers`: systems in processes of their own, and what becomes of those that fail. No time is told."""
+"""Systems side by side: their processes, what becomes of those that fail, pages. No time is told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import inputs, runner, side_by_side
-from bench.runner import Case, Row, SystemFailed, Worker
+from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup
 
+SMALL: dict[str, dict[str, object]] = {
+    "ours": {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
+}
 FAKE = """
 import os, sys, time
 from functools import partial
@@ -44,7 +48,9 @@ class Fake:
         tokens = [len(self.prompt) + at for at in range(new_tokens)]
         if self.kind == "differs":
             tokens[3] = 0
-        return Run(tokens, 2.0 * new_tokens, new_tokens)
+        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, {"full": 1.0 * new_tokens})
+    def logits_after(self, tokens):
+        return [float(len(tokens))] + 99 * [7.5]
     def close(self):
         pass
 
@@ -75,46 +81,75 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bench/systems/fake.py").write_text(FAKE)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     monkeypatch.setattr(runner, "OWN_ENVIRONMENT", ("fake",))
+    monkeypatch.setattr(runner, "ONE_PROCESS", ())
     monkeypatch.setattr(runner, "PEERS_PYTHON", tmp_path / "none")
     return tmp_path
 
 
-def measured(folder: Path, systems: Sequence[str], patience_s: float = 60.0) -> list[list[Row]]:
-    case = Case(setup(folder), tuple(systems), range(50), (10, 20), 6, 2, {}, patience_s)
-    return list(runner.run(case, lambda text: None))
+def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[list[Row]]:
+    prompts = {10: range(10), 20: range(20)}
+    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2, {})
+    found = list(runner.run(replace(job, **changes), lambda text: None))
+    assert [context for context, _ in found] == [10, 20]
+    return [rows for _, rows in found]
 
 
-def test_rows_of_what_works_and_of_what_does_not(fakes: Path) -> None:
-    systems = ["fake:good", "fake:differs", "fake:absent", "fake:fails", "fake:dies"]
-    systems += ["peer:missing", "fake:other"]
-    short, long = measured(fakes, systems)
-    for rows, context in ((short, 10), (long, 20)):
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_of_what_works_and_of_what_does_not(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    systems = ["fake:good", "fake:differs", "fake:absent", "fake:fails", "fake:other", "peer:missing"]
+    if together:  # one that dies would take the others with it
+        monkeypatch.setattr(runner, "ONE_PROCESS", ("fake",))
+    else:
+        systems.insert(4, "fake:dies")
+    answers = {20: [20, 21, 0, 23]}
+    for rows, context in zip(measured(fakes, systems, answers=answers), (10, 20), strict=True):
         good, differs, *failed = rows
         assert [row["system"] for row in rows] == systems
         assert good["tokens"] == [context + at for at in range(6)] and good["first_difference"] is None
         assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
         assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake"], True)
-        assert good["peak_bytes"] > 2**20
-        assert differs["first_difference"] == 3
+        assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (
+            3,
+            {"draft": 0.5},
+            {"full": 1},
+        )
+        assert good["peak_bytes"] > 2**20 and good["device_bytes"] == 0
+        assert good.get("answered") == (0.75 if context == 20 else None)
+        # The logit of token 0 tells how long the text before it was.
+        assert differs["first_difference"] == 3 and differs["logit_gap"] == 7.5 - 3
         reasons = [row["error"] for row in failed]
         assert "a_module_that_is_not_there" in reasons[0]
         assert reasons[1:] == [
             "RuntimeError: at line 2",
-            "its process ended (code 7) in run",
-            "not installed: make bench-peers",
+            *([] if together else ["its process ended (code 7) in run"]),
             "ValueError: fake has no system other; there are good, differs, absent, fails, hangs, dies",
+            "not installed: make bench-peers",
         ]
-    assert "libraries print" in (fakes / "work/fake-good.log").read_text()
+    assert "libraries print" in (fakes / "work/fake.log").read_text()
+
+
+def test_what_cannot_fit_is_not_opened(fakes: Path) -> None:
+    (good, other), _ = measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50)
+    assert good["error"].startswith("its KV takes 25165824.0 GiB, and ")  # of 10 tokens, 6 new ones and 8
+    assert other["error"].startswith("its KV takes 25165824.0 GiB")
+
+
+def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
+    (good, differs), _ = measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, temperature=0.5))
+    assert "first_difference" not in good and "first_difference" not in differs
 
 
 def test_what_hangs_is_ended(fakes: Path) -> None:
-    worker = Worker("fake:hangs", setup(fakes), patience_s=20.0)
+    worker = Worker("fake", setup(fakes), patience_s=20.0)
+    worker.ask("open", "hangs", asdict(setup(fakes)))
     worker._patience_s = 0.2
     with pytest.raises(SystemFailed, match=r"no answer to run in 0\.2 s"):
-        worker.ask("run", 3)
+        worker.ask("run", "hangs", 3)
     assert worker._process.poll() is not None
     with pytest.raises(SystemFailed, match="ended"):
-        worker.ask("run", 3)
+        worker.ask("run", "hangs", 3)
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +163,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OWN = ("transformers:dynamic", "transformers:static", "transformers:lookup", "transformers:assisted")
+LINKED = ("layer_prefetch:rebuilt", "ours:retrieval")
 
 
-@pytest.mark.parametrize("system", [*OWN, "ours:plain", "ours:triforce"])
+@pytest.mark.parametrize("system", [*OWN, *LINKED, "zero_style:rebuilt", "ours:plain", "ours:triforce"])
 def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_path: Path) -> None:
     """The same tokens in every run, whatever was asked before; and those of a model run plainly."""
     adapter, _, name = system.partition(":")
     opened = setup(tmp_path, model=str(models / "target"), draft=str(models / "draft"))
+    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, options=SMALL.get(adapter, {}))
     subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
     try:
         for prompt in (byte_ids(200), byte_ids(90, start=7), byte_ids(200)):
@@ -143,8 +180,46 @@ def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_p
             expected = tiny_greedy(models, prompt, 12)
             assert [one.tokens for one in runs] == [expected, expected[:5], expected]
             assert all(0 < one.timed <= len(one.tokens) and one.ms > 0 for one in runs)
+        if hasattr(subject, "logits_after"):
+            assert (
+                max(enumerate(subject.logits_after(expected[:4])), key=lambda one: one[1])[0] == expected[4]
+            )
     finally:
         subject.close()
+
+
+@pytest.mark.parametrize(
+    "system", ["transformers:lookup", "transformers:static", "zero_style:rebuilt", "ours:plain"]
+)
+def test_systems_draw(system: str, models: Path, tmp_path: Path) -> None:
+    adapter, _, name = system.partition(":")
+    opened = setup(tmp_path, model=str(models / "target"), temperature=3.0)
+    subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
+    try:
+        subject.prepare(byte_ids(90))
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            assert subject.run(24).tokens != tiny_greedy(models, byte_ids(90), 24)
+    finally:
+        subject.close()
+
+
+@pytest.mark.parametrize(
+    ("system", "changes", "message"),
+    [
+        ("transformers:static", {"link_gb_s": 1.0}, "has no link_gb_s: leave it 0"),
+        ("transformers:assisted", {}, "assisted generation needs a draft"),
+        ("transformers:offloaded", {}, "an offloaded cache needs a GPU"),
+        ("layer_prefetch:rebuilt", {}, "over a link only"),
+    ],
+)
+def test_a_system_says_what_it_lacks(
+    system: str, changes: dict[str, Any], message: str, models: Path, tmp_path: Path
+) -> None:
+    adapter, _, name = system.partition(":")
+    opened = setup(tmp_path, model=str(models / "target"), **changes)
+    with pytest.raises(ValueError, match=message):
+        importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
 
 
 def tiny_greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
@@ -159,13 +234,16 @@ def tiny_greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
 # The command
 
 
-def rows_of(case: Case, contexts: Sequence[int]) -> list[list[Row]]:
+def rows_of(job: Job) -> list[tuple[int, list[Row]]]:
     spread = {"median": 2.0, "min": 1.0, "max": 3.0, "runs": [1.0, 2.0, 3.0]}
     good = {
         "label": "a peer",
         "notes": ["8-bit KV"],
         "prefill_ms": 1500.0,
         "ms_per_token": spread,
+        "tokens_per_round": None,
+        "accepted": {},
+        "parts_ms": {},
         "tokens": [1, 2],
         "steady": True,
         "peak_bytes": 2**30,
@@ -175,12 +253,19 @@ def rows_of(case: Case, contexts: Sequence[int]) -> list[list[Row]]:
         "label": "ours",
         "notes": [],
         "ms_per_token": spread | {"median": 0.5},
+        "tokens_per_round": 4.0,
+        "accepted": {"retrieved": 0.75},
+        "parts_ms": {"retrieved": 0.2, "full": 0.3},
         "first_difference": 1,
+        "logit_gap": 0.00002,
     }
     rows = [good, faster, {"error": "not installed: make bench-peers"}]
     return [
-        [{"system": name, "context": context} | row for name, row in zip(case.systems, rows, strict=True)]
-        for context in contexts
+        (
+            context,
+            [{"system": name, "context": context} | row for name, row in zip(job.systems, rows, strict=True)],
+        )
+        for context in job.prompts
     ]
 
 
@@ -189,25 +274,25 @@ def test_results_are_appended_and_not_measured_again(
 ) -> None:
     asked: list[tuple[int, ...]] = []
 
-    def run(case: Case, say: Any) -> list[list[Row]]:
-        asked.append(case.contexts)
-        return rows_of(case, case.contexts)
+    def run(job: Job, say: Any) -> list[tuple[int, list[Row]]]:
+        asked.append(tuple(job.prompts))
+        return rows_of(job)
 
-    monkeypatch.setattr(side_by_side, "run_case", run)
+    monkeypatch.setattr(side_by_side, "run_job", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     out = tmp_path / "peers.jsonl"
     common = ["peers", "--systems", "transformers:dynamic,ours:plain,ours:lookup", "--out", str(out)]
     assert command_line.main([*common, "--contexts", "64"]) == 0
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
-    assert asked == [(64,), (32,)]
+    assert asked == [(64,), (32,), ()]
     assert [json.loads(line)["context"] for line in out.read_text().splitlines()] == [64, 32]
     page = (tmp_path / "peers.md").read_text()
     ours, peer = page.index("| ours"), page.index("| a peer; 8-bit KV")
     assert ours < peer, "the fastest first"
-    assert (
-        "4.00" in page and "differ at 1" in page and "- ours:lookup: not installed: make bench-peers" in page
-    )
+    assert " 4.00 |" in page and " 75% |" in page and "- ours:lookup: not installed: make bench-peers" in page
+    assert "differ at 1, gap 2.0e-05" in page
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
     assert page.index("## 32 tokens") < page.index("## 64 tokens")
     capsys.readouterr()
 
@@ -218,7 +303,9 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems vllm:plain", "--systems vllm:plain: write adapter:system; adapters are"),
         ("--systems ours", "--systems ours: write adapter:system"),
         ("--systems ours:plain --contexts 100000000", "the text has"),
-        ("--systems ours:plain --out {torn}", "line 2 is no result of bench peers; use another file"),
+        ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
+        ("--temperature -1", "'-1' is not a number of at least 0"),
+        ("--needles --contexts 300 --systems ours:plain", "passages do not fit"),
         ("--turns 0", "'0' is not a whole number of at least 1"),
     ],
 )
@@ -236,3 +323,52 @@ def test_bad_input(
     assert command_line.main(["peers", "--quick", *given]) == 2
     out, err = capsys.readouterr()
     assert message in err and out == ""
+
+
+def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt ends with the beginning of a passage that its middle holds; the rest of it is the answer."""
+    jobs: list[Job] = []
+
+    def run(job: Job, say: Any) -> list[tuple[int, list[Row]]]:
+        jobs.append(job)
+        return rows_of(job)
+
+    monkeypatch.setattr(side_by_side, "run_job", run)
+    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+    given = "peers --needles --no-plot --contexts 1000 --systems transformers:dynamic,ours:plain,ours:lookup"
+    with pytest.raises(KeyError, match="answered"):  # these rows do not tell
+        command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")])
+    (job,) = jobs
+    prompt, answer = list(job.prompts[1000]), list(job.answers[1000])
+    assert len(prompt) == 1000 and len(answer) == 24
+    cue, passage = prompt[-8:], prompt[-8:] + answer
+    at = next(at for at in range(300, 700) if prompt[at : at + 32] == passage)
+    assert prompt[at : at + 8] == cue
+
+
+def test_results_are_compared_with_noise_in_mind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def results(name: str, **systems: tuple[float, float, float]) -> str:
+        rows: list[Row] = [
+            {"system": system, "ms_per_token": dict(zip(("min", "median", "max"), spread, strict=True))}
+            for system, spread in systems.items()
+        ]
+        record = {"benchmark": "peers", "context": 4096, "prompt": "", "rows": [*rows, {"error": "absent"}]}
+        (tmp_path / name).write_text(json.dumps(record) + "\n")
+        return str(tmp_path / name)
+
+    old = results("old", a=(1, 2, 3), b=(4, 5, 6), c=(1, 2, 3), gone=(1, 1, 1))
+    new = results("new", a=(3.5, 4, 5), b=(1, 2.5, 3.9), c=(2, 3, 4))
+    assert command_line.main(["compare", old, new]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["system"], row["verdict"], row["ratio"]) for row in rows] == [
+        ("a", "slower", 2.0),
+        ("b", "faster", 0.5),
+        ("c", "within noise", 1.5),
+    ]
+    for arguments, message in (
+        ([old, results("other", d=(1, 2, 3))], "no system at no context in common"),
+        ([old, str(tmp_path / "none")], "cannot be read"),
+        ([old, __file__], "line 1 is no result of a side-by-side run"),
+    ):
+        assert command_line.main(["compare", *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -166,8 +166,8 @@ def test_reads_strided_heads_in_place(kernel: native.Kernel, dtype: torch.dtype)
 def test_pages_are_attended_as_one_history(
     kernel: native.Kernel, dtype: torch.dtype, page: int, count: int, threads: int
 ) -> None:
-    # Nothing of the pages beside those in the middle may count. Splits and blocks end within a page. All heads
-    # at once go through long histories only, with few queries.
+    # Nothing of the pages beside those in the middle may count. Splits and blocks end within a page. All
+    # heads at once go through long histories only, with few queries.
     memory = torch.full((4 + 5000 // page, 2, 3, page, 64), torch.nan, dtype=dtype)
     within = memory[2:-1]
     within.copy_(torch.randn(within.shape, generator=torch.Generator().manual_seed(0)))

@@ -1,8 +1,8 @@
-"""Systems that `bench peers` runs side by side: one small adapter each, in a process of its own.
+"""Systems that run side by side: one small adapter each.
 
 An adapter is a module here that names `SYSTEMS`: each system's name and how to open it. It imports what it
-needs itself, nothing of another adapter, and nothing of offload-rt but in `ours`: a peer may live in an
-environment in which offload-rt is not installed. To add a peer is to add a file.
+needs itself and nothing of another adapter; a peer with an environment of its own nothing of offload-rt,
+which is not installed there. To add a peer is to add a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Setup:
         capacity: tokens of the longest prompt and its continuation together.
         chunk: prompt tokens read at a time, where a system lets one choose.
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
-        options: of the one system.
+        temperature: 0 decodes greedily.
+        link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
+        options: of the one system. Setups that differ in nothing else are equal.
     """
 
     model: str
@@ -36,7 +38,9 @@ class Setup:
     capacity: int
     chunk: int
     work: str
-    options: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
+    link_gb_s: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def folder(self) -> Path:
@@ -48,21 +52,30 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """A greedy continuation of the prompt.
+    """A continuation of the prompt.
 
     Attributes:
         tokens: ids, as many as were asked for: no end token ends it.
         ms: from the end of the prefill to the last token. Where a system computes the first token with its
             prefill, from that token on; `timed` are the tokens of that time.
+        rounds: passes of the target, where a system tells.
+        accepted: share of the drafted tokens that stood, by what drafted them.
+        parts_ms: what the time went to.
     """
 
     tokens: list[int]
     ms: float
     timed: int
+    rounds: int | None = None
+    accepted: dict[str, float] = field(default_factory=dict)
+    parts_ms: dict[str, float] = field(default_factory=dict)
 
 
 class System(Protocol):
-    """One way to continue a prompt. Used from one thread; whatever it raises becomes its row."""
+    """One way to continue a prompt. Used from one thread; whatever it raises becomes its row.
+
+    One that can has `logits_after(tokens)`: the logits, a list, behind the prompt and `tokens`.
+    """
 
     label: str
     """What it is, with its version: `transformers 5.23.0, StaticCache`."""
@@ -73,11 +86,19 @@ class System(Protocol):
         """Reads a prompt, but perhaps its last token; forgets what was read before. Returns ms."""
 
     def run(self, new_tokens: int) -> Run:
-        """Continues the prompt from its end, greedily; any number of times, always from there."""
+        """Continues the prompt from its end; any number of times, always from there."""
 
     def close(self) -> None:
         """Gives everything back."""
 
 
 Opener = Callable[[Setup], System]
-"""Loads what it needs; raises ImportError where the system is not installed."""
+"""Loads what it needs; raises ImportError where the system is not installed, ValueError where it lacks what
+is asked of it."""
+
+
+def refuse(setup: Setup, *names: str) -> None:
+    """Raises ValueError where one of these settings is not 0: a system that cannot, says so."""
+    for name in names:
+        if getattr(setup, name):
+            raise ValueError(f"has no {name}: leave it 0")

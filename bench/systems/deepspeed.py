@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers import DynamicCache
 
-from bench.systems import Opener, Run, Setup
+from bench.systems import Opener, Run, Setup, refuse
+from bench.systems._generate import generate, sampling
+from bench.systems._passes import load, read, rewind, static_copy
 
 EVERY_WEIGHT = 10**12
 """More elements than a model has."""
@@ -37,18 +39,17 @@ class ZeroInference:
     """
 
     def __init__(self, setup: Setup, *, offloaded: bool) -> None:
+        refuse(setup, "link_gb_s")
         self._kind = setup.options.get("cache", CACHES[0])
         if self._kind not in CACHES:
             raise ValueError(f"cache must be one of {', '.join(CACHES)}, not {self._kind!r}")
         self._setup = setup
         self._device = torch.device(setup.device)
-        torch.set_num_threads(setup.threads)
         deepspeed = _deepspeed(setup, self._device)
-        model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.dtype))
-        model.generation_config = GenerationConfig()  # no end token
-        self._engine: Any = deepspeed.initialize(
-            model=model.eval(), config=_config(setup, offloaded, self._device)
-        )[0]
+        model = load(setup.model, replace(setup, device="cpu"))  # ZeRO places the weights
+        self._engine: Any = deepspeed.initialize(model=model, config=_config(setup, offloaded, self._device))[
+            0
+        ]
         self._model: Any = self._engine.module
         self._cache: Any = None
         self._prompt = torch.empty(1, 0, dtype=torch.long)
@@ -60,49 +61,24 @@ class ZeroInference:
 
     @torch.no_grad()
     def prepare(self, prompt: Sequence[int]) -> float:
-        started = perf_counter()
         self._cache = None  # frees its memory before the next one is filled
-        self._prompt = torch.tensor([prompt], device=self._device)
-        if self._kind == "static":
-            self._cache = StaticCache(self._model.config, max_cache_len=self._setup.capacity)
-        else:
-            self._cache = DynamicCache()
-        for chunk in self._prompt[:, :-1].split(self._setup.chunk, dim=1):
-            if chunk.shape[1]:
-                self._model(chunk, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return 1e3 * (perf_counter() - started)
+        filled = DynamicCache(config=self._model.config)
+        self._prompt, read_ms = read(self._model, prompt, filled, self._setup.chunk)
+        started, static = perf_counter(), self._kind == "static"
+        self._cache = static_copy(filled, self._model, self._setup.capacity) if static else filled
+        return read_ms + 1e3 * (perf_counter() - started)
 
     def run(self, new_tokens: int) -> Run:
-        self._rewind(self._prompt.shape[1] - 1)
-        started = perf_counter()
-        out = self._model.generate(
-            self._prompt,
-            attention_mask=torch.ones_like(self._prompt),
-            past_key_values=self._cache,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            disable_compile=True,  # ZeRO gathers weights in hooks, which a compiled pass would not call
-        )
-        tokens = out[0, self._prompt.shape[1] :].tolist()
-        return Run(tokens, 1e3 * (perf_counter() - started), len(tokens))
+        rewind(self._cache, self._prompt.shape[1] - 1)
+        # ZeRO gathers weights in hooks, which a compiled pass would not call.
+        options = sampling(self._setup) | {"disable_compile": True}
+        return generate(self._model, self._prompt, self._cache, new_tokens, **options)
 
     def close(self) -> None:
         self._cache = self._model = None
         self._engine.destroy()
         self._engine = None
         torch.distributed.destroy_process_group()
-
-    def _rewind(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        if self._kind == "dynamic":
-            self._cache.crop(length - self._cache.get_seq_length())
-            return
-        for layer in self._cache.layers:
-            if type(layer) is not StaticLayer:
-                raise ValueError(f"a {type(layer).__name__} cannot be rewound: choose cache=dynamic")
-            layer.cumulative_length.fill_(length)
 
 
 def _deepspeed(setup: Setup, device: torch.device) -> Any:

@@ -13,7 +13,7 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Run, Setup
+from bench.systems import Opener, Run, Setup, refuse
 
 KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
 CONTEXT_STEP = 256
@@ -56,6 +56,7 @@ class LlamaCpp:
         lookup: Lookup | None = None,
         offload_kqv: bool = True,
     ) -> None:
+        refuse(setup, "link_gb_s")
         device, _, index = setup.device.partition(":")
         on_gpu = device != "cpu"
         if on_gpu and not llama_cpp.llama_supports_gpu_offload():
@@ -83,7 +84,7 @@ class LlamaCpp:
             draft_model=lookup and LlamaPromptLookupDecoding(lookup.ngram, lookup.proposed),
             verbose=False,
         )
-        self._lookup = lookup
+        self._lookup, self._temperature = lookup, setup.temperature
         self._prompt: list[int] = []
         parts = [f"llama-cpp-python {llama_cpp.__version__}", f"{kv} KV"]
         notes = []
@@ -113,7 +114,8 @@ class LlamaCpp:
         # Not reset, it goes on behind `n_tokens`; what is behind that is removed.
         self._llama.n_tokens = len(self._prompt) - 1
         self._llama._logits_all = self._lookup is not None
-        generated = self._llama.generate(self._prompt[-1:], temp=0.0, reset=False)
+        law = {"temp": self._temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        generated = self._llama.generate(self._prompt[-1:], reset=False, **law)
         started = perf_counter()
         tokens = list(islice(generated, new_tokens))
         return Run(tokens, 1e3 * (perf_counter() - started), new_tokens)

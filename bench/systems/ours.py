@@ -1,42 +1,75 @@
-"""offload-rt: every configuration, by its name."""
+"""offload-rt: every configuration, by its name. They share one prefill in one process."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
 from bench.systems import Opener, Run, Setup
+from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import config_names
+from offload_rt.loading import choose_dtype, load_model
+
+
+class Text:
+    """A model that has read a prompt so that every configuration can go on from it."""
+
+    def __init__(self, setup: Setup) -> None:
+        if setup.device == "cpu":
+            torch.set_num_threads(setup.threads)
+        device = torch.device(setup.device)
+        dtype = choose_dtype(setup.dtype, device)
+        models = [load_model(name, device, dtype) if name else None for name in (setup.model, setup.draft)]
+        link = PacedLink(1e9 * setup.link_gb_s) if setup.link_gb_s else None
+        overrides = {"prefill.chunk": setup.chunk}
+        config = "triforce" if setup.draft else "retrieval"
+        self.llm = LLM.from_models(models[0], models[1], config=config, overrides=overrides, link=link)
+        self._prompt: list[int] = []
+
+    def read(self, prompt: Sequence[int]) -> float:
+        """Returns ms of the prefill."""
+        if list(prompt) != self._prompt:
+            self.llm.generate(list(prompt), SamplingParams(max_tokens=1, ignore_eos=True))
+            self._prompt = list(prompt)
+            self._ms = self.llm.last_result.timings.prompt_ms
+        return self._ms
+
+
+shared_text = lru_cache(1)(Text)
 
 
 class Ours:
-    """One configuration; the prompt is read once, and continued again and again."""
+    """One configuration; options are keys of the configuration."""
 
     notes: tuple[str, ...] = ()
 
     def __init__(self, config: str, setup: Setup) -> None:
-        if setup.device == "cpu":
-            torch.set_num_threads(setup.threads)
         self.label = f"offload-rt {importlib.metadata.version('offload-rt')}, {config}"
-        overrides = {"prefill.chunk": setup.chunk, **setup.options}
-        # A draft that the configuration has no use for is not loaded.
-        draft = setup.draft or "none"
-        self._llm = LLM(setup.model, draft, config, setup.device, setup.dtype, overrides)
+        self._config, self._setup, self._text = config, setup, shared_text(setup)
 
     def prepare(self, prompt: Sequence[int]) -> float:
-        self._llm.generate(list(prompt), SamplingParams(max_tokens=1, ignore_eos=True))
-        return self._llm.last_result.timings.prompt_ms
+        return self._text.read(prompt)
 
     def run(self, new_tokens: int) -> Run:
-        result = self._llm.rerun(SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-        return Run(result.tokens, result.timings.predicted_ms, len(result.tokens))
+        params = SamplingParams(self._setup.temperature, max_tokens=new_tokens, ignore_eos=True)
+        done = self._text.llm.rerun(params, self._config, self._setup.options)
+        proposed = {level.name: level for level in done.levels if level.proposed}
+        return Run(
+            done.tokens,
+            done.timings.predicted_ms,
+            len(done.tokens),
+            done.rounds,
+            {name: level.accepted / level.proposed for name, level in proposed.items()},
+            {level.name: level.ms for level in done.levels},
+        )
 
     def close(self) -> None:
-        self._llm.close()
+        self._text.llm.close()
+        shared_text.cache_clear()
 
 
 SYSTEMS: dict[str, Opener] = {name: partial(Ours, name) for name in config_names()}

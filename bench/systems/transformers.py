@@ -1,110 +1,128 @@
-"""transformers: `generate` over its default cache, with prompt look-up and assisted, and its static cache."""
+"""transformers: `generate`, with look-up and assisted, and loops over other caches; one prefill for all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers import DynamicCache
 
-from bench.peers import Peers
-from bench.systems import Opener, Run, Setup
+from bench.systems import Opener, Run, Setup, refuse
+from bench.systems._generate import generate, give_cache, go_on_from_caches, sampling
+from bench.systems._passes import decode, load, read, rewind, static_copy
+
+LOOKUP_TOKENS = 10  # what prompt look-up proposes a round by default
 
 
-def load(folder: str, setup: Setup) -> PreTrainedModel:
-    """A checkpoint on the device of `setup`."""
-    if setup.device == "cpu":
-        torch.set_num_threads(setup.threads)
-    dtype = getattr(torch, setup.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    moved: PreTrainedModel = model.to(setup.device).eval()
-    return moved
+class Text:
+    """A model that has read all of a prompt but its last token."""
+
+    def __init__(self, folder: str, setup: Setup) -> None:
+        self.model, self._chunk = load(folder, setup), setup.chunk
+        go_on_from_caches(self.model)
+        self._prompt: list[int] = []
+
+    def read(self, prompt: Sequence[int]) -> float:
+        """Returns ms of the prefill."""
+        if list(prompt) != self._prompt:
+            self.cache: Any = DynamicCache(config=self.model.config)
+            self.ids, self._ms = read(self.model, prompt, self.cache, self._chunk)
+            self._prompt = list(prompt)
+        self.rewind()
+        return self._ms
+
+    def rewind(self) -> None:
+        """Forgets all but what was read."""
+        rewind(self.cache, len(self._prompt) - 1)
+
+
+shared_text = lru_cache(2)(Text)  # target and draft
 
 
 class Generate:
-    """`generate` with a `DynamicCache`: plain, with prompt look-up, or assisted by the draft."""
+    """`generate` with a `DynamicCache`."""
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, system: str, setup: Setup) -> None:
-        named = {"dynamic": "DynamicCache", "lookup": "prompt look-up", "assisted": "assisted by the draft"}
-        self.label = f"transformers {transformers.__version__}, {named[system]}"
-        self._system = "plain" if system == "dynamic" else system
-        self._target = load(setup.model, setup)
-        self._draft = load(setup.draft, setup) if setup.draft and system == "assisted" else None
-        if system == "assisted" and self._draft is None:
-            raise ValueError("assisted generation needs a draft")
-        self._peers: Peers | None = None
+    def __init__(self, how: str, setup: Setup, *, lookup: bool = False, assisted: bool = False) -> None:
+        refuse(setup, "link_gb_s")
+        self.label = f"transformers {transformers.__version__}, {how}"
+        self._text, self._draft = shared_text(setup.model, setup), None
+        self._options = sampling(setup)
+        if lookup:
+            self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        if assisted:
+            if setup.draft is None:
+                raise ValueError("assisted generation needs a draft")
+            self._draft = shared_text(setup.draft, setup)
+            give_cache(self._draft.model, lambda: self._draft.cache)
+            self._options["assistant_model"] = self._draft.model
 
     def prepare(self, prompt: Sequence[int]) -> float:
-        self._peers = None
-        self._peers = Peers(self._target, self._draft, prompt)
-        return self._peers.prefill_ms + (self._peers.assistant_prefill_ms or 0.0)
+        return self._text.read(prompt) + (self._draft.read(prompt) if self._draft else 0.0)
 
     def run(self, new_tokens: int) -> Run:
-        assert self._peers is not None
-        found = self._peers.run(self._system, new_tokens)
-        return Run(found.tokens, found.ms, found.timed)
+        for text in filter(None, (self._text, self._draft)):
+            text.rewind()
+        return generate(self._text.model, self._text.ids, self._text.cache, new_tokens, **self._options)
+
+    @torch.inference_mode()
+    def logits_after(self, tokens: Sequence[int]) -> list[float]:
+        self._text.rewind()
+        ids = torch.cat([self._text.ids[:, -1:], self._text.ids.new_tensor([tokens])], dim=1)
+        out = self._text.model(ids, past_key_values=self._text.cache, use_cache=True, logits_to_keep=1)
+        logits: list[float] = out.logits[0, -1].float().tolist()
+        return logits
 
     def close(self) -> None:
-        self._peers = None
+        shared_text.cache_clear()
 
 
-class Static:
-    """A `StaticCache` and a loop of forward passes: what `generate` does around them is left out.
+class Passes:
+    """A cache and a loop of forward passes: what `generate` does around them is left out.
 
     Args:
-        compiled: by `torch.compile`, once for the shape of a decoding step.
+        offloaded: to host memory; each layer's KV is on its way to the device one layer ahead. Otherwise the
+            cache is a `StaticCache`.
     """
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, compiled: bool, setup: Setup) -> None:
-        how = ", torch.compile" if compiled else ""
-        self.label = f"transformers {transformers.__version__}, StaticCache{how}"
-        self._model = load(setup.model, setup)
-        self._step = torch.compile(self._model) if compiled else self._model
-        self._setup = setup
-        self._length = 0
-        self._last = torch.empty(0)
+    def __init__(self, how: str, setup: Setup, *, compiled: bool = False, offloaded: bool = False) -> None:
+        refuse(setup, "link_gb_s")
+        if offloaded and setup.device == "cpu":
+            raise ValueError("an offloaded cache needs a GPU")
+        self.label = f"transformers {transformers.__version__}, {how}"
+        self._text, self._setup, self._offloaded = shared_text(setup.model, setup), setup, offloaded
+        self._step = torch.compile(self._text.model) if compiled else self._text.model
 
-    @torch.inference_mode()
     def prepare(self, prompt: Sequence[int]) -> float:
-        started = perf_counter()
-        self._cache = StaticCache(config=self._model.config, max_cache_len=self._setup.capacity)
-        ids = torch.tensor([prompt], device=self._model.device)
-        for part in ids[:, :-1].split(self._setup.chunk, dim=1):
-            self._model(part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._length, self._last = len(prompt) - 1, ids[:, -1:]
-        if ids.is_cuda:
-            torch.cuda.synchronize(ids.device)
-        return 1e3 * (perf_counter() - started)
+        if self._offloaded:
+            self._cache: Any = DynamicCache(config=self._text.model.config, offloading=True)
+            self._ids, read_ms = read(self._text.model, prompt, self._cache, self._setup.chunk)
+            return read_ms
+        read_ms, started = self._text.read(prompt), perf_counter()
+        self._ids = self._text.ids
+        self._cache = static_copy(self._text.cache, self._text.model, self._setup.capacity)
+        return read_ms + 1e3 * (perf_counter() - started)
 
-    @torch.inference_mode()
     def run(self, new_tokens: int) -> Run:
-        layers: list[Any] = list(self._cache.layers)
-        for layer in layers:
-            layer.cumulative_length.fill_(self._length)
-        started, token = perf_counter(), self._last
-        tokens: list[Tensor] = []
-        for _ in range(new_tokens):
-            out = self._step(token, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            tokens.append(token)
-        found = torch.cat(tokens, dim=1)[0].tolist()
-        return Run(found, 1e3 * (perf_counter() - started), new_tokens)
+        rewind(self._cache, self._ids.shape[1] - 1)
+        return decode(self._step, self._ids[:, -1:], self._cache, new_tokens, self._setup.temperature)
 
     def close(self) -> None:
-        pass
+        shared_text.cache_clear()
 
 
 SYSTEMS: dict[str, Opener] = {
-    **{name: partial(Generate, name) for name in ("dynamic", "lookup", "assisted")},
-    "static": partial(Static, False),
-    "static-compiled": partial(Static, True),
+    "dynamic": partial(Generate, "DynamicCache"),
+    "lookup": partial(Generate, "prompt look-up", lookup=True),
+    "assisted": partial(Generate, "assisted by the draft", assisted=True),
+    "static": partial(Passes, "StaticCache"),
+    "static-compiled": partial(Passes, "StaticCache, torch.compile", compiled=True),
+    "offloaded": partial(Passes, "DynamicCache offloaded", offloaded=True),
 }

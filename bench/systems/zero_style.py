@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, Cache
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from bench.systems import Opener, Run, Setup
-
-
-class HostLayer(DynamicLayer):
-    """KV of a layer in host memory, in buffers `[1, heads, capacity, head_dim]`.
-
-    `keys` and `values` are views of what is filled: `crop` shortens them, and `update` goes on from there.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capacity = capacity
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._buffers = [
-            torch.empty(
-                (1, states.shape[1], self._capacity, states.shape[3]),
-                dtype=states.dtype,
-                pin_memory=states.is_cuda,
-            )
-            for states in (key_states, value_states)
-        ]
-        self.keys, self.values = (buffer[:, :, :0] for buffer in self._buffers)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, count = self.get_seq_length(), key_states.shape[2]
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer.narrow(2, start, count).copy_(states)  # a slice would quietly end at the capacity
-        self.keys, self.values = (buffer[:, :, : start + count] for buffer in self._buffers)
-        return self.keys, self.values
+from bench.systems._passes import HostLayer, decode, load, read, rewind
 
 
 def host_attention(
@@ -76,55 +41,29 @@ def host_attention(
 
 
 class Rebuilt:
-    """Greedy decoding, one token a pass."""
+    """One token a pass. Only queries and results cross the link."""
 
     notes: tuple[str, ...] = ("rebuilt: attention is torch's scaled_dot_product_attention on the CPU",)
 
     def __init__(self, setup: Setup) -> None:
-        torch.set_num_threads(setup.threads)
         AttentionInterface.register("host", host_attention)
         AttentionMaskInterface.register("host", sdpa_mask)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            setup.model, dtype=getattr(torch, setup.dtype), attn_implementation="host"
-        )
-        self._model: Any = model.to(setup.device).eval()
-        self._cache: Any = Cache([HostLayer(setup.capacity) for _ in range(model.config.num_hidden_layers)])
-        self._chunk = setup.chunk
-        self._prompt = torch.empty(1, 0, dtype=torch.long)
+        self._model, self._setup = load(setup.model, setup, attention="host"), setup
+        layers = self._model.config.num_hidden_layers
+        self._cache = Cache([HostLayer(setup.capacity) for _ in range(layers)])
         self.label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
 
-    @torch.inference_mode()
     def prepare(self, prompt: Sequence[int]) -> float:
-        started = perf_counter()
-        self._prompt = torch.tensor([prompt], device=self._model.device)
-        self._rewind(0)
-        for chunk in self._prompt[:, :-1].split(self._chunk, dim=1):
-            if chunk.shape[1]:
-                self._next(chunk)
-        return 1e3 * (perf_counter() - started)
+        rewind(self._cache, 0)
+        self._prompt, ms = read(self._model, prompt, self._cache, self._setup.chunk)
+        return ms
 
-    @torch.inference_mode()
     def run(self, new_tokens: int) -> Run:
-        self._rewind(self._prompt.shape[1] - 1)
-        started = perf_counter()
-        token, out = self._prompt[:, -1:], []
-        for _ in range(new_tokens):
-            token = self._next(token)
-            out.append(token)
-        tokens = torch.cat(out, dim=1)[0].tolist()
-        return Run(tokens, 1e3 * (perf_counter() - started), new_tokens)
+        rewind(self._cache, self._prompt.shape[1] - 1)
+        return decode(self._model, self._prompt[:, -1:], self._cache, new_tokens, self._setup.temperature)
 
     def close(self) -> None:
         self._model = self._cache = None
-
-    def _next(self, ids: Tensor) -> Tensor:
-        """The likeliest token `[1, 1]` after `ids`, which the cache holds from now on."""
-        out = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        token: Tensor = out.logits[:, -1].argmax(dim=-1, keepdim=True)
-        return token
-
-    def _rewind(self, length: int) -> None:
-        self._cache.crop(length - self._cache.get_seq_length())
 
 
 SYSTEMS: dict[str, Opener] = {"rebuilt": Rebuilt}

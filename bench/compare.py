@@ -1,0 +1,71 @@
+"""`python -m bench compare OLD NEW`: two results of one side-by-side case, told apart from noise.
+
+A ratio is new over old, of the medians of ms a token. It counts as a change where the runs of the two do not
+overlap: the slowest of the faster one is faster than the fastest of the slower one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from offload_rt.errors import UsageError
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser(
+        "compare", help="two results of one case, with noise taken into account", description=__doc__
+    )
+    parser.add_argument("old", type=Path, metavar="OLD", help="JSON lines of a side-by-side run")
+    parser.add_argument("new", type=Path, metavar="NEW")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the table, and as the last line its rows."""
+    old, new = (_times(path) for path in (arguments.old, arguments.new))
+    rows = [
+        {"context": context, "system": system} | compared(old[context, system], new[context, system])
+        for context, system in old
+        if (context, system) in new
+    ]
+    if not rows:
+        raise UsageError(f"{arguments.old} and {arguments.new} have no system at no context in common")
+    header = ["system", "context", "old ms", "new ms", "new / old", ""]
+    cells = [
+        [
+            row["system"],
+            report.tokens_name(row["context"]),
+            *(report.number(row[key]) for key in ("old_ms", "new_ms", "ratio")),
+            row["verdict"],
+        ]
+        for row in rows
+    ]
+    print(report.table(header, cells), end="\n\n")
+    print(json.dumps(rows))
+
+
+def _times(path: Path) -> dict[tuple[int, str], Mapping[str, Any]]:
+    """ms a token by context and system; the last of several."""
+    return {
+        (record["context"], row["system"]): row["ms_per_token"]
+        for record in report.read_lines("result", path)
+        for row in record["rows"]
+        if "error" not in row
+    }
+
+
+def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two spreads of ms a token."""
+    verdict = "within noise"
+    if new["max"] < old["min"]:
+        verdict = "faster"
+    elif new["min"] > old["max"]:
+        verdict = "slower"
+    medians = {"old_ms": old["median"], "new_ms": new["median"]}
+    return medians | {"ratio": new["median"] / old["median"], "verdict": verdict}
