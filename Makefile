@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := .venv-peers
+# Those that need nothing beyond what `install` brings.
+CUDA_PEERS := transformers:dynamic,transformers:static,transformers:offloaded,zero_style:rebuilt,ours:plain,ours:retrieval,ours:triforce
 
 .PHONY: install demo test lint bench bench-peers gpu clean
 
@@ -47,7 +49,8 @@ gpu: $(INSTALLED)
 	    'offload_rt doctor --refresh --json bench/results/doctor-gpu.json' \
 	    'bench gpu --out bench/results/gpu-checks.json' \
 	    'bench offload --device cuda --out bench/results/offload-gpu.json' \
-	    'bench prediction-accuracy bench/results/offload-gpu.json'; \
+	    'bench prediction-accuracy bench/results/offload-gpu.json' \
+	    'bench peers --device cuda --systems $(CUDA_PEERS) --contexts 4096,32768 --out bench/results/peers-gpu.jsonl'; \
 	do \
 	    echo "python -m $$piece"; $(BIN)/python -m $$piece || failed="$$failed; $$piece"; \
 	done; \

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import bench.architectures
 import bench.attention
 import bench.compare
 import bench.drafts
@@ -28,7 +27,6 @@ COMMANDS = (
     bench.drafts,
     bench.model_card,
     bench.attention,
-    bench.architectures,
     bench.offload.command,
     bench.offload.prediction_accuracy,
     bench.gpu,

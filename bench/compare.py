@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Prints the table, and as the last line its rows."""
     old, new = (_times(path) for path in (arguments.old, arguments.new))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"context": context, "system": system} | compared(old[context, system], new[context, system])
         for context, system in old
         if (context, system) in new

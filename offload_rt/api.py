@@ -12,7 +12,8 @@ from typing import cast, overload
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import Link
-from offload_rt.config import AUTO, Config, load_config, load_configs, possible, uses_small_model
+from offload_rt.config import AUTO, DATASTORE, Config, load_config, load_configs, possible, uses_small_model
+from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
@@ -154,6 +155,8 @@ class LLM:
         self._turn = threading.RLock()  # of a thread whose text is the last one while it is made
         self._last: Session | None = None
         self._result: GenerationResult | None = None
+        for config in configs:
+            self._check_datastore(config)
         with ExitStack() as refused:
             models = []
             for given in (target, draft):
@@ -163,6 +166,10 @@ class LLM:
             assert models[0] is not None
             self._engine = Engine(models[0], models[1], configs, link, on_progress, self._notice)
             refused.pop_all()
+
+    def _check_datastore(self, config: Config) -> None:
+        if DATASTORE in config.sources:
+            open_datastore(config).check(self._tokenizer)
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -321,7 +328,9 @@ class LLM:
                 raise UsageError("there is no prompt to decode again: generate first")
             settings = session.planned
             if config is not None:
-                settings = self._engine.available(load_config(config, overrides))
+                given = load_config(config, overrides)
+                self._check_datastore(given)
+                settings = self._engine.available(given)
             if settings.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
                 settings = settings.refreshing_from(session.planned.offload.refresh_from)
             self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)

@@ -21,11 +21,16 @@ from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 
 LOOKUP = "lookup"
+SUFFIX = "suffix"
+DATASTORE = "datastore"
 DRAFT_STREAMING = "draft:streaming"
 TARGET_STREAMING = "target:streaming"
 TARGET_RETRIEVED = "target:retrieved"
 
-LEVELS = (LOOKUP, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
+SOURCES = (LOOKUP, SUFFIX, DATASTORE)
+"""Levels without a model: what followed the text's end elsewhere."""
+
+LEVELS = (*SOURCES, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
 
 
@@ -134,13 +139,14 @@ class LevelConfig:
     """Who drafts for the next level; written as a table, or short as its name, `model:cache`.
 
     Attributes:
-        model: `draft` (the small model), `target`, or `lookup` (no model at all).
-        cache: `streaming` or `retrieved`; nothing for `lookup`.
+        model: `draft` (the small model), `target`, or one of `SOURCES` (no model at all).
+        cache: `streaming` or `retrieved`; nothing without a model.
         layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
             (see `layers.LayerPlan`).
         calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.
         draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `grown:N` or `auto`
             (see `drafting.shapes.DraftShape`).
+        merge: one of `SOURCES`, whose finds join the draft; empty: none.
     """
 
     model: str
@@ -148,6 +154,7 @@ class LevelConfig:
     layers: str = "all"
     calibrate: bool = True
     draft: str = "chain"
+    merge: str = ""
 
     @property
     def name(self) -> str:
@@ -179,9 +186,17 @@ class LevelConfig:
             shape = level.shape
         except UsageError as error:
             raise InvalidValue(f"{key}.draft", level.draft, str(error).partition(": ")[2]) from None
-        if level.model == LOOKUP:
-            _require(shape.kind == "chain", f"{key}.draft", level.draft, "must be chain for lookup")
-            _require(level.layers == "all", f"{key}.layers", level.layers, "must be all for lookup")
+        rule = f"must be one of {', '.join(SOURCES)}, or empty"
+        _require(level.merge in ("", *SOURCES), f"{key}.merge", level.merge, rule)
+        if level.model in SOURCES:
+            kinds = ("chain", "grown") if level.model == DATASTORE else ("chain",)
+            rule = f"must be {' or '.join(kinds)} for {level.model}"
+            _require(shape.kind in kinds, f"{key}.draft", level.draft, rule)
+            for name, only in (("layers", "all"), ("merge", "")):
+                given = getattr(level, name)
+                _require(
+                    given == only, f"{key}.{name}", given, f"must be {only or 'empty'} for {level.model}"
+                )
         return level
 
 
@@ -219,6 +234,9 @@ class SpeculationConfig:
                 level.draft,
                 f"{level.name} proposes what rounds with the level below yield: chain or sequences:K",
             )
+        for level in self.levels[:-1]:
+            rule = "joins drafts for the target over its full cache only: leave it empty below another level"
+            _require(not level.merge, f"{key}.merge", level.merge, rule)
         _at_least(1, "speculation.gamma1", self.gamma1)
         _at_least(0, "speculation.gamma2", self.gamma2)
 
@@ -242,7 +260,10 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """Lengths in tokens of the endings that prompt look-up searches for, the longest first."""
+    """Lengths in tokens of the endings that look-up in the text searches for, the longest first.
+
+    `suffix` has no longest one.
+    """
 
     max_ngram: int = 4
     min_ngram: int = 1
@@ -255,6 +276,26 @@ class LookupConfig:
             self.max_ngram,
             f"must be at least lookup.min_ngram = {self.min_ngram}",
         )
+
+
+@dataclass(frozen=True)
+class DatastoreConfig:
+    """A datastore of other texts (`offload-rt datastore build`).
+
+    Attributes:
+        path: its file.
+        longest: tokens of the text's end that are compared.
+        occurrences: how many are looked at.
+    """
+
+    path: str = ""
+    longest: int = 16
+    occurrences: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least(1, "datastore.longest", self.longest)
+        _require(self.longest <= 64, "datastore.longest", self.longest, "must be at most 64")
+        _at_least(1, "datastore.occurrences", self.occurrences)
 
 
 @dataclass(frozen=True)
@@ -336,6 +377,7 @@ class Config:
     speculation: SpeculationConfig
     draft: DraftConfig
     lookup: LookupConfig
+    datastore: DatastoreConfig
     prefill: PrefillConfig
     store: StoreConfig
     offload: OffloadConfig
@@ -358,6 +400,18 @@ class Config:
             chunk,
             f"must divide store.page = {page}, so that no chunk crosses a page",
         )
+        _require(
+            bool(self.datastore.path) or DATASTORE not in self.sources,
+            "datastore.path",
+            self.datastore.path,
+            "names no file: build one with offload-rt datastore build FOLDER",
+        )
+
+    @property
+    def sources(self) -> set[str]:
+        """Those of `SOURCES` that it uses."""
+        levels = self.speculation.levels
+        return {name for level in levels for name in (level.model, level.merge)} & set(SOURCES)
 
     def refreshing_from(self, place: RefreshFrom) -> Config:
         """The same with another `offload.refresh_from`."""
@@ -509,6 +563,9 @@ def _typed(key: str, value: object) -> object:
         return value
     if expected is bool:
         _require(type(value) is bool, key, value, "must be true or false")
+        return value
+    if expected is str:
+        _require(type(value) is str, key, value, "must be a string")
         return value
     if get_origin(expected) is Literal:
         allowed = get_args(expected)

@@ -13,12 +13,14 @@ drawn is used, since its cost depends on its tokens. Whatever several ranks must
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Protocol
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.expectations import LATER_CHOICES
 from offload_rt.passes import Running
 
 WINDOW = 8  # rounds that are judged together
@@ -129,7 +131,7 @@ class Pace:
         if self._breaks.plain():
             return CHAIN
         wanted = self._wanted()
-        return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance)
+        return wanted.deep(max(0, min(wanted.depth, room)), self._acceptance.rates)
 
     def outcomes(self, length: int) -> int:
         """Outcomes of a pass over a text of `length` tokens to draft for while it runs.
@@ -166,7 +168,7 @@ class Pace:
         """A round below a text of `length` tokens is over."""
         self._rounds += 1
         self._length = length
-        self._acceptance.observe(round.first_accepted, round.first_rejected)
+        self._acceptance.observe(round.tries)
         self._breaks.observe(length, len(round.tokens), times)
         # The first round pays for memory that is touched for the first time.
         if self._depth is not None and self._rounds > 1:
@@ -180,23 +182,32 @@ class RunningAcceptance:
     A verification rejects one token of a chain at most; those behind it were never judged.
 
     Args:
-        usual: before anything has been seen.
+        usual: of eldest children, before anything has been seen.
     """
 
     def __init__(self, usual: float) -> None:
-        self._accepted = PRIOR_TOKENS * usual
-        self._rejected = PRIOR_TOKENS * (1.0 - usual)
+        rates = (usual, *LATER_CHOICES)
+        self._counts = [(PRIOR_TOKENS * rate, PRIOR_TOKENS * (1.0 - rate)) for rate in rates]
 
     @property
     def rate(self) -> float:
-        """In [0, 1]."""
-        return self._accepted / (self._accepted + self._rejected)
+        """Of eldest children; in [0, 1]."""
+        return self.rates[0]
 
-    def observe(self, accepted: int, rejected: int) -> None:
-        """A verification accepted and rejected so many of the tokens that it tried first."""
-        if accepted or rejected:
-            self._accepted = FORGETTING * self._accepted + accepted
-            self._rejected = FORGETTING * self._rejected + rejected
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Of eldest children, of second ones where the eldest was rejected, and so on."""
+        return tuple(accepted / (accepted + rejected) for accepted, rejected in self._counts)
+
+    def observe(self, tries: Sequence[tuple[int, int]]) -> None:
+        """A verification accepted and rejected so many eldest children, second ones, …"""
+        for rank, (accepted, rejected) in enumerate(tries[: len(self._counts)]):
+            if accepted or rejected:
+                before = self._counts[rank]
+                self._counts[rank] = (
+                    FORGETTING * before[0] + accepted,
+                    FORGETTING * before[1] + rejected,
+                )
 
 
 class DraftDepth:
@@ -251,12 +262,12 @@ class DraftDepth:
             pass_ms = _fitted(self._passes, pass_ms, plain_ms)
             # A draft is steps of one cost each: its time is proportional to its depth.
             draft_ms *= _ratio(self._drafts)
-        acceptance = self._acceptance.rate
+        acceptance, rates = self._acceptance.rate, self._acceptance.rates
         round_ms = pass_ms + draft_ms
         if self._ahead and shape.kind == "chain":  # what may follow a tree is not guessed
             guessed = acceptance ** (shape.depth + 1)
             round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
-        return shape.expected_tokens(acceptance) / round_ms
+        return shape.expected_tokens(rates) / round_ms
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:

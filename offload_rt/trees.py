@@ -74,12 +74,21 @@ class Tree:
             node = self.parents[node]
         return path[::-1]
 
-    def first_tries(self, path: Sequence[int]) -> tuple[int, int]:
-        """How many eldest children were accepted and rejected on an accepted `path`."""
-        eldest = {self.parents[node]: node for node in self.ranks[0]} if self.parents else {}
-        tried = [eldest[above] for above in (ROOT, *path) if above in eldest]
-        accepted = len(set(tried) & set(path))
-        return accepted, len(tried) - accepted
+    def tries(self, path: Sequence[int]) -> list[tuple[int, int]]:
+        """How many children were accepted and rejected on an accepted `path`: eldest ones, second ones, …"""
+        tried, stands = [], set(path)
+        for rank in self.ranks:
+            # Once a child is accepted, its younger siblings are not tried.
+            children = {self.parents[node]: node for node in rank}
+            nodes = [children[above] for above in (ROOT, *path) if above in children]
+            nodes = [node for node in nodes if not self._elders(node) & stands]
+            accepted = len(stands.intersection(nodes))
+            tried.append((accepted, len(nodes) - accepted))
+        return tried
+
+    def _elders(self, node: int) -> set[int]:
+        """Its elder siblings."""
+        return {elder for elder in range(node) if self.parents[elder] == self.parents[node]}
 
     def parent_rows(self, device: torch.device) -> Tensor:
         """Row of each node's parent, `[nodes]`."""

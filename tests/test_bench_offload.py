@@ -477,7 +477,6 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
         (name, place) for place in ("streamed", "planned") for name in ("plain", "ahead 0", "ahead 4")
     ]
     assert case["rows"][-1]["resident_tokens"] > 0
-    assert case["transformers_offloaded_cache"] == {"ms_per_token": None, "note": "needs a GPU"}
     assert case["rows"][0]["prefill_bytes"] == 208 * target.layers * 2 * target.kv_heads * target.head_dim * 2
     prediction_accuracy.predict_rows(case)
     assert all(one["predicted_over_measured"] > 0 for one in case["rows"])

@@ -14,6 +14,7 @@ import pytest
 from offload_rt.config import (
     AUTOMATIC,
     LEVELS,
+    SOURCES,
     Config,
     LevelConfig,
     RefreshPolicy,
@@ -29,11 +30,13 @@ from offload_rt.errors import UsageError
 ROOT = Path(__file__).parent.parent
 
 COMPOSITIONS = {
+    "easyspec": ("draft:streaming",),
     "lookup": ("lookup",),
     "naive": ("draft:streaming",),
     "plain": (),
     "retrieval": ("target:retrieved",),
     "streaming": ("target:streaming",),
+    "suffix": ("suffix",),
     "trees": ("target:retrieved",),
     "triforce": ("draft:streaming", "target:retrieved"),
 }
@@ -180,10 +183,9 @@ def test_levels_are_names_or_tables(tmp_path: Path) -> None:
 
 
 def test_a_level_may_stand_below_each_dearer_one() -> None:
-    speculation = load_config("plain", {"speculation.levels": LEVELS}).speculation
-    assert (
-        speculation.names == LEVELS == ("lookup", "draft:streaming", "target:streaming", "target:retrieved")
-    )
+    overrides = {"speculation.levels": LEVELS, "datastore.path": "store.safetensors"}
+    models = ("draft:streaming", "target:streaming", "target:retrieved")
+    assert load_config("plain", overrides).speculation.names == LEVELS == (*SOURCES, *models)
 
 
 @pytest.mark.parametrize(

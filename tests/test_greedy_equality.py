@@ -18,11 +18,12 @@ NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
-# A Latin square: every architecture and every config meets every prompt length. Trees come after it:
-# the number of a case is the seed of its model.
+NEWER = ("suffix", "easyspec")
+# A Latin square: every architecture and every config meets every prompt length. Trees come after it, and what
+# is newer after them: the number of a case is the seed of its model.
 CASES = [
     (arch, config, PROMPT_LENGTHS[(row + column) % len(PROMPT_LENGTHS)])
-    for configs in (CONFIGS[:-1], CONFIGS[-1:])
+    for configs in (CONFIGS[:-1], CONFIGS[-1:], NEWER)
     for row, arch in enumerate(ARCHITECTURES)
     for column, config in enumerate(configs)
 ]
@@ -84,7 +85,7 @@ def is_tie(model: PreTrainedModel, text: list[int]) -> bool:
 
 
 def test_the_configs_are_all_there() -> None:
-    assert sorted(CONFIGS) == config_names() and CONFIGS[-1] == "trees"
+    assert sorted((*CONFIGS, *NEWER)) == config_names() and CONFIGS[-1] == "trees"
 
 
 @pytest.mark.parametrize(("arch", "config", "length"), CASES)

@@ -10,27 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.drafting.base import Round, TokenView
-from offload_rt.drafting.lookup import LookupDrafter
 from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.sources import NGrams, SourceDrafter
 from offload_rt.passes import run_alone
 from offload_rt.verification import Draft
 
-ROUND = Round([], 0, 0, 0, 0, None, torch.empty(0))
+ROUND = Round([], 0, 0, [], None, torch.empty(0))
 """What a look-up is told beside the text, and does not need."""
 
 
-def prefilled(text: list[int], max_ngram: int, min_ngram: int) -> LookupDrafter:
-    drafter = LookupDrafter(max_ngram, min_ngram)
+def prefilled(text: list[int], max_ngram: int, min_ngram: int) -> SourceDrafter:
+    drafter = SourceDrafter("lookup", NGrams(max_ngram, min_ngram))
     run_alone(drafter.prefill(TokenView(text)))
     return drafter
 
 
-def drafted(drafter: LookupDrafter, view: TokenView, count: int) -> Draft:
+def drafted(drafter: SourceDrafter, view: TokenView, count: int) -> Draft:
     return run_alone(drafter.proposal(view, DraftShape(depth=count)).complete())
 
 
 def proposed(
-    drafter: LookupDrafter, text: list[int], count: int, speculated: Sequence[int] = ()
+    drafter: SourceDrafter, text: list[int], count: int, speculated: Sequence[int] = ()
 ) -> list[int]:
     return drafted(drafter, TokenView(text, speculated), count).tokens.known
 

@@ -172,7 +172,7 @@ def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch
     extend = Session.extend
 
     def noted(session: Session, round: Round, *arguments: Any) -> None:
-        seen.observe(round.accepted, int(round.accepted < round.proposed))
+        seen.observe([(round.accepted, int(round.accepted < round.proposed))])
         extend(session, round, *arguments)
 
     monkeypatch.setattr(Session, "extend", noted)

@@ -40,7 +40,7 @@ NAN = float("nan")
 
 def round_of(tokens: int) -> Round:
     accepted = tokens - 1
-    return Round([0] * tokens, accepted, accepted, accepted, 0, None, torch.empty(0))
+    return Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, torch.empty(0))
 
 
 def times(asked: int, ms: float, nominal_ms: float, *, proposed: int | None = None) -> RoundTimes:
@@ -355,13 +355,13 @@ def test_it_learns_how_many_are_accepted() -> None:
     seen = RunningAcceptance(0.9)
     assert seen.rate == pytest.approx(0.9)
     for _ in range(60):
-        seen.observe(2, 1)
+        seen.observe([(2, 1)])
     assert seen.rate == pytest.approx(2 / 3, abs=0.03)
     before = seen.rate
-    seen.observe(0, 0)  # a plain round says nothing
+    seen.observe([(0, 0)])  # a plain round says nothing
     assert seen.rate == before
     for _ in range(200):
-        seen.observe(8, 0)
+        seen.observe([(8, 0)])
     assert seen.rate > 0.999
 
 
@@ -380,15 +380,15 @@ def test_a_tree_is_drafted_where_wide_passes_cost_little(query_ms: float, kind: 
     assert chosen.kind == kind
     if kind == "grown":
         assert chosen.size >= 32
-        assert chosen.expected_tokens(0.85) > CHAIN.deep(chosen.depth).expected_tokens(0.85)
+        assert chosen.expected_tokens([0.85]) > CHAIN.deep(chosen.depth).expected_tokens([0.85])
 
 
 def test_shapes() -> None:
-    sizes = {"chain": 3, "sequences:4": 12, "tree:3,2": 15, "grown:10": 10}
+    sizes = {"chain": 3, "sequences:4": 12, "tree:3,2": 15, "grown:10": 10, "sequoia:10": 10}
     for text, size in sizes.items():
         shape = DraftShape.parse(text)
         assert (str(shape), shape.size, shape.deep(3).size) == (text, 0, size)
-    assert [DraftShape.parse(text).deep(3).per_pass for text in sizes] == [1, 4, 6, 4]
+    assert [DraftShape.parse(text).deep(3).per_pass for text in sizes] == [1, 4, 6, 4, 4]
     for text in ("", "tree", "tree:", "tree:0", "tree:2,x", "grown:-1", "grown:2,3", "sequences", "forest:2"):
         with pytest.raises(UsageError, match="must be auto, chain"):
             DraftShape.parse(text)

@@ -290,8 +290,9 @@ def test_trees() -> None:
     assert [tree.path(row) for row in range(5)] == [[], [0], [0, 1], [2], [0, 3]]
     assert forest([2, 0, 1]).parents == (ROOT, 0, ROOT)
     # On the way to the second child the eldest was tried and rejected, and below it nothing was tried.
-    assert tree.first_tries([0, 3]) == (1, 1)
-    assert tree.first_tries([]) == (0, 1) and Tree().first_tries([]) == (0, 0)
+    assert tree.tries([0, 3]) == [(1, 1), (1, 0)]
+    assert tree.tries([]) == [(0, 1), (0, 1)] and Tree().tries([]) == []
+    assert tree.tries([2]) == [(0, 1), (1, 0)]  # node 2 has no children
 
 
 @pytest.mark.parametrize(

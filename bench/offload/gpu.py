@@ -14,7 +14,6 @@ from bench.inputs import say
 from bench.offload.cases import GPU_MEMORY_BYTES, ON_GPU, STREAMED, Sizes, held_systems
 from bench.offload.engine import EngineText
 from bench.offload.measure import Measured, measure
-from bench.offload.offloaded_cache import offloaded_cache_ms
 from bench.offload.prediction_accuracy import shape_values
 from bench.offload.random_models import random_model
 from bench.offload.references import Subject
@@ -116,7 +115,6 @@ def measure_context(
             f"{target.name}, {report.tokens_name(sizes.context)} tokens, {shown.system.name}, all streamed"
         )
         draw(best_run(shown.runs), f"{title}; synthetic acceptance {acceptances[0]:g}", picture)
-    values, note = offloaded_cache_ms(target.module, sizes.context)
     return {
         "case": "synthetic acceptance",
         "model": target.name,
@@ -127,7 +125,6 @@ def measure_context(
         "drafting": "retrieval",
         "settings": sizes.keys,
         "hardware": dataclasses.asdict(hardware),
-        "transformers_offloaded_cache": {"ms_per_token": values, "note": note},
         "rows": [one.row for one in measured],
     }
 

@@ -70,7 +70,8 @@ def rewind(cache: Any, length: int) -> None:
 def static_copy(cache: Any, model: Any, capacity: int) -> StaticCache:
     """A cache of `capacity` tokens with what another one holds."""
     static = StaticCache(config=model.config, max_cache_len=capacity)
-    for layer, full in zip(static.layers, cache.layers, strict=True):
+    layers: list[Any] = list(static.layers)
+    for layer, full in zip(layers, cache.layers, strict=True):
         if full.is_initialized:
             layer.update(full.keys, full.values)
     return static

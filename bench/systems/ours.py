@@ -23,11 +23,12 @@ class Text:
             torch.set_num_threads(setup.threads)
         device = torch.device(setup.device)
         dtype = choose_dtype(setup.dtype, device)
-        models = [load_model(name, device, dtype) if name else None for name in (setup.model, setup.draft)]
+        target = load_model(setup.model, device, dtype)
+        draft = load_model(setup.draft, device, target.dtype) if setup.draft else None
         link = PacedLink(1e9 * setup.link_gb_s) if setup.link_gb_s else None
         overrides = {"prefill.chunk": setup.chunk}
         config = "triforce" if setup.draft else "retrieval"
-        self.llm = LLM.from_models(models[0], models[1], config=config, overrides=overrides, link=link)
+        self.llm = LLM.from_models(target, draft, config=config, overrides=overrides, link=link)
         self._prompt: list[int] = []
 
     def read(self, prompt: Sequence[int]) -> float:

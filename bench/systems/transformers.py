@@ -51,16 +51,17 @@ class Generate:
     def __init__(self, how: str, setup: Setup, *, lookup: bool = False, assisted: bool = False) -> None:
         refuse(setup, "link_gb_s")
         self.label = f"transformers {transformers.__version__}, {how}"
-        self._text, self._draft = shared_text(setup.model, setup), None
+        self._text = shared_text(setup.model, setup)
+        self._draft: Text | None = None
         self._options = sampling(setup)
         if lookup:
             self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         if assisted:
             if setup.draft is None:
                 raise ValueError("assisted generation needs a draft")
-            self._draft = shared_text(setup.draft, setup)
-            give_cache(self._draft.model, lambda: self._draft.cache)
-            self._options["assistant_model"] = self._draft.model
+            self._draft = draft = shared_text(setup.draft, setup)
+            give_cache(draft.model, lambda: draft.cache)
+            self._options["assistant_model"] = draft.model
 
     def prepare(self, prompt: Sequence[int]) -> float:
         return self._text.read(prompt) + (self._draft.read(prompt) if self._draft else 0.0)

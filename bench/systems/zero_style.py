@@ -50,7 +50,7 @@ class Rebuilt:
         AttentionMaskInterface.register("host", sdpa_mask)
         self._model, self._setup = load(setup.model, setup, attention="host"), setup
         layers = self._model.config.num_hidden_layers
-        self._cache = Cache([HostLayer(setup.capacity) for _ in range(layers)])
+        self._cache: Any = Cache([HostLayer(setup.capacity) for _ in range(layers)])
         self.label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
 
     def prepare(self, prompt: Sequence[int]) -> float:

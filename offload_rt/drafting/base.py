@@ -52,7 +52,7 @@ class Round:
     Attributes:
         tokens: accepted draft tokens, then one of the verifier's own.
         accepted, proposed: draft tokens.
-        first_accepted, first_rejected: of the eldest children that were tried on the way.
+        tries: how many children were accepted and rejected on the way: eldest ones, second ones, …
         probs: `[tokens, vocabulary]`, what each token was drawn from; None where all is greedy.
         logits: `[tokens, vocabulary]`, the verifier's before each token.
         hidden: `[tokens, hidden_size]`, its hidden states before each token, where a drafter wants them.
@@ -61,8 +61,7 @@ class Round:
     tokens: list[int]
     accepted: int
     proposed: int
-    first_accepted: int
-    first_rejected: int
+    tries: Sequence[tuple[int, int]]
     probs: Tensor | None
     logits: Tensor
     hidden: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
@@ -11,12 +12,14 @@ from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, Config, LevelConfig
+from offload_rt.config import DATASTORE, DRAFT_STREAMING, SOURCES, SUFFIX, Config, LevelConfig
 from offload_rt.costs import PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
-from offload_rt.drafting.lookup import LookupDrafter
+from offload_rt.drafting.datastore import Datastore
+from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
@@ -55,9 +58,28 @@ def compose(parts: Parts) -> Verifier:
         last = level is speculation.levels[-1]
         own = level.shape.deep(speculation.gamma2 if last else speculation.gamma1)
         drafter = _level(level, drafter, below, own, parts)
+        if level.merge:
+            drafter = MergedDrafter(drafter, _source(level.merge, parts.config))
         below = own
     cost = PassCost(parts.target, None, parts.full.engine.link.bytes_per_second)
     return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, cost)
+
+
+def _source(name: str, config: Config) -> SourceDrafter:
+    source: Source
+    if name == DATASTORE:
+        source = open_datastore(config)
+    elif name == SUFFIX:
+        source = SuffixAutomaton(config.lookup.min_ngram)
+    else:
+        source = NGrams(config.lookup.max_ngram, config.lookup.min_ngram)
+    return SourceDrafter(name, source)
+
+
+def open_datastore(config: Config) -> Datastore:
+    """The one that the config names."""
+    stored = config.datastore
+    return Datastore(Path(stored.path), stored.longest, stored.occurrences)
 
 
 def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShape, parts: Parts) -> Drafter:
@@ -68,8 +90,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
         own: of what it proposes; of no depth where that is chosen as it runs.
     """
     config = parts.config
-    if level.name == LOOKUP:
-        return LookupDrafter(config.lookup.max_ngram, config.lookup.min_ngram)
+    if level.name in SOURCES:
+        return _source(level.name, config)
     model = parts.draft if level.name == DRAFT_STREAMING else parts.target
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")

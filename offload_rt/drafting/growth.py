@@ -24,7 +24,7 @@ from offload_rt.layers import LayerPlan
 from offload_rt.parts import Output
 from offload_rt.passes import Forward, Read, Work
 from offload_rt.sampling import choices
-from offload_rt.trees import ROOT, Tree
+from offload_rt.trees import ROOT, Tree, on_device
 from offload_rt.verification import Draft, Tokens
 
 
@@ -157,7 +157,7 @@ class Growth:
 
 
 class LevelGrowth(Growth):
-    """A chain, independent sequences or a fixed tree: one level of nodes a step."""
+    """A chain, independent sequences or a tree whose shape is known before: one level of nodes a step."""
 
     def __init__(self, drafter: GrowsFrom, view: TokenView, shape: DraftShape) -> None:
         super().__init__(drafter, view, shape)
@@ -186,29 +186,37 @@ class LevelGrowth(Growth):
         logits = yield from (self._pass(len(self._level)) if self._depth else self.foresee())
         self._logits.append(logits)
         sampler = self._verifier.sampling.sampler
-        width = min(self._shape.width(self._depth), logits.shape[1])
+        widths = self._shape.children(self._depth, len(self._level))
+        widest = min(max(widths, default=0), logits.shape[1])
+        if not widest:
+            return False
+        # Rows that have an eldest child, those that have a second one, …
+        rows = [[row for row, width in enumerate(widths) if width > child] for child in range(widest)]
         if sampler.greedy:
             # Among equals the lowest id, as the verifier takes it.
-            best = choices(logits)[:, None] if width == 1 else logits.topk(width).indices
-            drawn, probs, probe = best.T.flatten(), None, logits.gather(1, best[:, :1])
+            best = choices(logits)[:, None] if widest == 1 else logits.topk(widest).indices
+            drawn = torch.cat([best[_at(which, best), child] for child, which in enumerate(rows)])
+            probs, probe = None, logits.gather(1, best[:, :1])
         else:
-            drawn, probs = self._draw(sampler.probs(logits), width)
+            drawn, probs = self._draw(sampler.probs(logits), rows)
             probe = probs[:, :1]
         tokens = Tokens(tensor=drawn, nan=probe.isnan().any(), on_nan=self._trace_nan)
         first = len(self._parents)
-        self._add(self._level * width, tokens, probs)
+        self._add([self._level[row] for which in rows for row in which], tokens, probs)
         self._level = list(range(first, len(self._parents)))
         self._depth += 1
         return True
 
-    def _draw(self, probs: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """`width` children of every row, the eldest of all rows first, and what each was drawn from."""
+    def _draw(self, probs: Tensor, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """The eldest child of the first `rows`, the second one of the next, and what each was drawn from."""
         tokens, drawn_from = [], []
-        for child in range(width):
-            drawn_from.append(probs)
-            tokens.append(self._verifier.sampling.draws.categorical(probs))
-            if child + 1 < width and self._shape.kind != "sequences":
-                probs = without(probs, tokens[-1])
+        for child, which in enumerate(rows):
+            places = _at(which, probs)
+            drawn_from.append(probs[places])
+            tokens.append(self._verifier.sampling.draws.categorical(drawn_from[-1]))
+            if child + 1 < len(rows) and self._shape.kind != "sequences":
+                rest = without(drawn_from[-1], tokens[-1])
+                probs = rest if isinstance(places, slice) else probs.index_copy(0, places, rest)
         return torch.cat(tokens), torch.cat(drawn_from)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
@@ -220,6 +228,11 @@ class LevelGrowth(Growth):
         if self._passed < len(draft):
             self._logits.append((yield from self._pass(len(draft) - self._passed)))
         return (yield from chain_outcomes(verifier, tokens, torch.cat(self._logits), most, acceptance))
+
+
+def _at(rows: Sequence[int], table: Tensor) -> slice | Tensor:
+    """These rows of a table, rising; all of them by a slice, which copies nothing."""
+    return slice(None) if len(rows) == len(table) else on_device(tuple(rows), table.device)
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:
@@ -376,7 +389,7 @@ class BestFirst(Growth):
 
     def _first_chance(self, doubt: float) -> float:
         self._doubts.append(doubt)
-        return 1.0 - min(0.9, doubt_scale(self._doubts, self._shape.acceptance) * doubt)
+        return 1.0 - min(0.9, doubt_scale(self._doubts, self._shape.rates[0]) * doubt)
 
     def _greedy_chances(self, likely: list[float]) -> list[float]:
         first = self._first_chance(1.0 - likely[0])

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from offload_rt.drafting.sequoia import plan
 from offload_rt.errors import UsageError
-from offload_rt.expectations import DRAFT_LENGTHS, SAME_MODEL_ACCEPTANCE, SECOND_CHOICE, expected_tokens
+from offload_rt.expectations import (
+    DRAFT_LENGTHS,
+    LATER_CHOICES,
+    SAME_MODEL_ACCEPTANCE,
+    SECOND_CHOICE,
+    expected_tokens,
+)
 
-RULE = "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth) or grown:N (nodes)"
+RULE = (
+    "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth), "
+    "sequoia:N or grown:N (nodes)"
+)
 
 AUTO: Final = "auto"
 """A chain or a grown tree, whichever yields more tokens a second."""
@@ -21,6 +32,8 @@ class DraftShape:
     - `chain`: one token after the other.
     - `sequences`: independent chains side by side (TriForce, section 5.4).
     - `tree`: fixed numbers of children at each depth, drawn without replacement.
+    - `sequoia`: the tree that yields most of all with so many nodes, by how often children of each rank were
+      accepted (see `sequoia.py`).
     - `auto`: a chain or a grown tree, chosen round by round (see `pace.DraftDepth`).
     - `grown`: best first, where the draft's own probabilities promise most, a batch of nodes a pass
       (as EAGLE-2, arXiv 2406.16858, and SpecExec, arXiv 2406.02532).
@@ -28,19 +41,20 @@ class DraftShape:
     Attributes:
         depth: tokens on the longest path; 0: nothing is proposed.
         widths: `tree`: children of a node at each depth, 1 beyond; `sequences`: how many.
-        nodes: `grown`: how many at most.
-        acceptance: `grown`: chance that the likeliest child of a node is accepted, by what has been seen.
+        nodes: `grown`, `sequoia`: how many at most.
+        rates: chances that the eldest child of a node is accepted, the second one where that was rejected,
+            and so on, by what has been seen.
     """
 
-    kind: Literal["auto", "chain", "sequences", "tree", "grown"] = "chain"
+    kind: Literal["auto", "chain", "sequences", "tree", "sequoia", "grown"] = "chain"
     depth: int = 0
     widths: tuple[int, ...] = ()
     nodes: int = 0
-    acceptance: float = SAME_MODEL_ACCEPTANCE
+    rates: tuple[float, ...] = (SAME_MODEL_ACCEPTANCE, *LATER_CHOICES)
 
     @classmethod
     def parse(cls, text: str) -> DraftShape:
-        """`auto`, `chain`, `sequences:4`, `tree:4,2,2` or `grown:64`, of no depth yet.
+        """`auto`, `chain`, `sequences:4`, `tree:4,2,2`, `sequoia:64` or `grown:64`, of no depth yet.
 
         Raises:
             UsageError: for anything else.
@@ -56,26 +70,32 @@ class DraftShape:
                 return cls("tree", widths=numbers)
             if kind == "sequences" and len(numbers) == 1:
                 return cls("sequences", widths=numbers)
-            if kind == "grown" and len(numbers) == 1:
-                return cls("grown", nodes=numbers[0])
+            if kind in ("sequoia", "grown") and len(numbers) == 1:
+                return cls("grown" if kind == "grown" else "sequoia", nodes=numbers[0])
         raise UsageError(f"draft {text!r}: {RULE}")
 
     def __str__(self) -> str:
-        numbers = ",".join(map(str, (self.nodes,) if self.kind == "grown" else self.widths))
+        numbers = ",".join(map(str, (self.nodes,) if self.nodes else self.widths))
         return f"{self.kind}:{numbers}" if numbers else self.kind
 
-    def deep(self, depth: int, acceptance: float | None = None) -> DraftShape:
-        """The same shape of another depth, perhaps guided by another `acceptance`."""
-        return replace(self, depth=depth, acceptance=acceptance or self.acceptance)
+    def deep(self, depth: int, rates: tuple[float, ...] = ()) -> DraftShape:
+        """The same shape of another depth, perhaps guided by other `rates`."""
+        return replace(self, depth=depth, rates=rates or self.rates)
 
     def width(self, depth: int) -> int:
         """Children of each node at `depth`, the root's at 0."""
         return self.widths[depth] if depth < len(self.widths) else 1
 
+    def children(self, depth: int, nodes: int) -> list[int]:
+        """Of each of the `nodes` at `depth`; of the level below, the eldest children of all come first."""
+        if self.kind == "sequoia":
+            return plan(self.rates, self.nodes, self.depth).levels[depth]
+        return [self.width(depth)] * nodes
+
     @property
     def size(self) -> int:
         """Nodes, at most."""
-        if self.kind == "grown":
+        if self.nodes:
             return self.nodes if self.depth else 0
         nodes, level = 0, 1
         for depth in range(self.depth):
@@ -86,7 +106,7 @@ class DraftShape:
     @property
     def per_pass(self) -> int:
         """Tokens in the widest pass that drafts it."""
-        if self.kind == "grown":
+        if self.nodes:
             return -(-self.nodes // max(1, self.depth))
         return max((self.deep(d + 1).size - self.deep(d).size for d in range(self.depth)), default=0)
 
@@ -102,11 +122,14 @@ class DraftShape:
             if kind.nodes >= depth or not kind.nodes
         ]
 
-    def expected_tokens(self, acceptance: float) -> float:
-        """What a verification of it yields where the likeliest child of a node is accepted so often.
+    def expected_tokens(self, rates: Sequence[float]) -> float:
+        """What a verification of it yields where children of each rank are accepted so often.
 
-        Siblings save `SECOND_CHOICE` of the rejections that they stand beside.
+        But for `sequoia` a guess: siblings save `SECOND_CHOICE` of the rejections that they stand beside.
         """
+        if self.kind == "sequoia" and self.depth:
+            return plan(rates, self.nodes, self.depth).tokens
+        acceptance = rates[0]
         beside = 1.0 - 1.0 / max(1, self.per_pass)
         saved = SECOND_CHOICE * beside if self.kind != "chain" else 0.0
         return expected_tokens(acceptance + (1.0 - acceptance) * saved, self.depth)

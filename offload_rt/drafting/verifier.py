@@ -151,7 +151,7 @@ class Verifier:
             tokens,
             len(path),
             len(draft),
-            *draft.tree.first_tries(path),
+            draft.tree.tries(path),
             None if probs is None else probs[rows],
             logits[rows],
             None if output.hidden is None else output.hidden[rows],

@@ -12,7 +12,14 @@ from functools import cached_property
 
 from cpu_kv import TransferEngine
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED, TARGET_STREAMING, Config, LevelConfig
+from offload_rt.config import (
+    DRAFT_STREAMING,
+    SOURCES,
+    TARGET_RETRIEVED,
+    TARGET_STREAMING,
+    Config,
+    LevelConfig,
+)
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
@@ -143,7 +150,7 @@ class PlanRequest:
 
     def acceptance(self, level: str) -> float:
         """Chance that a token drafted by `level` is accepted."""
-        if level == LOOKUP:
+        if level in SOURCES:
             return LOOKUP_ACCEPTANCE
         return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
 

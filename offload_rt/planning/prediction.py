@@ -11,8 +11,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from offload_rt.config import DRAFT_STREAMING, LOOKUP, TARGET_RETRIEVED
-from offload_rt.expectations import expected_tokens
+from offload_rt.config import DRAFT_STREAMING, SOURCES, TARGET_RETRIEVED
+from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape
@@ -111,7 +111,7 @@ class Predictor:
 
     def _drafting(self, index: int, count: int) -> Work:
         """`count` tokens of one level, which itself verifies what the level below it drafts."""
-        if index < 0 or count == 0 or self.request.levels[index] == LOOKUP:
+        if index < 0 or count == 0 or self.request.levels[index] in SOURCES:
             return Work()
         below = self.config.speculation.gamma1 if index > 0 else 0
         step = self._level_step(index, below + 1)
@@ -224,7 +224,7 @@ class Predictor:
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
         if request.shape.kind == "grown":
-            tokens = request.shape.expected_tokens(acceptance)
+            tokens = request.shape.expected_tokens((acceptance, *LATER_CHOICES))
         chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
         ms, drafting = self.round_ms(verification, draft, chances)
         share, longer = self.refresh_share(tokens), 0.0

@@ -1,4 +1,4 @@
-"""`python -m bench architectures`: which of transformers' causal language models run, and why others do not.
+"""`python docs/architectures.py`: which of transformers' causal language models run, and why others do not.
 
 Of every architecture a tiny model with random weights is given to `LLM.from_models`. What it takes is run
 speculatively, and its greedy tokens must be those of transformers' own `generate`; what it refuses is listed
@@ -8,10 +8,8 @@ attention in every layer.
 
 from __future__ import annotations
 
-import argparse
-import json
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,12 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from bench.inputs import say
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_whole
+from offload_rt.files import write_whole
 from offload_rt.planning.shapes import from_config
 
+PAGE = Path(__file__).with_suffix(".md")
 EQUAL = "tokens equal"
 _NOT_TRIED = ("no small model of it can be built", "its config class has no usable defaults")
 LAYERS = 4
@@ -82,7 +80,7 @@ context. A text has those of its length from its beginning: it runs, with transf
 prompt is longer, or if prompt and new tokens together are not. A text that would grow across the border is
 refused.
 
-The tables are the result of `python -m bench architectures --out docs/architectures.md`.
+The tables are the result of `python docs/architectures.py`.
 {sections}"""
 
 
@@ -99,29 +97,14 @@ class Row:
     result: str
 
 
-def add_parser(commands: Any) -> None:
-    """Declares the command."""
-    parser = commands.add_parser(
-        "architectures", help="which models of transformers run, and why others do not", description=__doc__
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there (markdown)")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Runs the command."""
-    if arguments.out is not None:
-        check_writable("--out", arguments.out)
+def main() -> None:
+    """Runs all of them, and writes the page beside this file."""
     rows = []
     for model_type in architectures():
         for row in rows_of(model_type):
-            say(f"{row.name}: {row.result}")
+            print(f"{row.name}: {row.result}", flush=True)
             rows.append(row)
-    text = page(rows)
-    print(text)
-    if arguments.out is not None:
-        write_whole(arguments.out, text)
-    print(json.dumps({"transformers": transformers.__version__, "rows": [asdict(row) for row in rows]}))
+    write_whole(PAGE, page(rows))
 
 
 def architectures() -> list[str]:
@@ -230,3 +213,7 @@ def read_page(text: str) -> dict[str, str]:
     """Results by name, from a page."""
     cells = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| "))
     return {name: result for name, result in cells if result != "result"}
+
+
+if __name__ == "__main__":
+    main()

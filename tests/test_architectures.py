@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import transformers
+from architectures import EQUAL, PAGE, Row, architectures, page, read_page, rows_of
 
-from bench.architectures import EQUAL, Row, architectures, page, read_page, rows_of
-
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 RUNNING = ("llama", "qwen3", "granite", "cohere", "glm4_moe", "smollm3", "phi3")
 MIXED = ("granitemoehybrid", "cohere2", "gemma3_text", "olmo3", "mistral", "qwen3_next")
 REFUSED = ("gpt2", "opt", "falcon", "gpt_neox", "phi", "stablelm", "nemotron", "gemma2", "gpt_oss", "mamba")

@@ -1,0 +1,87 @@
+"""`offload-rt datastore build`: texts in which drafts are looked up."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from offload_rt.errors import UsageError
+from offload_rt.files import check_writable
+
+SUFFIXES = (
+    ".txt",
+    ".md",
+    ".py",
+    ".rst",
+    ".json",
+    ".html",
+    ".c",
+    ".h",
+    ".cpp",
+    ".js",
+    ".ts",
+    ".java",
+    ".go",
+    ".rs",
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line."""
+    datastore = commands.add_parser(
+        "datastore",
+        help="texts in which drafts are looked up (REST)",
+        description="Builds a datastore: files of text, in which the end of a text is looked up for a draft.",
+        allow_abbrev=False,
+    )
+    actions = datastore.add_subparsers(dest="action", metavar="build", required=True)
+    build = actions.add_parser("build", help="from a folder of text files", allow_abbrev=False)
+    build.add_argument("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {', '.join(SUFFIXES)}")
+    build.add_argument("--model", metavar="FOLDER|ID", help="whose tokenizer (default: the demo pair's)")
+    build.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: FOLDER.datastore.safetensors, beside the folder"
+    )
+    build.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Builds it, and says how to use it.
+
+    Raises:
+        UsageError: there is no such folder, no text in it, no tokenizer, or the file cannot be written.
+    """
+    from offload_rt.drafting.datastore import build
+    from offload_rt.loading import demo_model, load_tokenizer
+    from offload_rt.text import encode
+
+    folder: Path = arguments.folder
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: is no folder; name one that holds text files")
+    out: Path = arguments.out or folder.absolute().with_name(
+        f"{folder.absolute().name}.datastore.safetensors"
+    )
+    check_writable("--out", out)
+    source = demo_model("target") if arguments.model is None else arguments.model
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
+    texts = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in SUFFIXES and path.is_file():
+            try:
+                texts.append(encode(tokenizer, path.read_text(encoding="utf-8")))
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{path}: not UTF-8 (byte {error.start}); convert it, or move it away"
+                ) from None
+            except OSError as error:
+                raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    if not any(texts):
+        raise UsageError(f"{folder}: holds no text in files of {', '.join(SUFFIXES)}")
+    try:
+        tokens = build(texts, tokenizer, out)
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror})") from None
+    print(f"{out}: {tokens:,} tokens of {len(texts)} files")
+    print(f"offload-rt generate --set speculation.levels='[\"datastore\"]' --set datastore.path={out} …")
+    return 0

@@ -1,0 +1,165 @@
+"""A datastore of texts in which the end of a text is looked up (REST, arXiv 2311.08252).
+
+One safetensors file: all tokens, and the order of all suffixes, so that the occurrences of any sequence are
+neighbours. It is mapped into memory, not read; what a look-up touches is a few pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offload_rt.drafting.base import TokenView
+from offload_rt.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KIND = "offload-rt datastore 1"
+END = -1
+"""A token between two texts: no match and no continuation crosses it."""
+
+SORTED = 64
+"""Tokens by which suffixes are sorted; more than is ever compared."""
+
+
+class Datastore:
+    """Looks up the longest end of a text that occurs in the store.
+
+    Args:
+        longest: tokens of the end that are compared, at most `SORTED`.
+        occurrences: how many are looked at, spread evenly over all of the longest end.
+
+    Raises:
+        UsageError: the file is not there, torn, or no datastore.
+    """
+
+    def __init__(self, path: Path, longest: int, occurrences: int) -> None:
+        self.path = path
+        self._longest, self._occurrences = longest, occurrences
+        try:
+            with safe_open(path, framework="pt") as stored:
+                about = stored.metadata() or {}
+                if about.get("kind") != KIND:
+                    raise UsageError(f"datastore {path}: is no datastore; build one: {BUILD}")
+                self._tokens: Tensor = stored.get_tensor("tokens")
+                self._order: Tensor = stored.get_tensor("order")
+        except OSError as error:
+            raise UsageError(
+                f"datastore {path}: cannot be read ({error.strerror}); build one: {BUILD}"
+            ) from None
+        except SafetensorError as error:
+            raise UsageError(
+                f"datastore {path}: is torn or none ({error}); build it again: {BUILD}"
+            ) from None
+        self.fingerprint: str = about["fingerprint"]
+
+    def check(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Raises UsageError where it was built with another tokenizer."""
+        if tokenizer is None or fingerprint(tokenizer) != self.fingerprint:
+            raise UsageError(
+                f"datastore {self.path}: was built with another tokenizer than the model's; "
+                f"build it again: {BUILD}"
+            )
+
+    def restart(self) -> None:
+        """Nothing depends on the text."""
+
+    def extend(self, view: TokenView) -> None:
+        """Nothing depends on the text."""
+
+    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+        asked = view.part(max(0, len(view) - self._longest))
+        # What occurs with more tokens in front occurs with fewer.
+        low, high, found = 1, len(asked), (0, 0)
+        length = 0
+        while low <= high:
+            middle = (low + high) // 2
+            span = self._span(asked[len(asked) - middle :])
+            if span[0] < span[1]:
+                length, found, low = middle, span, middle + 1
+            else:
+                high = middle - 1
+        if not length:
+            return []
+        first, last = found
+        count = min(self._occurrences, last - first)
+        places = [first + at * (last - first) // count for at in range(count)]
+        starts = (self._order[places] + length).tolist()
+        return [one for start in starts if (one := self._text(start, depth))]
+
+    def _text(self, start: int, count: int) -> list[int]:
+        tokens: list[int] = self._tokens[start : start + count].tolist()
+        return tokens[: tokens.index(END)] if END in tokens else tokens
+
+    def _span(self, asked: Sequence[int]) -> tuple[int, int]:
+        """Where the suffixes that begin with `asked` lie in the order."""
+        return self._bound(asked, inclusive=False), self._bound(asked, inclusive=True)
+
+    def _bound(self, asked: Sequence[int], *, inclusive: bool) -> int:
+        """How many suffixes begin with less than `asked`, or with no more than it."""
+        low, high = 0, len(self._order)
+        while low < high:
+            middle = (low + high) // 2
+            start = int(self._order[middle])
+            begins: list[int] = self._tokens[start : start + len(asked)].tolist()
+            if begins < list(asked) or (inclusive and begins == list(asked)):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+BUILD = "offload-rt datastore build FOLDER"
+
+
+def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, path: Path) -> int:
+    """Writes a datastore of tokenized texts, as a whole or not at all; returns its tokens.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tokens = torch.tensor([token for text in texts for token in (*text, END)], dtype=torch.int32)
+    stored = {"tokens": tokens, "order": suffix_order(tokens)}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(stored, partial, {"kind": KIND, "fingerprint": fingerprint(tokenizer)})
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(tokens) - len(texts)
+
+
+def suffix_order(tokens: Tensor) -> Tensor:
+    """Starts of all suffixes of `tokens` `[n]` in rising order, by their first `SORTED` tokens at least.
+
+    By doubling (Manber and Myers 1990): ranks by so many tokens are keys for twice as many.
+    """
+    ranks = tokens.long() - tokens.min() + 1  # 0: behind the end
+    width = 1
+    while True:
+        behind = torch.zeros_like(ranks)
+        behind[: max(0, len(ranks) - width)] = ranks[width:]
+        keys = ranks * (int(ranks.max()) + 1) + behind
+        order = keys.argsort(stable=True)
+        width *= 2
+        if width >= SORTED:
+            return order.to(torch.int32 if len(order) < 2**31 else torch.int64)
+        ordered = keys[order]
+        ranks = torch.empty_like(order)
+        ranks[order] = 1 + torch.cat([ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what its ids mean."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:32]

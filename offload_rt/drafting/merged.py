@@ -1,0 +1,105 @@
+"""A model's draft, joined by what a token source finds: two ways to be right in one verification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.sources import SourceDrafter
+from offload_rt.passes import LevelStats, Read, Work
+from offload_rt.trees import ROOT, Tree
+from offload_rt.verification import Draft, Tokens
+
+
+class MergedDrafter:
+    """Proposes what `drafter` does, and below it what `source` finds beside it.
+
+    What is found hangs in the tree as younger siblings that are certain. That is lossless whatever is found,
+    for a child may depend on everything that was drawn before it.
+    """
+
+    def __init__(self, drafter: Drafter, source: SourceDrafter) -> None:
+        self._drafter = drafter
+        self.source = source
+        self.wants_hidden = drafter.wants_hidden
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return [*self.source.levels, *self._drafter.levels]
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from self.source.prefill(view)
+        yield from self._drafter.prefill(view)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        return MergedProposal(self.source, self._drafter.proposal(view, shape), view, shape)
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        self.source.observe(view, round)
+        self._drafter.observe(view, round)
+
+    @property
+    def expected_acceptance(self) -> float:
+        return self._drafter.expected_acceptance
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        return self._drafter.nominal_ms(length, shape)
+
+
+class MergedProposal:
+    """A proposal that is joined when it is complete; until then it is the model's alone."""
+
+    def __init__(self, source: SourceDrafter, made: Proposal, view: TokenView, shape: DraftShape) -> None:
+        self._source = source
+        self._made = made
+        self._view = view
+        self._shape = shape
+        self._joined: Draft | None = None
+
+    def step(self) -> Work[bool]:
+        return (yield from self._made.step())
+
+    def complete(self) -> Work[Draft]:
+        if self._joined is None:
+            draft = yield from self._made.complete()
+            found = self._source.continuations(self._view, self._shape.depth)
+            if found:  # what is there already is not proposed twice, so the host must know it
+                (stats,) = self._source.levels
+                draft.tokens.arrive((yield Read(draft.tokens.pending(), stats)))
+                draft = joined(draft, found[0])
+            self._joined = draft
+        return self._joined
+
+    def draft(self) -> Draft:
+        return self._made.draft() if self._joined is None else self._joined
+
+    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+        return (yield from self._made.outcomes(most, acceptance))
+
+
+def joined(draft: Draft, chain: Sequence[int]) -> Draft:
+    """`draft` with a chain of certain tokens below the text, as far as they are not in it."""
+    tokens, parents = list(draft.tokens.known), list(draft.tree.parents)
+    children = {
+        (parent, token): node
+        for node, (parent, token) in reversed([*enumerate(zip(parents, tokens, strict=True))])
+    }
+    at = ROOT
+    for token in chain:
+        node = children.get((at, token))
+        if node is None:
+            tokens.append(token)
+            parents.append(at)
+            node = len(tokens) - 1
+        at = node
+    added = tokens[len(draft) :]
+    if not added:
+        return draft
+    probs = draft.probs
+    if probs is not None:
+        certain = torch.nn.functional.one_hot(torch.tensor(added), probs.shape[1])
+        probs = torch.cat([probs, certain.to(probs.device, probs.dtype)])
+    return Draft(Tokens(tokens), Tree(tuple(parents)), probs)

@@ -1,0 +1,224 @@
+"""Drafting without a model: what followed the end of the text where it occurred before.
+
+Found, not drawn: such a draft is deterministic and reports no probabilities.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Protocol
+
+from offload_rt.drafting.base import Complete, Proposal, Round, TokenView
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.expectations import LOOKUP_ACCEPTANCE
+from offload_rt.passes import LevelStats, Work
+from offload_rt.trees import ROOT, Tree
+from offload_rt.verification import Draft, Tokens
+
+
+class Source(Protocol):
+    """Where the end of a text is looked up."""
+
+    def restart(self) -> None:
+        """Another text begins."""
+
+    def extend(self, view: TokenView) -> None:
+        """All of `view` is verified, and longer than it was."""
+
+    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+        """What followed occurrences of the longest end of `view` that occurs, `depth` tokens at most."""
+
+
+class NGrams:
+    """Prompt look-up: the newest earlier occurrence of the text's last n-gram, the longest that occurs.
+
+    Keeps, for each n, where each n-gram of the verified text last ended, so that a look-up costs the same
+    at any length.
+    """
+
+    def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self.restart()
+
+    def restart(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its newest occurrence
+        self._indexed = 0
+
+    def extend(self, view: TokenView) -> None:
+        # Occurrences are indexed once their following token exists, so the last n-gram never finds itself.
+        first = max(0, self._indexed - max(self._sizes))
+        tokens = view.part(first)
+        for end in range(max(self._indexed, 1) - first, len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._ends[tuple(tokens[end - size : end])] = first + end
+        self._indexed = len(view)
+
+    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+        for size in self._sizes:
+            end = self._ends.get(tuple(view.part(len(view) - size))) if size <= len(view) else None
+            if end is not None:
+                return [view.part(end, end + depth)]
+        return []
+
+
+class SuffixAutomaton:
+    """An earlier occurrence of the longest end of the text that occurs in it, however long.
+
+    The automaton of all substrings of the verified text (Blumer et al. 1985), built as the text grows. A
+    state stands for substrings that end at the same places; its link for the longest of their ends that
+    also ends elsewhere. A token costs the same at any length, on average. (The use: SuffixDecoding, arXiv
+    2411.04975; SAM decoding, arXiv 2411.10666.)
+
+    Args:
+        shortest: what is shorter is no occurrence.
+    """
+
+    def __init__(self, shortest: int) -> None:
+        self._shortest = shortest
+        self.restart()
+
+    def restart(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._longest = [0]  # length of the longest substring of a state
+        self._end = [0]  # where one of its occurrences ends
+        self._last = 0
+        self._text = 0  # tokens taken
+        self._found = (0, 0)  # state of the text's longest end that occurred before, and where that ended
+
+    def extend(self, view: TokenView) -> None:
+        for token in view.part(self._text):
+            self._take(token)
+
+    def _state(self, longest: int, following: dict[int, int], link: int, end: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._longest.append(longest)
+        self._end.append(end)
+        return len(self._next) - 1
+
+    def _take(self, token: int) -> None:
+        self._text += 1
+        state = self._state(self._longest[self._last] + 1, {}, 0, self._text)
+        above, self._last = self._last, state
+        while above >= 0 and token not in self._next[above]:
+            self._next[above][token] = state
+            above = self._link[above]
+        if above >= 0:
+            self._link[state] = self._split(above, token)
+        link = self._link[state]
+        # The newest occurrence that is known without a walk over all links.
+        self._found, self._end[link] = (link, self._end[link]), self._text
+
+    def _split(self, above: int, token: int) -> int:
+        """The state of the longest substring of `above` with `token` behind it, and of nothing longer."""
+        state, longest = self._next[above][token], self._longest[above] + 1
+        if self._longest[state] == longest:
+            return state
+        copied = self._state(longest, dict(self._next[state]), self._link[state], self._end[state])
+        self._link[state] = copied
+        while above >= 0 and self._next[above].get(token) == state:
+            self._next[above][token] = copied
+            above = self._link[above]
+        return copied
+
+    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+        state, end = self._found
+        length = self._longest[state]
+        for token in view.part(self._text):  # speculation
+            while state and token not in self._next[state]:
+                state = self._link[state]
+                length = self._longest[state]
+            state = self._next[state].get(token, 0)
+            length, end = (length + 1 if state else 0), self._end[state]
+        return [view.part(end, end + depth)] if length >= self._shortest else []
+
+
+class SourceDrafter:
+    """Proposes what a source finds, without a model.
+
+    Args:
+        name: the level's, as in the config.
+    """
+
+    wants_hidden = False
+    expected_acceptance = LOOKUP_ACCEPTANCE
+
+    def __init__(self, name: str, source: Source) -> None:
+        self._source = source
+        self._stats = LevelStats(name)
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return [self._stats]
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from ()
+        self._source.restart()
+        self._extend(view)
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        self._extend(view)
+
+    def _extend(self, view: TokenView) -> None:
+        started = perf_counter()
+        self._source.extend(view)
+        self._stats.ms += 1e3 * (perf_counter() - started)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        return Complete(heaviest(self.continuations(view, shape.depth), shape))
+
+    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+        """See `Source`."""
+        if not depth:
+            return []
+        started = perf_counter()
+        found = self._source.continuations(view, depth)
+        self._stats.passes += 1
+        self._stats.ms += 1e3 * (perf_counter() - started)
+        return found
+
+    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        return 0.0
+
+
+def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft:
+    """A draft of the beginnings that most continuations share: a chain, or a tree of `shape.nodes` (REST).
+
+    Among equals, what was found first.
+    """
+    if len(continuations) < 2:
+        return Draft.chain(continuations[0] if continuations else ())
+    following: list[dict[int, int]] = [{}]  # of each node of the trie, its children by their tokens
+    weights = [0]
+    for continuation in continuations:
+        at = 0
+        for token in continuation:
+            if token not in following[at]:
+                following[at][token] = len(following)
+                following.append({})
+                weights.append(0)
+            at = following[at][token]
+            weights[at] += 1
+    tokens: list[int] = []
+    parents: list[int] = []
+    open_nodes: list[
+        tuple[int, int, int, int]
+    ] = []  # lightness, node of the trie, token, parent in the draft
+
+    def reach(node: int, parent: int) -> None:
+        for token, child in following[node].items():
+            heapq.heappush(open_nodes, (-weights[child], child, token, parent))
+
+    reach(0, ROOT)
+    while open_nodes and len(tokens) < shape.size:
+        _, node, token, parent = heapq.heappop(open_nodes)
+        tokens.append(token)
+        parents.append(parent)
+        if shape.kind == "chain":
+            open_nodes.clear()
+        reach(node, len(tokens) - 1)
+    return Draft(Tokens(tokens), Tree(tuple(parents)))

@@ -1,0 +1,90 @@
+"""Sequoia's trees against all trees there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_rt.drafting.sequoia import Plan, plan, reached
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.expectations import LATER_CHOICES
+
+Node = tuple["Node", ...]
+"""A node by its children."""
+
+
+@cache
+def trees(nodes: int, depth: int) -> tuple[Node, ...]:
+    """All ordered trees of so many nodes below a root, at most so deep."""
+    return tuple(_trees(nodes, depth))
+
+
+def _trees(nodes: int, depth: int) -> Iterator[Node]:
+    if not nodes:
+        yield ()
+    elif depth:
+        for first in range(nodes):  # below the eldest child
+            for eldest, rest in product(trees(first, depth - 1), trees(nodes - 1 - first, depth)):
+                yield (eldest, *rest)
+
+
+def value(tree: Node, chances: list[float]) -> float:
+    """Expected accepted nodes; children beyond the known ranks are never accepted."""
+    return sum(chance * (1.0 + value(child, chances)) for chance, child in zip(chances, tree, strict=False))
+
+
+def of_plan(found: Plan) -> Node:
+    """The tree that its levels describe, whose nodes are drawn eldest children first."""
+    children: dict[int, list[int]] = {0: []}
+    level, count = [0], 1
+    for widths in found.levels:
+        assert len(widths) == len(level)
+        below = []
+        for rank in range(max(widths, default=0)):
+            for node, width in zip(level, widths, strict=True):
+                if width > rank:
+                    children[node].append(count)
+                    children[count] = []
+                    below.append(count)
+                    count += 1
+        level = below
+
+    def built(node: int) -> Node:
+        return tuple(built(child) for child in children[node])
+
+    return built(0)
+
+
+@given(
+    rates=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4),
+    nodes=st.integers(1, 6),
+    depth=st.integers(1, 4),
+)
+@settings(derandomize=True, deadline=None, max_examples=150)
+def test_no_tree_is_better(rates: list[float], nodes: int, depth: int) -> None:
+    chances, found = reached(rates), Plan(rates, nodes, depth)
+    best = max(value(tree, chances) for count in range(nodes + 1) for tree in trees(count, depth))
+    assert found.tokens == pytest.approx(1.0 + best)
+    assert value(of_plan(found), chances) == pytest.approx(best)
+
+
+def test_what_was_accepted_decides_the_shape() -> None:
+    sure, unsure = (plan((rate, *LATER_CHOICES), 16, 16) for rate in (0.98, 0.3))
+    assert (
+        len([one for one in sure.levels if any(one)]) > 12 > len([one for one in unsure.levels if any(one)])
+    )
+    assert unsure.levels[0][0] > sure.levels[0][0]
+    shape = DraftShape.parse("sequoia:16").deep(16, (0.3, *LATER_CHOICES))
+    assert shape.children(0, 1) == unsure.levels[0] and shape.expected_tokens(shape.rates) == unsure.tokens
+    assert unsure.tokens > DraftShape.parse("chain").deep(16).expected_tokens([0.3])
+
+
+def test_reached() -> None:
+    assert reached([0.5, 0.5, 1.0]) == pytest.approx([0.5, 0.25, 0.25])
+    assert torch.tensor(reached(LATER_CHOICES)).sum() < 1

@@ -1,0 +1,221 @@
+"""Token sources against searches through the whole text, and the trees that are made of what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_ids, byte_tokenizer, tiny_target
+
+import offload_rt.cli as command_line
+from offload_rt import LLM, SamplingParams
+from offload_rt.drafting.base import TokenView
+from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
+from offload_rt.drafting.merged import joined
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.sources import SuffixAutomaton, heaviest
+from offload_rt.errors import UsageError
+from offload_rt.trees import ROOT, Tree
+from offload_rt.verification import Draft, Tokens
+
+FEW = st.integers(0, 3)
+TEXTS = st.lists(FEW, max_size=60)
+
+
+def earlier(text: Sequence[int], end: Sequence[int]) -> list[int]:
+    """Where occurrences of `end` in `text` are over, but for one at the very end."""
+    size = len(end)
+    return [at for at in range(size, len(text)) if text[at - size : at] == end]
+
+
+@given(portions=st.lists(TEXTS, max_size=4), speculated=st.lists(FEW, max_size=5), depth=st.integers(1, 9))
+@settings(derandomize=True, deadline=None, max_examples=300)
+def test_an_automaton_finds_the_longest_end_that_occurred(
+    portions: list[list[int]], speculated: list[int], depth: int
+) -> None:
+    automaton, text = SuffixAutomaton(1), list[int]()
+    for portion in portions:
+        text = text + portion
+        automaton.extend(TokenView(text))
+        for view in (TokenView(text), TokenView(text, speculated)):
+            whole = view.part(0)
+            # What occurs in the verified text; its own end is an occurrence of what is speculated behind it.
+            settled = text if view.part(0) == text else [*text, END]
+            longest = next((n for n in range(len(whole), 0, -1) if earlier(settled, whole[-n:])), 0)
+            found = automaton.continuations(view, depth)
+            if not longest:
+                assert not found
+                continue
+            allowed = [whole[at : at + depth] for at in earlier(settled, whole[-longest:])]
+            assert len(found) == 1 and list(found[0]) in allowed
+
+
+def test_an_automaton_follows_a_long_repetition_and_forgets() -> None:
+    automaton, text = SuffixAutomaton(2), [*range(50), 99, *range(40)]
+    automaton.extend(TokenView(text))
+    assert automaton.continuations(TokenView(text), 4) == [[40, 41, 42, 43]]
+    assert automaton.continuations(TokenView(text, [40, 41]), 3) == [[42, 43, 44]]
+    assert automaton.continuations(TokenView(text, [7]), 3) == []  # one token is too short an end
+    automaton.restart()
+    automaton.extend(TokenView([5, 6, 7]))
+    assert automaton.continuations(TokenView([5, 6, 7], [5, 6]), 3) == [[7, 5, 6]]
+
+
+@given(TEXTS.filter(bool))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_suffixes_are_in_order(text: list[int]) -> None:
+    order = suffix_order(torch.tensor(text, dtype=torch.int32)).tolist()
+    assert order == sorted(range(len(text)), key=lambda at: text[at:])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "store.safetensors"
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4), asked=st.lists(FEW, min_size=1, max_size=8))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_a_datastore_finds_every_occurrence_of_the_longest_end(
+    store: Path, texts: list[list[int]], asked: list[int]
+) -> None:
+    assert build(texts, byte_tokenizer(), store) == sum(map(len, texts))
+    found = Datastore(store, 6, 10**6).continuations(TokenView([], asked), 3)
+    for size in range(min(6, len(asked)), 0, -1):
+        end = asked[-size:]
+        places = [
+            (text, at) for text in texts for at in range(size, len(text) + 1) if text[at - size : at] == end
+        ]
+        if places:
+            expected = [text[at : at + 3] for text, at in places]
+            assert sorted(map(list, found)) == sorted(one for one in expected if one)
+            return
+    assert not found
+
+
+def test_a_few_of_many_occurrences_are_looked_at(store: Path) -> None:
+    build([[8, value % 7] for value in range(700)], byte_tokenizer(), store)
+    found = Datastore(store, 4, 14).continuations(TokenView([8]), 2)
+    assert [one[0] for one in found] == [value for value in range(7) for _ in range(2)]
+
+
+FOUND = [[1, 2, 3], [1, 2, 4], [5, 6], [1, 7], [5]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "parents"),
+    [
+        (CHAIN.deep(2), [1, 2], [ROOT, 0]),
+        (CHAIN.deep(9), [1, 2, 3], [ROOT, 0, 1]),
+        (DraftShape("grown", nodes=4).deep(8), [1, 2, 5, 3], [ROOT, 0, ROOT, 1]),
+        (DraftShape("grown", nodes=99).deep(8), [1, 2, 5, 3, 4, 6, 7], [ROOT, 0, ROOT, 1, 1, 2, 0]),
+    ],
+)
+def test_what_most_continuations_share_is_proposed(
+    shape: DraftShape, tokens: list[int], parents: list[int]
+) -> None:
+    draft = heaviest(FOUND, shape)
+    assert draft.tokens.known == tokens and draft.tree.parents == tuple(parents) and draft.probs is None
+
+
+def test_what_is_in_a_draft_already_is_not_joined_twice() -> None:
+    probs = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
+    draft = Draft(Tokens([1, 2]), Tree.chain(2), probs)
+    assert joined(draft, [1, 2]) is draft
+    more = joined(draft, [1, 3, 0])
+    assert more.tokens.known == [1, 2, 3, 0] and more.tree.parents == (ROOT, 0, 0, 2)
+    assert more.probs is not None
+    assert torch.equal(more.probs[2:], torch.eye(4)[[3, 0]]) and torch.equal(more.probs[:2], probs)
+    assert joined(Draft(Tokens([1]), Tree.chain(1)), [1, 3]).probs is None
+
+
+# In an LLM
+
+
+SMALL: dict[str, object] = {"speculation.gamma2": 4, "speculation.step_down": False, "retrieval.budget": 64}
+SMALL |= {"retrieval.recent": 16, "retrieval.refresh": "stride:16"}
+LEVELS: dict[str, list[object]] = {
+    "suffix": ["suffix"],
+    "datastore": [{"model": "datastore", "draft": "grown:12"}],
+    "suffix below retrieval": ["suffix", {"model": "target", "cache": "retrieved"}],
+    "merged": [{"model": "target", "cache": "retrieved", "merge": "datastore"}],
+    "tree, merged": [{"model": "target", "cache": "retrieved", "draft": "grown:8", "merge": "suffix"}],
+}
+
+
+@pytest.mark.parametrize("levels", LEVELS.values(), ids=LEVELS)
+def test_greedy_tokens_are_those_of_plain_decoding(levels: list[object], store: Path) -> None:
+    target, tokenizer, prompt = tiny_target("llama-gqa", seed=3), byte_tokenizer(), byte_ids(300)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM.from_models(target, config="plain") as llm:
+        plain = llm.generate(prompt, params).tokens
+    build([prompt + plain[:20], plain[3:]], tokenizer, store)
+    settings = SMALL | {"speculation.levels": levels, "datastore.path": str(store)}
+    with LLM.from_models(target, None, tokenizer, "plain", settings) as llm:
+        result = llm.generate(prompt, params)
+    assert result.tokens == plain
+    assert result.rounds < len(plain), "nothing was ever accepted"
+
+
+def test_a_datastore_is_built_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    (folder / "one.txt").write_text("It was the best of times, it was the worst of times.")
+    (folder / "below" / "two.md").write_text("It was the age of wisdom.")
+    (folder / "picture.png").write_bytes(b"\xff\xfe")
+    assert command_line.main(["datastore", "build", str(folder)]) == 0
+    out = tmp_path / "texts.datastore.safetensors"
+    assert f"{out}: " in capsys.readouterr().out and out.stat().st_size > 100
+    settings: dict[str, object] = {"speculation.levels": ["datastore"], "datastore.path": str(out)}
+    with LLM(config="plain", overrides=settings) as llm:
+        result = llm.generate("It was the age", SamplingParams(max_tokens=4))
+        assert result.levels[0].name == "datastore" and result.levels[0].proposed > 0
+
+
+def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "a.txt").write_bytes(b"\xff\xfe")
+    for arguments, message in (
+        ([str(tmp_path / "none")], "is no folder"),
+        ([str(tmp_path / "empty")], "holds no text in files of .txt"),
+        ([str(tmp_path / "binary")], "a.txt: not UTF-8 (byte 0)"),
+        ([str(tmp_path), "--out", str(tmp_path)], "is a folder"),
+    ):
+        assert command_line.main(["datastore", "build", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    build([[1, 2, 3]], byte_tokenizer(), store)
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(store.read_bytes()[:-3])
+    other = tmp_path / "other.safetensors"
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(2)}, other)
+    level: dict[str, object] = {"speculation.levels": ["datastore"]}
+    target = tiny_target()
+    for path, message in (
+        ("", "datastore.path = '': names no file: build one"),
+        (str(tmp_path / "none"), "cannot be read"),
+        (str(torn), "is torn"),
+        (str(other), "is no datastore"),
+        (str(store), "was built with another tokenizer"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            LLM.from_models(target, config="plain", overrides=level | {"datastore.path": path})
+    for table, message in (
+        ({"model": "suffix", "draft": "tree:2"}, "must be chain for suffix"),
+        ({"model": "datastore", "draft": "auto"}, "must be chain or grown for datastore"),
+        ({"model": "lookup", "merge": "suffix"}, "must be empty for lookup"),
+        (
+            {"model": "target", "cache": "retrieved", "merge": "luck"},
+            "must be one of lookup, suffix, datastore",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message):
+            LLM.from_models(target, config="plain", overrides={"speculation.levels": [table]})
+    with pytest.raises(UsageError, match="leave it empty below another level"):
+        below = {"model": "draft", "cache": "streaming", "merge": "suffix"}
+        LLM.from_models(target, config="plain", overrides={"speculation.levels": [below, "target:retrieved"]})
