@@ -36,7 +36,12 @@ SHAPES = (
     "grown:32@16",
     "grown:64@16",
     "grown:128@32",
+    "sequoia:32@16",
+    "sequoia:64@16",
+    "chain@24+suffix",
+    "grown:128@32+suffix",
 )
+"""Shapes, their depths, and what joins them."""
 LAYERS = ("all", "groups:1", "groups:2", "groups:3", "groups:4", "skip:2", "skip:2,3", "skip:1a,2a,3a")
 BATCH = ("plain", "lookup")
 BUDGET_SHARE = 32
@@ -59,6 +64,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-n", "--new-tokens", type=inputs.count(8), default=192, metavar="N")
     parser.add_argument("--batch", type=inputs.count(2), default=4, metavar="N", help="prompts at once")
     parser.add_argument("--batch-context", type=inputs.count(64), default=8192, metavar="N")
+    parser.add_argument("--shapes", type=inputs.names(SHAPES), default=SHAPES, metavar="A,B")
     parser.add_argument(
         "--parts", type=inputs.names(PARTS), default=tuple(PARTS), metavar="A,B", help="default: all"
     )
@@ -141,13 +147,19 @@ def _reader(models: Models, tokens: list[int], arguments: argparse.Namespace, **
 def _shapes(models: Models, tokens: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with _reader(models, tokens, arguments, link=PacedLink(arguments.rate * 1e9)) as llm:
-        for name in SHAPES:
+        for name in arguments.shapes:
             say(f"shape {name}")
-            shape, _, depth = name.partition("@")
-            overrides = _settings(arguments, draft=shape) | {"speculation.gamma2": int(depth)}
+            shape, _, rest = name.partition("@")
+            depth, _, source = rest.partition("+")
+            overrides = _settings(arguments, draft=shape, merge=source) | {"speculation.gamma2": int(depth)}
             rows.append({"draft": name, **_row(_runs(llm, arguments, overrides))})
-    best = max(row["tokens_per_pass"] for row in rows if row["draft"].startswith("chain"))
-    return [row | {"over_best_chain": row["tokens_per_pass"] / best} for row in rows]
+    chains = [
+        row["tokens_per_pass"]
+        for row in rows
+        if row["draft"].partition("@")[2].isdecimal() and row["draft"].startswith("chain@")
+    ]
+    best = max(chains, default=None)
+    return [row | {"over_best_chain": best and row["tokens_per_pass"] / best} for row in rows]
 
 
 def _layers(models: Models, tokens: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:

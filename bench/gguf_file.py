@@ -94,7 +94,7 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
 def _add_vocabulary(writer: gguf.GGUFWriter, path: Path, size: int) -> None:
     """OpenVINO asks for one; where there is none of byte pairs, llama.cpp goes without."""
     stored = json.loads(path.read_text()) if path.exists() else {}
-    if stored.get("model", {}).get("type") != "BPE":
+    if stored.get("model", {}).get("type") != "BPE" or not stored["model"]["merges"]:
         writer.add_tokenizer_model("none")
         return
     names = {token: name for name, token in stored["model"]["vocab"].items()}

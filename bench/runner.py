@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -34,6 +34,7 @@ ONE_PROCESS = ("ours", "transformers")  # for all systems of it
 WARM_UP_TOKENS = 8
 ROOM = 8  # tokens behind the longest continuation
 PATIENCE_S = 1800.0
+CLOSING_S = 10.0
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -108,7 +109,8 @@ class Worker:
             self._process.stdin.flush()
             line = self._answers.get(timeout=self._patience_s)
         except queue.Empty:
-            self.close()
+            self._process.kill()
+            self._process.wait()
             raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s") from None
         except (BrokenPipeError, ValueError):
             line = ""
@@ -121,9 +123,15 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Ends the process. Idempotent."""
-        self._process.kill()
-        self._process.wait()
+        """Ends the process: lets its systems give back what they hold, if they do so at once. Idempotent."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def run(job: Job, say: Say) -> Iterator[tuple[int, list[Row]]]:

@@ -38,6 +38,8 @@ def main(adapter: str) -> None:
             last = str(error).strip().splitlines()
             answer = {"error": f"{type(error).__name__}: {last[-1] if last else ''}".rstrip(": ")}
         print(json.dumps(answer), file=answers)
+    for system in opened.values():
+        system.close()
 
 
 def _ask(system: System, command: str, *arguments: Any) -> dict[str, Any]:
@@ -47,8 +49,6 @@ def _ask(system: System, command: str, *arguments: Any) -> dict[str, Any]:
         return asdict(system.run(*arguments))
     if command == "logits_after":
         return {"logits": system.logits_after(*arguments)}  # type: ignore[attr-defined]
-    if command == "close":
-        system.close()
     return {"label": system.label, "notes": list(system.notes)}
 
 

@@ -1,14 +1,10 @@
-"""DeepSpeed and the rebuilt ZeRO-Inference continue a prompt as transformers does, time after time."""
+"""The rebuilt ZeRO-Inference continues a prompt as transformers does; what DeepSpeed is not asked for."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,43 +73,6 @@ def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_hold
     assert (keys.data_ptr(), values.data_ptr()) == filled
     with pytest.raises(RuntimeError):
         layer.update(*kv[..., :1, :])
-
-
-@pytest.fixture(scope="module")
-def extensions(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where DeepSpeed's extension is compiled, once for all tests."""
-    return str(tmp_path_factory.mktemp("extensions"))
-
-
-@pytest.mark.parametrize("cache", deepspeed.CACHES)
-@pytest.mark.parametrize("name", deepspeed.SYSTEMS)
-def test_deepspeed_continues_greedily(
-    name: str, cache: str, setup: Setup, extensions: str, target: PreTrainedModel
-) -> None:
-    pytest.importorskip("deepspeed")
-    opened = asdict(replace(setup, work=extensions, options={"cache": cache}))
-    commands: list[tuple[str, object]] = [("open", opened)]
-    for prompt in PROMPTS:
-        commands += [("prepare", prompt), ("run", NEW_TOKENS), ("run", NEW_TOKENS)]
-    answers = worker("deepspeed", name, [*commands, ("close", None)])
-    assert cache in answers[0]["label"] and name in answers[0]["label"]
-    expected = [greedy(target, prompt) for prompt in PROMPTS for _ in range(2)]
-    assert [answer["tokens"] for answer in answers if "tokens" in answer] == expected
-
-
-def worker(adapter: str, name: str, commands: list[tuple[str, object]]) -> list[dict[str, Any]]:
-    """Answers of a process of the system's own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.worker", adapter, name],
-        input="".join(json.dumps(command) + "\n" for command in commands),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(commands)
-    assert not [answer["error"] for answer in answers if "error" in answer]
-    return answers
 
 
 def test_deepspeed_has_no_other_cache(setup: Setup) -> None:

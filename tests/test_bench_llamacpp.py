@@ -1,14 +1,14 @@
-"""llama.cpp beside others: GGUF files hold the checkpoint, and texts go on as transformers continues them."""
+"""GGUF files hold the checkpoint, and llama.cpp says what it does with them."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import byte_ids, tiny_target
+from tiny_models import tiny_target
 from transformers import PreTrainedModel
 
 pytest.importorskip("gguf")
@@ -19,7 +19,6 @@ from bench.gguf_file import gguf_file
 from bench.systems import Opener, Setup
 
 LLAMAS = ("llama", "llama-gqa", "llama-yarn", "llama3")
-NEW_TOKENS = 24
 
 
 def saved(folder: Path, model: PreTrainedModel) -> Path:
@@ -65,6 +64,20 @@ def test_a_gguf_file_holds_the_checkpoint(tmp_path: Path, dtype: str, tied: bool
     assert fields["llama.rope.freq_base"] == model.config.rope_parameters["rope_theta"]
 
 
+def test_a_gguf_file_holds_a_vocabulary_of_byte_pairs(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", tiny_target(layers=1))
+    fields, _ = contents(gguf_file(folder, "float32", tmp_path))
+    assert fields["tokenizer.ggml.model"] == "none"
+    byte_pairs = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]], "type": "BPE"}
+    end = {"id": 3, "content": "</s>"}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": byte_pairs, "added_tokens": [end]}))
+    fields, _ = contents(gguf_file(folder, "float32", tmp_path))
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.merges"]) == ("gpt2", ["a b"])
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list) and tokens[:5] == ["a", "b", "ab", "</s>", "<unused 4>"]
+    assert len(tokens) == fields["llama.vocab_size"]
+
+
 def test_a_gguf_file_is_kept_until_the_checkpoint_changes(tmp_path: Path) -> None:
     model = saved(tmp_path / "model", tiny_target(layers=1))
     first = gguf_file(model, "float32", tmp_path)
@@ -105,31 +118,7 @@ def systems() -> dict[str, Opener]:
 
 def setup(model: Path, **options: object) -> Setup:
     work = str(model.parent / "work")
-    return Setup(str(model), None, "float32", "cpu", 1, 1000, 4, work, options)
-
-
-def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    continuation: list[int] = out[0, len(prompt) :].tolist()
-    return continuation
-
-
-@pytest.mark.parametrize("arch", LLAMAS)
-@pytest.mark.parametrize("name", ["f32", "lookup"])  # flash attention is not exact
-def test_llama_cpp_continues_as_transformers_does(
-    systems: dict[str, Opener], tmp_path: Path, arch: str, name: str
-) -> None:
-    model = tiny_target(arch)
-    system = systems[name](setup(saved(tmp_path / "model", model)))
-    for prompt in (byte_ids(700), byte_ids(300, start=5000), [7]):
-        assert system.prepare(prompt) >= 0
-        expected = greedy(model, prompt, NEW_TOKENS)
-        assert len(set(expected)) > 1
-        for count in (NEW_TOKENS, 3, NEW_TOKENS):
-            run = system.run(count)
-            assert run.tokens == expected[:count]
-            assert run.timed == count
-    system.close()
+    return Setup(str(model), None, "float32", "cpu", 1, 1000, 4, work, options=options)
 
 
 def test_llama_cpp_says_what_it_rounds(systems: dict[str, Opener], tmp_path: Path) -> None:
