@@ -153,12 +153,8 @@ def _shapes(models: Models, tokens: list[int], arguments: argparse.Namespace) ->
             depth, _, source = rest.partition("+")
             overrides = _settings(arguments, draft=shape, merge=source) | {"speculation.gamma2": int(depth)}
             rows.append({"draft": name, **_row(_runs(llm, arguments, overrides))})
-    chains = [
-        row["tokens_per_pass"]
-        for row in rows
-        if row["draft"].partition("@")[2].isdecimal() and row["draft"].startswith("chain@")
-    ]
-    best = max(chains, default=None)
+    chains = [row for row in rows if row["draft"].startswith("chain@") and "+" not in row["draft"]]
+    best = max((row["tokens_per_pass"] for row in chains), default=None)
     return [row | {"over_best_chain": best and row["tokens_per_pass"] / best} for row in rows]
 
 

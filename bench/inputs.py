@@ -100,17 +100,13 @@ def count(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def names(known: Collection[str], file: str = "") -> Callable[[str], tuple[str, ...]]:
-    """An argument type: known names with commas between them, each once.
-
-    Args:
-        file: the suffix of files that may be named too; empty: none.
-    """
+def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """An argument type: known names with commas between them, each once."""
 
     def parse(text: str) -> tuple[str, ...]:
         given = tuple(dict.fromkeys(text.split(",")))
         unknown = next((name for name in given if name not in known), None)
-        if unknown is not None and not (file and unknown.endswith(file)):
+        if unknown is not None:
             raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(known)}")
         return given
 

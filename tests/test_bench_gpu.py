@@ -341,9 +341,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     measured = named_hardware("rtx4090")
     card = dataclasses.replace(measured.gpus[0], memory_bytes=GIB)
     hardware = dataclasses.replace(measured, gpus=(card,))
-    monkeypatch.setitem(
-        SHAPES, "tiny", dataclasses.replace(SHAPES["tiny"], sizes=SHAPES["tiny"].sizes | SMALLER)
-    )
+    monkeypatch.setitem(SHAPES, "tiny", SMALLER)
     monkeypatch.setattr(gpu, "SHAPE", "tiny")
     monkeypatch.setattr(gpu, "ON_GPU", TINY)
     monkeypatch.setattr(gpu, "NEW_TOKENS", 14)

@@ -40,8 +40,9 @@ from offload_rt.timeline import Span
 TINY_KEYS = {key: value for key, value in SMALL.items() if key != "speculation.gamma2"}
 TINY_KEYS |= {"store.segment_tokens": 32}
 TINY = Sizes(200, 3, new_tokens=16, plain_tokens=4, repeats=1, settings=TINY_KEYS)
-SMALLER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-SMALLER |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SMALLER = dataclasses.replace(
+    SHAPES["tiny"], hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16
+)
 SUMMARY = {
     "round_over_max",
     "link_use",
@@ -337,9 +338,7 @@ def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         patch.setattr(primitives, "READ_BYTES", 2**20)
         patch.setattr(primitives, "REPEATS", 1)
         patch.setattr(References, "BALANCING_TURNS", 1)
-        patch.setitem(
-            SHAPES, "tiny", dataclasses.replace(SHAPES["tiny"], sizes=SHAPES["tiny"].sizes | SMALLER)
-        )
+        patch.setitem(SHAPES, "tiny", SMALLER)
         assert command_line.main(["offload", "--quick", "--device", "cpu", *arguments, *sizes, *given]) == 0
     assert torch.get_num_threads() == 2, "given back"
     torch.set_num_threads(threads)

@@ -2,81 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from offload_rt.planning.shapes import SHAPES as KNOWN
+from offload_rt.planning.shapes import ModelShape
+
 LOGIT_DEVIATION = 20.0
 """Real models are sure of most tokens; random ones are only where their logits are spread wide."""
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's sizes, as transformers' config class names them."""
-
-    config: type[Any]
-    sizes: dict[str, int]
-
-
-SHAPES = {
-    "tiny": Shape(
-        LlamaConfig,
-        {
-            "hidden_size": 512,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": 2048,
-            "max_position_embeddings": 65_536,
-        },
-    ),
-    "llama2-7b-128k": Shape(
-        LlamaConfig,
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 11_008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "vocab_size": 32_000,
-            "max_position_embeddings": 262_144,
-        },
-    ),
-    "llama3.1-8b": Shape(
-        LlamaConfig,
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128_256,
-            "max_position_embeddings": 262_144,
-        },
-    ),
-    "qwen2.5-7b": Shape(
-        Qwen2Config,
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152_064,
-            "max_position_embeddings": 262_144,
-        },
-    ),
-}
-LARGE_SHAPES = ("llama2-7b-128k", "llama3.1-8b", "qwen2.5-7b")
+POSITIONS = 262_144
+LARGE_SHAPES = ("llama2-7b", "llama3.1-8b", "qwen2.5-7b")
+TINY = ModelShape("tiny", 4, 512, 1024, 8, 4, 64, 2048, 0)  # it counts its own parameters
+SHAPES = {"tiny": TINY, **{name: KNOWN[name] for name in LARGE_SHAPES}}
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model in the shape `name` of `SHAPES`, with random weights, the same ones each time."""
     shape = SHAPES[name]
-    config = shape.config(**shape.sizes, tie_word_embeddings=False, eos_token_id=None, pad_token_id=None)
+    kind: Any = Qwen2Config if name.startswith("qwen2") else LlamaConfig
+    config = kind(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device), torch.no_grad():
         torch.manual_seed(0)
