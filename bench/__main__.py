@@ -13,18 +13,18 @@ from typing import NoReturn
 
 import bench.attention
 import bench.compare
-import bench.drafts
 import bench.gpu
 import bench.model_card
 import bench.offload.command
 import bench.offload.prediction_accuracy
+import bench.paper
 import bench.side_by_side
 from offload_rt.errors import UsageError
 
 COMMANDS = (
     bench.side_by_side,
     bench.compare,
-    bench.drafts,
+    bench.paper,
     bench.model_card,
     bench.attention,
     bench.offload.command,

@@ -1,0 +1,92 @@
+"""`python -m bench paper`: what it measures on a tiny model. No time is checked here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
+
+import bench.__main__ as command_line
+from bench import paper
+from offload_rt.drafting.datastore import build
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """All parts, on a target of five layers whose retrieved cache holds most of the text."""
+    folder = tmp_path_factory.mktemp("paper")
+    target = tiny_target("llama-gqa", seed=3, layers=5)
+    for name, model in (("target", target), ("draft", noisy_copy(target))):
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    text, out, stored = folder / "book.txt", folder / "out.json", folder / "store.safetensors"
+    text.write_bytes(real_text().encode()[:2000])
+    build([list(real_text().encode()[2000:4000])], byte_tokenizer(), stored)
+    arguments = f"--model {folder / 'target'} --draft {folder / 'draft'} --text {text} --datastore {stored}"
+    arguments += f" --out {out} --context 320 --rate 1 --seeds 2 -n 24"
+    arguments += " --batch 2 --batch-context 100"
+    with pytest.MonkeyPatch.context() as fewer:
+        fewer.setattr(paper, "SHAPES", ("chain@2", "chain@6", "sequences:2@6", "grown:24@6"))
+        fewer.setattr(paper, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
+        for name, values in (("TEMPERATURES", (0.0, 1.0)), ("TABLE_2", (2.31, 2.08)), ("GAMMAS", (1, 3))):
+            fewer.setattr(paper, name, values)
+        for name, values in (("GAMMA_1", (1.5, 1.6)), ("GAMMA_2", (1.7, 1.8)), ("LENGTHS", (12, 24))):
+            fewer.setattr(paper, name, values)
+        fewer.setattr(paper, "BUDGETS", (8, 2))
+        assert command_line.main(["paper", *arguments.split()]) == 0
+    assert str(folder) not in out.read_text(), "a report goes elsewhere: no paths in it"
+    found: dict[str, Any] = json.loads(out.read_text())
+    yield found
+
+
+def test_every_shape_yields_what_is_accepted_of_it(report: dict[str, Any]) -> None:
+    rows = {row["draft"]: row for row in report["shapes"]}
+    assert list(rows) == ["chain@2", "chain@6", "sequences:2@6", "grown:24@6"]
+    for row in rows.values():
+        # A pass yields what was accepted of its draft and a token of its own; the last one may be cut.
+        accepted = row["accepted"] * row["proposed_per_pass"]
+        assert row["tokens_per_pass"] == pytest.approx(1 + accepted, abs=0.5)
+        chains = max(rows[f"chain@{depth}"]["tokens_per_pass"] for depth in (2, 6))
+        assert row["over_best_chain"] == pytest.approx(row["tokens_per_pass"] / chains)
+    proposed = [rows[name]["proposed_per_pass"] for name in ("chain@2", "chain@6", "grown:24@6")]
+    assert 1 < proposed[0] <= 2 < proposed[1] <= 6 < proposed[2] <= 24
+
+
+def test_the_tables_have_the_papers_rows(report: dict[str, Any]) -> None:
+    rows = {name: {row["variant"]: row for row in report[name]} for name in list(paper.PARTS)[:5]}
+    assert list(rows["temperatures"])[:3] == [
+        "triforce, T = 0",
+        "triforce, T = 1",
+        "retrieval without hierarchy",
+    ]
+    assert rows["temperatures"]["triforce, T = 0"]["paper"] == 2.31
+    assert list(rows["gammas"]) == [f"γ1 = {a}, γ2 = {b}" for a, b in ((1, 6), (3, 6), (2, 1), (2, 3))]
+    assert list(rows["lengths"]) == ["12 tokens", "24 tokens"]
+    assert list(rows["budgets"]) == ["a 8th: 128 entries", "a 2th: 160 entries"]
+    assert {"REST", "EasySpec", "triforce", "suffixes of the text"} <= set(rows["sources"])
+    for row in (row for table in rows.values() for row in table.values()):
+        assert row["tokens_per_pass"] >= 1 and row["ms_per_token"] > 0 and row["over_plain"] > 0
+    # What it is drawn from hardly differs where nothing is left out.
+    deep = rows["gammas"]
+    assert deep["γ1 = 2, γ2 = 3"]["tokens_per_pass"] > deep["γ1 = 2, γ2 = 1"]["tokens_per_pass"] > 1.2
+
+
+def test_approximate_layers_cost_acceptance(report: dict[str, Any]) -> None:
+    rows = {(row["layers"], row["calibrated"]): row["accepted"] for row in report["layers"]}
+    assert rows["groups:1", True] == rows["groups:1", False] == rows["all", True] > 0.2
+    assert rows["groups:3", True] < rows["all", True]
+    assert rows["skip:1a,2a,3a", True] < rows["all", True]
+
+
+def test_batches_are_held_against_the_same_prompts_in_turn(report: dict[str, Any]) -> None:
+    assert [row["config"] for row in report["batch"]] == list(paper.BATCH)
+    for row in report["batch"]:
+        assert row["prompts"] == 2 and row["context"] == 100 and row["ratio"] > 0
+
+
+def test_a_part_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["paper", "--parts", "shapes,luck"]) == 2
+    assert "'luck' is none of temperatures, gammas" in capsys.readouterr().err
