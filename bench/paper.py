@@ -10,9 +10,9 @@ the same thing. Parts:
 - budgets: its figure 6, by the size of the retrieved cache.
 - sources: its table 5, look-up in the text and in a datastore, and a target without some of its layers.
 - shapes: its figure 6c, tokens that a pass yields by shape and size of the draft.
-- layers: EasySpec's figure 4 and Draft & Verify: acceptance with layers in groups or left out, and the time of
-  a drafted token. `own_devices_ms` is a prediction: what is left where the attention blocks of a group run side
-  by side, from the measured time of one.
+- layers: EasySpec's figure 4 and Draft & Verify: acceptance with layers in groups or left out, and the time
+  of a drafted token. `own_devices_ms` is a prediction: what is left where the attention blocks of a group run
+  side by side, from the measured time of one.
 - batch: table 4, tokens a second of several prompts at once and in turn, in place, plain and with look-up.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -90,6 +90,7 @@ class LLM:
         if not uses_small_model(configs):
             draft_name = None
         tokenizer = load_tokenizer(source)
+        _check_datastores(configs, tokenizer)
         if draft_name is not None:
             check_same_tokens(tokenizer, name, load_tokenizer(draft_name), draft_name)
         if size_hint is not None:
@@ -155,8 +156,7 @@ class LLM:
         self._turn = threading.RLock()  # of a thread whose text is the last one while it is made
         self._last: Session | None = None
         self._result: GenerationResult | None = None
-        for config in configs:
-            self._check_datastore(config)
+        _check_datastores(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
         with ExitStack() as refused:
             models = []
             for given in (target, draft):
@@ -166,10 +166,6 @@ class LLM:
             assert models[0] is not None
             self._engine = Engine(models[0], models[1], configs, link, on_progress, self._notice)
             refused.pop_all()
-
-    def _check_datastore(self, config: Config) -> None:
-        if DATASTORE in config.sources:
-            open_datastore(config).check(self._tokenizer)
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -329,7 +325,7 @@ class LLM:
             settings = session.planned
             if config is not None:
                 given = load_config(config, overrides)
-                self._check_datastore(given)
+                _check_datastores([given], self._tokenizer, self._engine.target.vocabulary)
                 settings = self._engine.available(given)
             if settings.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
                 settings = settings.refreshing_from(session.planned.offload.refresh_from)
@@ -399,6 +395,14 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_datastores(
+    configs: Iterable[Config], tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None
+) -> None:
+    for config in configs:
+        if DATASTORE in config.sources:
+            open_datastore(config).check(tokenizer, vocabulary)
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -27,6 +27,9 @@ DRAFT_STREAMING = "draft:streaming"
 TARGET_STREAMING = "target:streaming"
 TARGET_RETRIEVED = "target:retrieved"
 
+LONGEST_MATCH = 64
+"""Tokens by which a datastore's suffixes are sorted: more are never compared."""
+
 SOURCES = (LOOKUP, SUFFIX, DATASTORE)
 """Levels without a model: what followed the text's end elsewhere."""
 
@@ -144,8 +147,8 @@ class LevelConfig:
         layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
             (see `layers.LayerPlan`).
         calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.
-        draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `grown:N` or `auto`
-            (see `drafting.shapes.DraftShape`).
+        draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or
+            `auto` (see `drafting.shapes.DraftShape`).
         merge: one of `SOURCES`, whose finds join the draft; empty: none.
     """
 
@@ -237,6 +240,11 @@ class SpeculationConfig:
         for level in self.levels[:-1]:
             rule = "joins drafts for the target over its full cache only: leave it empty below another level"
             _require(not level.merge, f"{key}.merge", level.merge, rule)
+            rule = "is planned by what the full cache accepts: choose another shape below a level"
+            _require(level.shape.kind != "sequoia", f"{key}.draft", level.draft, rule)
+        for level in self.levels[1:]:
+            rule = "has no model that could verify what the level below drafts: put it first"
+            _require(level.model not in SOURCES, key, level.name, rule)
         _at_least(1, "speculation.gamma1", self.gamma1)
         _at_least(0, "speculation.gamma2", self.gamma2)
 
@@ -294,7 +302,8 @@ class DatastoreConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, "datastore.longest", self.longest)
-        _require(self.longest <= 64, "datastore.longest", self.longest, "must be at most 64")
+        rule = f"must be at most {LONGEST_MATCH}"
+        _require(self.longest <= LONGEST_MATCH, "datastore.longest", self.longest, rule)
         _at_least(1, "datastore.occurrences", self.occurrences)
 
 

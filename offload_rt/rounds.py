@@ -114,7 +114,8 @@ def draft_ahead(text: Text, proposal: Proposal, running: Running, most: int) -> 
 
 
 def _depth(draft: Draft) -> int:
-    return max(draft.tree.depths, default=0)
+    """Of what was drawn."""
+    return max(draft.tree.depths[: len(draft) - draft.found], default=0)
 
 
 def _nominal_ms(verifier: Verifier) -> float:

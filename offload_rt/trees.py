@@ -74,21 +74,23 @@ class Tree:
             node = self.parents[node]
         return path[::-1]
 
-    def tries(self, path: Sequence[int]) -> list[tuple[int, int]]:
-        """How many children were accepted and rejected on an accepted `path`: eldest ones, second ones, …"""
-        tried, stands = [], set(path)
-        for rank in self.ranks:
-            # Once a child is accepted, its younger siblings are not tried.
-            children = {self.parents[node]: node for node in rank}
-            nodes = [children[above] for above in (ROOT, *path) if above in children]
-            nodes = [node for node in nodes if not self._elders(node) & stands]
-            accepted = len(stands.intersection(nodes))
-            tried.append((accepted, len(nodes) - accepted))
-        return tried
+    def tries(self, path: Sequence[int], nodes: int | None = None) -> list[tuple[int, int]]:
+        """How many children were accepted and rejected on an accepted `path`: eldest ones, second ones, …
 
-    def _elders(self, node: int) -> set[int]:
-        """Its elder siblings."""
-        return {elder for elder in range(node) if self.parents[elder] == self.parents[node]}
+        Args:
+            nodes: only the first so many count.
+        """
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents[:nodes]):
+            children.setdefault(parent, []).append(node)
+        tried = [[0, 0] for _ in range(max(map(len, children.values()), default=0))]
+        stands = set(path)
+        for above in (ROOT, *path):
+            for rank, node in enumerate(children.get(above, ())):
+                tried[rank][node not in stands] += 1
+                if node in stands:
+                    break  # its younger siblings are not tried
+        return [(accepted, rejected) for accepted, rejected in tried]
 
     def parent_rows(self, device: torch.device) -> Tensor:
         """Row of each node's parent, `[nodes]`."""

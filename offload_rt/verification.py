@@ -132,11 +132,14 @@ class Draft:
         tree: how the nodes hang together.
         probs: `[nodes, vocabulary]`, what each token was drawn from given its elder siblings; None for a
             deterministic draft, whose tokens are certain.
+        found: so many nodes at the end were found beside what a model drafted: what becomes of them says
+            nothing of that model.
     """
 
     tokens: Tokens = field(default_factory=lambda: Tokens([]))
     tree: Tree = field(default_factory=Tree)
     probs: Tensor | None = None
+    found: int = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.tree):

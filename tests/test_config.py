@@ -183,9 +183,11 @@ def test_levels_are_names_or_tables(tmp_path: Path) -> None:
 
 
 def test_a_level_may_stand_below_each_dearer_one() -> None:
-    overrides = {"speculation.levels": LEVELS, "datastore.path": "store.safetensors"}
     models = ("draft:streaming", "target:streaming", "target:retrieved")
-    assert load_config("plain", overrides).speculation.names == LEVELS == (*SOURCES, *models)
+    assert (*SOURCES, *models) == LEVELS
+    for source in SOURCES:
+        overrides = {"speculation.levels": [source, *models], "datastore.path": "store.safetensors"}
+        assert load_config("plain", overrides).speculation.names == (source, *models)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +203,7 @@ def test_a_level_may_stand_below_each_dearer_one() -> None:
         ({"model": "draft", "cache": "streaming", "draft": "bush:3"}, [".draft = 'bush:3'", "tree:W,W,..."]),
         ({"model": "draft", "cache": "streaming", "draft": "tree:2,0"}, [".draft = 'tree:2,0'", "grown:N"]),
         ({"model": "draft", "cache": "streaming", "draft": "sequences:2,2"}, ["sequences:K"]),
+        ({"model": "draft", "cache": "streaming", "merge": "luck"}, [".merge = 'luck'", "lookup, suffix"]),
         ({"model": "lookup", "draft": "tree:2"}, [".draft = 'tree:2'", "must be chain for lookup"]),
         ({"model": "lookup", "layers": "skip:1"}, [".layers = 'skip:1'", "must be all for lookup"]),
     ],

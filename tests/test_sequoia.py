@@ -7,11 +7,10 @@ from functools import cache
 from itertools import product
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.drafting.sequoia import Plan, plan, reached
+from offload_rt.drafting.sequoia import Plan, acceptance_vector, plan
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import LATER_CHOICES
 
@@ -39,11 +38,11 @@ def value(tree: Node, chances: list[float]) -> float:
     return sum(chance * (1.0 + value(child, chances)) for chance, child in zip(chances, tree, strict=False))
 
 
-def of_plan(found: Plan) -> Node:
+def of_plan(found: Plan, depth: int) -> Node:
     """The tree that its levels describe, whose nodes are drawn eldest children first."""
     children: dict[int, list[int]] = {0: []}
     level, count = [0], 1
-    for widths in found.levels:
+    for widths in found.levels(depth):
         assert len(widths) == len(level)
         below = []
         for rank in range(max(widths, default=0)):
@@ -68,23 +67,28 @@ def of_plan(found: Plan) -> Node:
 )
 @settings(derandomize=True, deadline=None, max_examples=150)
 def test_no_tree_is_better(rates: list[float], nodes: int, depth: int) -> None:
-    chances, found = reached(rates), Plan(rates, nodes, depth)
+    chances, found = acceptance_vector(rates), Plan(rates, nodes)
     best = max(value(tree, chances) for count in range(nodes + 1) for tree in trees(count, depth))
-    assert found.tokens == pytest.approx(1.0 + best)
-    assert value(of_plan(found), chances) == pytest.approx(best)
+    assert found.tokens(depth) == pytest.approx(1.0 + best)
+    assert value(of_plan(found, depth), chances) == pytest.approx(best)
 
 
 def test_what_was_accepted_decides_the_shape() -> None:
-    sure, unsure = (plan((rate, *LATER_CHOICES), 16, 16) for rate in (0.98, 0.3))
-    assert (
-        len([one for one in sure.levels if any(one)]) > 12 > len([one for one in unsure.levels if any(one)])
-    )
-    assert unsure.levels[0][0] > sure.levels[0][0]
+    sure, unsure = (plan((rate, *LATER_CHOICES), 16) for rate in (0.98, 0.3))
+    assert sum(map(any, sure.levels(16))) > 12 > sum(map(any, unsure.levels(16)))
+    assert unsure.levels(16)[0][0] > sure.levels(16)[0][0]
     shape = DraftShape.parse("sequoia:16").deep(16, (0.3, *LATER_CHOICES))
-    assert shape.children(0, 1) == unsure.levels[0] and shape.expected_tokens(shape.rates) == unsure.tokens
-    assert unsure.tokens > DraftShape.parse("chain").deep(16).expected_tokens([0.3])
+    levels = unsure.levels(16)
+    assert [shape.children(depth, len(one)) for depth, one in enumerate(levels)] == levels
+    assert shape.children(15, 3) == [0, 0, 0], "deeper than the best tree"
+    assert shape.per_pass == max(map(sum, levels)) and shape.expected_tokens(shape.rates) == unsure.tokens(16)
+    assert unsure.tokens(16) > DraftShape.parse("chain").deep(16).expected_tokens([0.3])
 
 
-def test_reached() -> None:
-    assert reached([0.5, 0.5, 1.0]) == pytest.approx([0.5, 0.25, 0.25])
-    assert torch.tensor(reached(LATER_CHOICES)).sum() < 1
+def test_what_was_never_accepted_is_still_tried() -> None:
+    assert plan([0.0] * 8, 16).levels(8)[0][0] > 0
+
+
+def test_acceptance_vector() -> None:
+    assert acceptance_vector([0.5, 0.5, 1.0]) == pytest.approx([0.5, 0.25, 0.25])
+    assert sum(acceptance_vector(LATER_CHOICES)) < 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import byte_ids, byte_tokenizer, tiny_target
 
 import offload_rt.cli as command_line
+from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
@@ -19,6 +20,7 @@ from offload_rt.drafting.merged import joined
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
+from offload_rt.loading import demo_model, load_tokenizer
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
 
@@ -89,11 +91,16 @@ def test_a_datastore_finds_every_occurrence_of_the_longest_end(
         places = [
             (text, at) for text in texts for at in range(size, len(text) + 1) if text[at - size : at] == end
         ]
-        if places:
-            expected = [text[at : at + 3] for text, at in places]
-            assert sorted(map(list, found)) == sorted(one for one in expected if one)
+        expected = [text[at : at + 3] for text, at in places if at < len(text)]
+        if expected:
+            assert sorted(map(list, found)) == sorted(expected)
             return
     assert not found
+
+
+def test_an_end_that_nothing_follows_gives_way_to_a_shorter_one(store: Path) -> None:
+    build([[1, 2, 3], [3, 4]], byte_tokenizer(), store)
+    assert Datastore(store, 4, 9).continuations(TokenView([1, 2, 3]), 2) == [[4]]
 
 
 def test_a_few_of_many_occurrences_are_looked_at(store: Path) -> None:
@@ -129,6 +136,7 @@ def test_what_is_in_a_draft_already_is_not_joined_twice() -> None:
     assert more.tokens.known == [1, 2, 3, 0] and more.tree.parents == (ROOT, 0, 0, 2)
     assert more.probs is not None
     assert torch.equal(more.probs[2:], torch.eye(4)[[3, 0]]) and torch.equal(more.probs[:2], probs)
+    assert more.found == 2 and more.tree.tries([0, 1], 2) == [(2, 0)]
     assert joined(Draft(Tokens([1]), Tree.chain(1)), [1, 3]).probs is None
 
 
@@ -158,6 +166,24 @@ def test_greedy_tokens_are_those_of_plain_decoding(levels: list[object], store: 
         result = llm.generate(prompt, params)
     assert result.tokens == plain
     assert result.rounds < len(plain), "nothing was ever accepted"
+
+
+def test_what_most_occurrences_say_is_merged(store: Path) -> None:
+    """Over a link, where rounds are drafted ahead and joined when they are verified."""
+    target, tokenizer, prompt = tiny_target("llama-gqa", seed=3), byte_tokenizer(), byte_ids(300)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM.from_models(target, config="plain") as llm:
+        plain = llm.generate(prompt, params).tokens
+    # What follows most often is right, and what comes first in the order of suffixes is not.
+    wrong = [[*prompt[-4:], 0, at] for at in range(3)]
+    build([*wrong, *5 * [prompt[-20:] + plain]], tokenizer, store)
+    levels = [{"model": "target", "cache": "streaming", "merge": "datastore"}]
+    small: dict[str, object] = {"draft.sinks": 0, "draft.window": 8, "store.page": 16, "offload.ahead": 2}
+    small |= {"store.slab_tokens": 64, "store.segment_tokens": 64}
+    settings = SMALL | small | {"speculation.levels": levels, "datastore.path": str(store)}
+    with LLM.from_models(target, None, tokenizer, "plain", settings, link=PacedLink(1e9)) as llm:
+        result = llm.generate(prompt, params)
+    assert result.tokens == plain and result.rounds < 10
 
 
 def test_a_datastore_is_built_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,16 +221,16 @@ def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[st
 
     save_file({"weight": torch.zeros(2)}, other)
     level: dict[str, object] = {"speculation.levels": ["datastore"]}
-    target = tiny_target()
+    target, demo = tiny_target(), load_tokenizer(demo_model("target"))
     for path, message in (
         ("", "datastore.path = '': names no file: build one"),
-        (str(tmp_path / "none"), "cannot be read"),
+        (str(tmp_path / "none"), "no such file"),
         (str(torn), "is torn"),
         (str(other), "is no datastore"),
         (str(store), "was built with another tokenizer"),
     ):
         with pytest.raises(UsageError, match=message):
-            LLM.from_models(target, config="plain", overrides=level | {"datastore.path": path})
+            LLM.from_models(target, None, demo, "plain", level | {"datastore.path": path})
     for table, message in (
         ({"model": "suffix", "draft": "tree:2"}, "must be chain for suffix"),
         ({"model": "datastore", "draft": "auto"}, "must be chain or grown for datastore"),
@@ -216,6 +242,21 @@ def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[st
     ):
         with pytest.raises(UsageError, match=message):
             LLM.from_models(target, config="plain", overrides={"speculation.levels": [table]})
-    with pytest.raises(UsageError, match="leave it empty below another level"):
-        below = {"model": "draft", "cache": "streaming", "merge": "suffix"}
-        LLM.from_models(target, config="plain", overrides={"speculation.levels": [below, "target:retrieved"]})
+    for below, message in (
+        ({"model": "draft", "cache": "streaming", "merge": "suffix"}, "leave it empty below another level"),
+        (
+            {"model": "draft", "cache": "streaming", "draft": "sequoia:8"},
+            "choose another shape below a level",
+        ),
+    ):
+        levels: dict[str, object] = {"speculation.levels": [below, "target:retrieved"]}
+        with pytest.raises(UsageError, match=message):
+            LLM.from_models(target, config="plain", overrides=levels)
+    with pytest.raises(UsageError, match="no model that could verify what the level below drafts"):
+        LLM.from_models(target, config="plain", overrides={"speculation.levels": ["lookup", "suffix"]})
+    level["datastore.path"] = str(store)
+    with pytest.raises(UsageError, match="needs the model's tokenizer"):
+        LLM.from_models(target, config="plain", overrides=level)
+    build([[1, 2, 300]], byte_tokenizer(), store)
+    with pytest.raises(UsageError, match="ids beyond the model's vocabulary of 256"):
+        LLM.from_models(target, None, byte_tokenizer(), "plain", level)

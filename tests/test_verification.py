@@ -292,6 +292,7 @@ def test_trees() -> None:
     # On the way to the second child the eldest was tried and rejected, and below it nothing was tried.
     assert tree.tries([0, 3]) == [(1, 1), (1, 0)]
     assert tree.tries([]) == [(0, 1), (0, 1)] and Tree().tries([]) == []
+    assert tree.tries([0, 3], 2) == [(1, 1)]  # of the first two nodes
     assert tree.tries([2]) == [(0, 1), (1, 0)]  # node 2 has no children
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 
-SUFFIXES = (
+EXTENSIONS = (
     ".txt",
     ".md",
     ".py",
@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     actions = datastore.add_subparsers(dest="action", metavar="build", required=True)
     build = actions.add_parser("build", help="from a folder of text files", allow_abbrev=False)
-    build.add_argument("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {', '.join(SUFFIXES)}")
+    build.add_argument("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {', '.join(EXTENSIONS)}")
     build.add_argument("--model", metavar="FOLDER|ID", help="whose tokenizer (default: the demo pair's)")
     build.add_argument(
         "--out", type=Path, metavar="FILE", help="default: FOLDER.datastore.safetensors, beside the folder"
@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: there is no such folder, no text in it, no tokenizer, or the file cannot be written.
     """
+    from safetensors import SafetensorError
+
     from offload_rt.drafting.datastore import build
     from offload_rt.loading import demo_model, load_tokenizer
     from offload_rt.text import encode
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
     texts = []
     for path in sorted(folder.rglob("*")):
-        if path.suffix in SUFFIXES and path.is_file():
+        if path.suffix in EXTENSIONS and path.is_file():
             try:
                 texts.append(encode(tokenizer, path.read_text(encoding="utf-8")))
             except UnicodeDecodeError as error:
@@ -77,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
             except OSError as error:
                 raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     if not any(texts):
-        raise UsageError(f"{folder}: holds no text in files of {', '.join(SUFFIXES)}")
+        raise UsageError(f"{folder}: holds no text in files of {', '.join(EXTENSIONS)}")
     try:
         tokens = build(texts, tokenizer, out)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written ({error.strerror})") from None
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--out {out}: cannot be written ({error})") from None
     print(f"{out}: {tokens:,} tokens of {len(texts)} files")
     print(f"offload-rt generate --set speculation.levels='[\"datastore\"]' --set datastore.path={out} …")
     return 0

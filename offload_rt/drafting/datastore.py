@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offload_rt.config import LONGEST_MATCH
 from offload_rt.drafting.base import TokenView
 from offload_rt.errors import UsageError
 
@@ -28,15 +29,12 @@ KIND = "offload-rt datastore 1"
 END = -1
 """A token between two texts: no match and no continuation crosses it."""
 
-SORTED = 64
-"""Tokens by which suffixes are sorted; more than is ever compared."""
-
 
 class Datastore:
     """Looks up the longest end of a text that occurs in the store.
 
     Args:
-        longest: tokens of the end that are compared, at most `SORTED`.
+        longest: tokens of the end that are compared, at most `LONGEST_MATCH`.
         occurrences: how many are looked at, spread evenly over all of the longest end.
 
     Raises:
@@ -54,22 +52,24 @@ class Datastore:
                 self._tokens: Tensor = stored.get_tensor("tokens")
                 self._order: Tensor = stored.get_tensor("order")
         except OSError as error:
-            raise UsageError(
-                f"datastore {path}: cannot be read ({error.strerror}); build one: {BUILD}"
-            ) from None
+            said = error.strerror or "no such file, or a folder"
+            raise UsageError(f"datastore {path}: cannot be read ({said}); build one: {BUILD}") from None
         except SafetensorError as error:
-            raise UsageError(
-                f"datastore {path}: is torn or none ({error}); build it again: {BUILD}"
-            ) from None
-        self.fingerprint: str = about["fingerprint"]
+            said = f"is torn or none ({error}); build it again: {BUILD}"
+            raise UsageError(f"datastore {path}: {said}") from None
+        self._fingerprint: str = about["fingerprint"]
 
-    def check(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Raises UsageError where it was built with another tokenizer."""
-        if tokenizer is None or fingerprint(tokenizer) != self.fingerprint:
-            raise UsageError(
-                f"datastore {self.path}: was built with another tokenizer than the model's; "
-                f"build it again: {BUILD}"
-            )
+    def check(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None) -> None:
+        """Raises UsageError where its ids are not those of a model's tokenizer, or beyond its vocabulary."""
+        if tokenizer is None:
+            raise UsageError(f"datastore {self.path}: needs the model's tokenizer, and there is none")
+        wrong = ""
+        if fingerprint(tokenizer) != self._fingerprint:
+            wrong = "was built with another tokenizer than the model's"
+        elif vocabulary is not None and int(self._tokens.max()) >= vocabulary:
+            wrong = f"holds ids beyond the model's vocabulary of {vocabulary}"
+        if wrong:
+            raise UsageError(f"datastore {self.path}: {wrong}; build it again: {BUILD}")
 
     def restart(self) -> None:
         """Nothing depends on the text."""
@@ -78,24 +78,21 @@ class Datastore:
         """Nothing depends on the text."""
 
     def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+        """Of the longest end that something follows."""
         asked = view.part(max(0, len(view) - self._longest))
-        # What occurs with more tokens in front occurs with fewer.
-        low, high, found = 1, len(asked), (0, 0)
-        length = 0
-        while low <= high:
+        low, high = 1, len(asked)
+        while low <= high:  # what occurs with more tokens in front occurs with fewer
             middle = (low + high) // 2
-            span = self._span(asked[len(asked) - middle :])
-            if span[0] < span[1]:
-                length, found, low = middle, span, middle + 1
-            else:
-                high = middle - 1
-        if not length:
-            return []
-        first, last = found
-        count = min(self._occurrences, last - first)
-        places = [first + at * (last - first) // count for at in range(count)]
-        starts = (self._order[places] + length).tolist()
-        return [one for start in starts if (one := self._text(start, depth))]
+            first, last = self._span(asked[len(asked) - middle :])
+            low, high = (middle + 1, high) if first < last else (low, middle - 1)
+        for size in range(high, 0, -1):
+            first, last = self._span(asked[len(asked) - size :])
+            count = min(self._occurrences, last - first)
+            places = [first + at * (last - first) // count for at in range(count)]
+            starts = (self._order[places] + size).tolist()
+            if found := [one for start in starts if (one := self._text(start, depth))]:
+                return found
+        return []
 
     def _text(self, start: int, count: int) -> list[int]:
         tokens: list[int] = self._tokens[start : start + count].tolist()
@@ -103,11 +100,12 @@ class Datastore:
 
     def _span(self, asked: Sequence[int]) -> tuple[int, int]:
         """Where the suffixes that begin with `asked` lie in the order."""
-        return self._bound(asked, inclusive=False), self._bound(asked, inclusive=True)
+        first = self._bound(asked, 0, inclusive=False)
+        return first, self._bound(asked, first, inclusive=True)
 
-    def _bound(self, asked: Sequence[int], *, inclusive: bool) -> int:
-        """How many suffixes begin with less than `asked`, or with no more than it."""
-        low, high = 0, len(self._order)
+    def _bound(self, asked: Sequence[int], low: int, *, inclusive: bool) -> int:
+        """How many suffixes, `low` or more, begin with less than `asked`, or with no more than it."""
+        high = len(self._order)
         while low < high:
             middle = (low + high) // 2
             start = int(self._order[middle])
@@ -126,13 +124,18 @@ def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, pa
     """Writes a datastore of tokenized texts, as a whole or not at all; returns its tokens.
 
     Raises:
-        OSError: it cannot be written.
+        OSError, SafetensorError: it cannot be written.
     """
     tokens = torch.tensor([token for text in texts for token in (*text, END)], dtype=torch.int32)
     stored = {"tokens": tokens, "order": suffix_order(tokens)}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        partial.touch()
+        readable = (
+            partial.stat().st_mode
+        )  # by whom files of this user usually are; safetensors has its own idea
         save_file(stored, partial, {"kind": KIND, "fingerprint": fingerprint(tokenizer)})
+        partial.chmod(readable)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -140,7 +143,7 @@ def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, pa
 
 
 def suffix_order(tokens: Tensor) -> Tensor:
-    """Starts of all suffixes of `tokens` `[n]` in rising order, by their first `SORTED` tokens at least.
+    """Starts of all suffixes of `tokens` `[n]` in rising order, by `LONGEST_MATCH` tokens at least.
 
     By doubling (Manber and Myers 1990): ranks by so many tokens are keys for twice as many.
     """
@@ -152,7 +155,7 @@ def suffix_order(tokens: Tensor) -> Tensor:
         keys = ranks * (int(ranks.max()) + 1) + behind
         order = keys.argsort(stable=True)
         width *= 2
-        if width >= SORTED:
+        if width >= LONGEST_MATCH or int(ranks.max()) == len(ranks):
             return order.to(torch.int32 if len(order) < 2**31 else torch.int64)
         ordered = keys[order]
         ranks = torch.empty_like(order)

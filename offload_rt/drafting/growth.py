@@ -8,7 +8,7 @@ sequences are the exception. At temperature 0 the children of a node are its mos
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -183,13 +183,18 @@ class LevelGrowth(Growth):
     def _deepen(self) -> Work[bool]:
         if self._depth >= self._shape.depth or self._stopped:
             return False
-        logits = yield from (self._pass(len(self._level)) if self._depth else self.foresee())
+        if self._depth == 0:
+            logits = yield from self.foresee()
+            # There are no more ranks than tokens.
+            self._shape = replace(self._shape, rates=self._shape.rates[: logits.shape[1]])
+        widths = self._shape.children(self._depth, len(self._level))
+        if not any(widths):
+            return False
+        if self._depth:
+            logits = yield from self._pass(len(self._level))
         self._logits.append(logits)
         sampler = self._verifier.sampling.sampler
-        widths = self._shape.children(self._depth, len(self._level))
-        widest = min(max(widths, default=0), logits.shape[1])
-        if not widest:
-            return False
+        widest = min(max(widths), logits.shape[1])
         # Rows that have an eldest child, those that have a second one, …
         rows = [[row for row, width in enumerate(widths) if width > child] for child in range(widest)]
         if sampler.greedy:
@@ -210,13 +215,14 @@ class LevelGrowth(Growth):
     def _draw(self, probs: Tensor, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """The eldest child of the first `rows`, the second one of the next, and what each was drawn from."""
         tokens, drawn_from = [], []
+        held: Sequence[int] = range(len(probs))  # rows of which there is something left
         for child, which in enumerate(rows):
-            places = _at(which, probs)
-            drawn_from.append(probs[places])
-            tokens.append(self._verifier.sampling.draws.categorical(drawn_from[-1]))
+            place = {row: at for at, row in enumerate(held)}
+            probs, held = probs[_at([place[row] for row in which], probs)], which
+            drawn_from.append(probs)
+            tokens.append(self._verifier.sampling.draws.categorical(probs))
             if child + 1 < len(rows) and self._shape.kind != "sequences":
-                rest = without(drawn_from[-1], tokens[-1])
-                probs = rest if isinstance(places, slice) else probs.index_copy(0, places, rest)
+                probs = without(probs, tokens[-1])
         return torch.cat(tokens), torch.cat(drawn_from)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:

@@ -7,38 +7,39 @@ from collections.abc import Sequence
 import torch
 
 from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
-from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.sources import SourceDrafter
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.sources import SourceDrafter, heaviest
+from offload_rt.host import to_device
 from offload_rt.passes import LevelStats, Read, Work
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
 
 
 class MergedDrafter:
-    """Proposes what `drafter` does, and below it what `source` finds beside it.
+    """Proposes what `drafter` does, and beside it in the same tree what `source` finds.
 
-    What is found hangs in the tree as younger siblings that are certain. That is lossless whatever is found,
-    for a child may depend on everything that was drawn before it.
+    What is found hangs there as younger siblings that are certain. That is lossless whatever is found, for a
+    child may depend on everything that was drawn before it.
     """
 
     def __init__(self, drafter: Drafter, source: SourceDrafter) -> None:
         self._drafter = drafter
-        self.source = source
+        self._source = source
         self.wants_hidden = drafter.wants_hidden
 
     @property
     def levels(self) -> list[LevelStats]:
-        return [*self.source.levels, *self._drafter.levels]
+        return self._drafter.levels  # a look-up verifies nothing, and takes no time to speak of
 
     def prefill(self, view: TokenView) -> Work[None]:
-        yield from self.source.prefill(view)
+        yield from self._source.prefill(view)
         yield from self._drafter.prefill(view)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return MergedProposal(self.source, self._drafter.proposal(view, shape), view, shape)
+        return MergedProposal(self._source, self._drafter.proposal(view, shape), view, shape)
 
     def observe(self, view: TokenView, round: Round) -> None:
-        self.source.observe(view, round)
+        self._source.observe(view, round)
         self._drafter.observe(view, round)
 
     @property
@@ -69,7 +70,8 @@ class MergedProposal:
             if found:  # what is there already is not proposed twice, so the host must know it
                 (stats,) = self._source.levels
                 draft.tokens.arrive((yield Read(draft.tokens.pending(), stats)))
-                draft = joined(draft, found[0])
+                likeliest = heaviest(found, CHAIN.deep(self._shape.depth)).tokens.known
+                draft = joined(draft, likeliest)
             self._joined = draft
         return self._joined
 
@@ -100,6 +102,7 @@ def joined(draft: Draft, chain: Sequence[int]) -> Draft:
         return draft
     probs = draft.probs
     if probs is not None:
-        certain = torch.nn.functional.one_hot(torch.tensor(added), probs.shape[1])
-        probs = torch.cat([probs, certain.to(probs.device, probs.dtype)])
-    return Draft(Tokens(tokens), Tree(tuple(parents)), probs)
+        certain = probs.new_zeros(len(added), probs.shape[1])
+        certain.scatter_(1, to_device(added, probs.device)[:, None], 1.0)
+        probs = torch.cat([probs, certain])
+    return Draft(Tokens(tokens), Tree(tuple(parents)), probs, len(added))

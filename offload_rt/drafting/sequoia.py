@@ -10,10 +10,11 @@ from operator import mul
 import torch
 from torch import Tensor
 
-GRID = 50  # rates are told apart in so many steps: a plan holds for a while
+GRID = 20  # rates are told apart in so many steps: a plan holds for a while
+DEEPEST = 32
 
 
-def reached(rates: Sequence[float]) -> list[float]:
+def acceptance_vector(rates: Sequence[float]) -> list[float]:
     """Chances that the eldest, the second, … child of a node is the accepted one.
 
     Args:
@@ -24,30 +25,38 @@ def reached(rates: Sequence[float]) -> list[float]:
 
 
 class Plan:
-    """The best tree of `nodes`, `depth` deep.
+    """The best trees of `nodes`, of any depth."""
 
-    Attributes:
-        tokens: expected from a verification: the accepted nodes, and one of the verifier's own.
-        levels: by depth, how many children each node has; of each level the eldest children of all first.
-    """
+    def __init__(self, rates: Sequence[float], nodes: int) -> None:
+        self._chances = acceptance_vector(rates)
+        self._nodes = nodes
+        # By depth: the best value of n nodes below one, and by rank how many of them a child's tree takes.
+        self._values = [torch.zeros(nodes + 1, dtype=torch.float64)]
+        self._takes: list[Tensor] = []
+        while len(self._takes) < min(nodes, DEEPEST):
+            value, takes = self._deeper(self._values[-1])
+            if torch.equal(value, self._values[-1]):
+                break  # deeper ones are no better
+            self._values.append(value)
+            self._takes.append(takes)
 
-    def __init__(self, rates: Sequence[float], nodes: int, depth: int) -> None:
-        self._chances = reached(rates)
-        self._takes: list[list[Tensor]] = []  # by depth and rank: how many of n nodes a child's tree takes
-        value = torch.zeros(nodes + 1, dtype=torch.float64)  # of n nodes below one; here of no depth
-        for _ in range(depth):
-            value = self._deeper(value)
-        self.tokens = 1.0 + float(value[nodes])
-        self.levels: list[list[int]] = []
-        level = [nodes]  # how many nodes lie below each
-        for left in range(depth, 0, -1):
-            shares = [self._shares(count, left) for count in level]
-            self.levels.append([len(one) for one in shares])
-            widest = max(self.levels[-1], default=0)
-            level = [one[rank] for rank in range(widest) for one in shares if len(one) > rank]
+    def tokens(self, depth: int) -> float:
+        """Expected from a verification: the accepted nodes, and one of the verifier's own."""
+        return 1.0 + float(self._values[min(depth, len(self._takes))][self._nodes])
 
-    def _deeper(self, below: Tensor) -> Tensor:
-        """The best values of n nodes below one, one level deeper than `below`."""
+    def levels(self, depth: int) -> list[list[int]]:
+        """By depth, how many children each node has; of each level the eldest children of all come first."""
+        levels: list[list[int]] = []
+        below = [self._nodes]  # how many nodes lie below each
+        for left in range(min(depth, len(self._takes)), 0, -1):
+            shares = [self._shares(count, left) for count in below]
+            levels.append([len(one) for one in shares])
+            widest = max(levels[-1], default=0)
+            below = [one[rank] for rank in range(widest) for one in shares if len(one) > rank]
+        return levels
+
+    def _deeper(self, below: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and takes, one level deeper than the values `below`."""
         size = len(below)
         child = 1.0 + below[:-1]  # of a child's tree of 1, 2, … nodes
         rest = torch.zeros(size, dtype=torch.float64)  # of what is left for younger siblings
@@ -58,8 +67,7 @@ class Plan:
             best = total.masked_fill(left < 0, -torch.inf).max(1)
             takes.append(torch.where(best.values > 0, best.indices + 1, 0))
             rest = best.values.clamp(min=0.0)
-        self._takes.append(takes[::-1])
-        return rest
+        return rest, torch.stack(takes[::-1])
 
     def _shares(self, nodes: int, depth: int) -> list[int]:
         """How many nodes lie below each child of one that has `nodes` below it."""
@@ -73,11 +81,11 @@ class Plan:
         return shares
 
 
-@lru_cache(maxsize=256)
-def _plan(rates: tuple[int, ...], nodes: int, depth: int) -> Plan:
-    return Plan([rate / GRID for rate in rates], nodes, depth)
+@lru_cache(maxsize=64)
+def _plan(rates: tuple[int, ...], nodes: int) -> Plan:
+    return Plan([rate / GRID for rate in rates], nodes)
 
 
-def plan(rates: Sequence[float], nodes: int, depth: int) -> Plan:
-    """As `Plan`, for rates near these."""
-    return _plan(tuple(round(GRID * rate) for rate in rates), nodes, depth)
+def plan(rates: Sequence[float], nodes: int) -> Plan:
+    """As `Plan`, for rates near these, none of them 0: what is never drafted is never seen again."""
+    return _plan(tuple(max(1, round(GRID * rate)) for rate in rates), nodes)

@@ -88,9 +88,19 @@ class DraftShape:
 
     def children(self, depth: int, nodes: int) -> list[int]:
         """Of each of the `nodes` at `depth`; of the level below, the eldest children of all come first."""
-        if self.kind == "sequoia":
-            return plan(self.rates, self.nodes, self.depth).levels[depth]
-        return [self.width(depth)] * nodes
+        if self.kind != "sequoia":
+            return [self.width(depth)] * nodes
+        levels = self._levels
+        return levels[depth] if depth < len(levels) else [0] * nodes
+
+    @property
+    def _levels(self) -> list[list[int]]:
+        return plan(self.rates, self.nodes).levels(self.depth)
+
+    @property
+    def given_nodes(self) -> bool:
+        """Whether its size is given, and not its depth."""
+        return self.nodes > 0
 
     @property
     def size(self) -> int:
@@ -106,6 +116,8 @@ class DraftShape:
     @property
     def per_pass(self) -> int:
         """Tokens in the widest pass that drafts it."""
+        if self.kind == "sequoia":
+            return max(map(sum, self._levels), default=0)
         if self.nodes:
             return -(-self.nodes // max(1, self.depth))
         return max((self.deep(d + 1).size - self.deep(d).size for d in range(self.depth)), default=0)
@@ -128,7 +140,7 @@ class DraftShape:
         But for `sequoia` a guess: siblings save `SECOND_CHOICE` of the rejections that they stand beside.
         """
         if self.kind == "sequoia" and self.depth:
-            return plan(rates, self.nodes, self.depth).tokens
+            return plan(rates, self.nodes).tokens(self.depth)
         acceptance = rates[0]
         beside = 1.0 - 1.0 / max(1, self.per_pass)
         saved = SECOND_CHOICE * beside if self.kind != "chain" else 0.0

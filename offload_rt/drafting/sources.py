@@ -158,12 +158,9 @@ class SourceDrafter:
     def prefill(self, view: TokenView) -> Work[None]:
         yield from ()
         self._source.restart()
-        self._extend(view)
+        self._source.extend(view)  # which is the prompt's time, not the level's
 
     def observe(self, view: TokenView, round: Round) -> None:
-        self._extend(view)
-
-    def _extend(self, view: TokenView) -> None:
         started = perf_counter()
         self._source.extend(view)
         self._stats.ms += 1e3 * (perf_counter() - started)
@@ -191,7 +188,7 @@ def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft
     Among equals, what was found first.
     """
     if len(continuations) < 2:
-        return Draft.chain(continuations[0] if continuations else ())
+        return Draft.chain(continuations[0][: shape.size] if continuations else ())
     following: list[dict[int, int]] = [{}]  # of each node of the trie, its children by their tokens
     weights = [0]
     for continuation in continuations:

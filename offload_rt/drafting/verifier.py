@@ -151,7 +151,7 @@ class Verifier:
             tokens,
             len(path),
             len(draft),
-            draft.tree.tries(path),
+            draft.tree.tries(path, len(draft) - draft.found),
             None if probs is None else probs[rows],
             logits[rows],
             None if output.hidden is None else output.hidden[rows],

@@ -79,7 +79,7 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iter
     rates = ", ".join(f"{level} {request.acceptance(level):.2f}" for level in request.levels)
     chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {LONGEST_DRAFT}"
     drafted = f"gamma2 {best.gamma} ({chosen}), so that a round of 1 + α + … + α^γ yields"
-    if request.shape.kind == "grown":
+    if request.shape.given_nodes:
         drafted = (
             f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
             f"{SECOND_CHOICE:.0%} of rejections, so that a round yields"

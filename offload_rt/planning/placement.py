@@ -116,16 +116,16 @@ class PlanRequest:
         """Of the drafts for the full cache; a chain's depth is 0 where the planner chooses it."""
         levels, depth = self.config.speculation.levels, self.config.speculation.gamma2
         shape = levels[-1].shape if levels else CHAIN
-        if shape.kind == "grown":
+        if shape.given_nodes:
             depth = depth or max(1, shape.nodes // NODES_A_STEP)
         return shape.deep(depth)
 
     @property
     def draft_sizes(self) -> range:
-        """How many tokens a pass may verify, to choose from; the nodes of a grown tree are given."""
+        """How many tokens a pass may verify, to choose from; those of a tree may be given."""
         if not self.levels:
             return range(1)
-        if self.shape.kind == "grown":
+        if self.shape.given_nodes:
             return range(self.shape.nodes, self.shape.nodes + 1)
         given = self.config.speculation.gamma2
         return range(given or 1, (given or LONGEST_DRAFT) + 1)
@@ -133,7 +133,9 @@ class PlanRequest:
     @property
     def longest_draft(self) -> int:
         """Tokens of the longest draft that a pass may verify."""
-        return self.draft_sizes[-1]
+        levels = self.config.speculation.levels
+        merged = levels and levels[-1].merge  # as deep a chain again
+        return self.draft_sizes[-1] + ((self.shape.depth or LONGEST_DRAFT) if merged else 0)
 
     @property
     def given_resident(self) -> int | None:

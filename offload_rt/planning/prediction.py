@@ -67,7 +67,7 @@ class Predictor:
     def outcomes(self) -> range:
         """How many verdicts may be drafted for ahead of time; 0 alone where none are."""
         # What may follow a tree is not guessed.
-        speculates = self.request.levels and not self.request.in_place and self.request.shape.kind != "grown"
+        speculates = self.request.levels and not self.request.in_place and not self.request.shape.given_nodes
         ahead = self.config.offload.ahead if speculates else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
@@ -95,8 +95,10 @@ class Predictor:
 
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache, through all levels below it."""
-        shape = self.request.shape
-        if shape.kind == "grown":  # several nodes a step, drafted by the one level that there is
+        shape, levels = self.request.shape, self.request.levels
+        if levels and levels[-1] in SOURCES:
+            return Work()
+        if shape.given_nodes:  # several nodes a step, drafted by the one level that there is
             return self._level_step(0, shape.per_pass) * shape.depth
         return self._drafting(len(self.request.levels) - 1, gamma)
 
@@ -223,7 +225,7 @@ class Predictor:
         request, gamma = self.request, verification.gamma
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
         tokens = expected_tokens(acceptance, gamma)
-        if request.shape.kind == "grown":
+        if request.shape.given_nodes:
             tokens = request.shape.expected_tokens((acceptance, *LATER_CHOICES))
         chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
         ms, drafting = self.round_ms(verification, draft, chances)
