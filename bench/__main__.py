@@ -1,6 +1,6 @@
 """`python -m bench COMMAND`: tables to stdout, progress to stderr, results as JSON.
 
-The last line on stdout is the result as one JSON object. Exit codes: 0 done; 1 a check of `gpu` failed;
+The last line on stdout is the result as JSON. Exit codes: 0 done; 1 a check of `gpu` failed;
 2 the request cannot be fulfilled (one line on stderr); 130 interrupted.
 """
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser.parse_args(argv)
         return arguments.run(arguments) or 0
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         print(f"bench: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

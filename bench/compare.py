@@ -1,7 +1,8 @@
 """`python -m bench compare OLD NEW`: two results of one side-by-side case, told apart from noise.
 
-A ratio is new over old, of the medians of ms a token. It counts as a change where the runs of the two do not
-overlap: the slowest of the faster one is faster than the fastest of the slower one.
+The same prompts, settings and models are compared. A ratio is new over old, of the medians of ms a token.
+It counts as a change where the runs of the two do not overlap: the slowest of the faster one is faster than
+the fastest of the slower one.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the table, and as the last line its rows."""
     old, new = (_times(path) for path in (arguments.old, arguments.new))
     rows: list[dict[str, Any]] = [
-        {"context": context, "system": system} | compared(old[context, system], new[context, system])
-        for context, system in old
-        if (context, system) in new
+        {"context": key[-2], "system": key[-1]} | compared(old[key], new[key]) for key in old if key in new
     ]
     if not rows:
-        raise UsageError(f"{arguments.old} and {arguments.new} have no system at no context in common")
+        said = "have no system in common at the same prompt, with the same settings"
+        raise UsageError(f"{arguments.old} and {arguments.new} {said}")
     header = ["system", "context", "old ms", "new ms", "new / old", ""]
     cells = [
         [
@@ -50,10 +50,13 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(rows))
 
 
-def _times(path: Path) -> dict[tuple[int, str], Mapping[str, Any]]:
-    """ms a token by context and system; the last of several."""
+SETTINGS = ("benchmark", "model", "draft", "dtype", "temperature", "link_gb_s", "new_tokens", "prompt")
+
+
+def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    """ms a token by settings, context and system; the last of several."""
     return {
-        (record["context"], row["system"]): row["ms_per_token"]
+        (*map(record.get, SETTINGS), record["context"], row["system"]): row["ms_per_token"]
         for record in report.read_lines("result", path)
         for row in record["rows"]
         if "error" not in row

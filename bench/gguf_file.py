@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
+
+WRITER = 2  # what it writes has changed so often
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -29,7 +32,7 @@ FILE_TYPES = {
 def gguf_file(model: Path, dtype: str, folder: Path) -> Path:
     """The GGUF file of a checkpoint in `folder`, written where it is missing or older than the checkpoint.
 
-    It holds no vocabulary: what reads it is given token ids, and no token ends a text.
+    What reads it is given token ids, and no token ends a text.
 
     Args:
         dtype: of its matrices: `float32`, `float16`, `bfloat16`; vectors are float32, as llama.cpp has them.
@@ -40,10 +43,10 @@ def gguf_file(model: Path, dtype: str, folder: Path) -> Path:
     if dtype not in TYPES:
         raise ValueError(f"no GGUF file of {dtype}: choose one of {', '.join(TYPES)}")
     changed = max(file.stat().st_mtime_ns for file in model.iterdir())
-    key = hashlib.sha256(f"{model.resolve()} {changed}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{WRITER} {model.resolve()} {changed}".encode()).hexdigest()[:16]
     path = folder / f"{model.name}-{dtype}-{key}.gguf"
     if not path.exists():
-        unfinished = path.with_suffix(".unfinished")
+        unfinished = path.with_suffix(f".{os.getpid()}")
         _write(model, TYPES[dtype], unfinished)
         unfinished.replace(path)
     return path
@@ -62,7 +65,8 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads: int = config.get("num_key_value_heads") or heads
+    writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -72,7 +76,8 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for file in sorted(model.glob("*.safetensors")):
         for name, stored in gguf.SafetensorsLocal(file).tensors.items():
-            if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            tied = name == "lm_head.weight" and config.get("tie_word_embeddings", False)
+            if tied or name.endswith("rotary_emb.inv_freq"):
                 continue
             raw = stored.mmap_bytes()
             source = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[stored.dtype]
@@ -80,7 +85,7 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
             if ".q_proj." in name:
                 tensor = _interleaved(tensor, heads)
             elif ".k_proj." in name:
-                tensor = _interleaved(tensor, config["num_key_value_heads"])
+                tensor = _interleaved(tensor, kv_heads)
             out = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
             writer.add_tensor(
                 names.get_name(name, (".weight", ".bias")), gguf.quantize(tensor, out), raw_dtype=out

@@ -48,6 +48,7 @@ SHAPES = (
     "grown:128@32",
     "sequoia:32@16",
     "sequoia:64@16",
+    "sequoia:128@24",
     "chain@24+suffix",
     "grown:128@32+suffix",
 )

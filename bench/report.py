@@ -43,6 +43,10 @@ def tokens_name(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
+REFERENCE = "transformers:static"
+"""Whose time a token is the measure: the fastest that transformers has for long texts."""
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A cell; a dash where there is nothing."""
     return "–" if value is None else f"{value:.{digits}f}"
@@ -56,22 +60,28 @@ def check_plots() -> None:
         raise UsageError("plots need matplotlib: pip install 'offload-rt[bench]', or use --no-plot") from None
 
 
+SCHEMA = 2
+
+
 def read_lines(option: str, path: Path) -> list[dict[str, Any]]:
-    """Records of side-by-side runs, one a line.
+    """Records of side-by-side runs, one a line. A last line that was not written to its end is left out.
 
     Raises:
         UsageError: there is no such file, or a line is none.
     """
     records = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {path}: cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[:-1], 1):
         try:
             one = json.loads(line)
-            whole = {"benchmark", "context", "prompt", "rows"} <= one.keys()
-        except (ValueError, AttributeError):
+            whole = (
+                one["schema"] == SCHEMA and isinstance(one["context"], int) and isinstance(one["prompt"], str)
+            )
+            whole = whole and all("error" in row or "ms_per_token" in row for row in one["rows"])
+        except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
             said = f"line {number} is no result of a side-by-side run; use another file"
@@ -98,9 +108,9 @@ def page(records: Sequence[dict[str, Any]]) -> str:
 def _context(record: dict[str, Any]) -> str:
     """One context, the fastest system first."""
     rows = [row for row in record["rows"] if "error" not in row]
-    slow = next((row["ms_per_token"]["median"] for row in rows), None)
+    slow = next((row["ms_per_token"]["median"] for row in rows if row["system"] == REFERENCE), None)
     plain = next((row["ms_per_token"]["median"] for row in rows if row["system"] == "ours:plain"), None)
-    header = ["system", "× reference", "× our plain", "ms a token", "least", "most", "tokens a pass"]
+    header = ["system", "× StaticCache", "× our plain", "ms a token", "least", "most", "tokens a pass"]
     header += ["accepted", "of bound", "prefill s", "tokens", "peak GiB"]
     header += ["answered"] if record["needles"] else []
     cells = []
@@ -111,18 +121,24 @@ def _context(record: dict[str, Any]) -> str:
         cell += [number(over and over / taken) for over in (slow, plain)]
         cell += [number(spread[key]) for key in ("median", "min", "max")]
         cell += [number(yielded), ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or "–"]
-        cell += [f"{record['bound_ms'] / (yielded or 1) / taken:.0%}", number(row["prefill_ms"] / 1e3, 1)]
+        bound = f"{record['bound_ms'] / yielded / taken:.0%}" if yielded and taken else "–"
+        cell += [bound, number(row["prefill_ms"] / 1e3, 1)]
         cell += [_agreement(row), number(row["peak_bytes"] / 2**30, 1)]
         cells.append([*cell, f"{row['answered']:.0%}"] if record["needles"] else cell)
     absent = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
     title = f"## {tokens_name(record['context'])} tokens"
-    bound = f"A plain pass takes at least {record['bound_ms']:.1f} ms."
+    rate = f"{record['read_rate_gb_s']:.0f} GB/s of memory"
+    if record["link_gb_s"]:
+        rate = f"{record['link_gb_s']:g} GB/s of the link"
+    bound = f"What a plain pass reads takes {record['bound_ms']:.1f} ms at the {rate}."
     return "\n\n".join(filter(None, [title, bound, table(header, cells), absent]))
 
 
 def _agreement(row: dict[str, Any]) -> str:
     if "first_difference" not in row:
         return "drawn"
+    if not row["steady"]:
+        return "vary from run to run"
     if row["first_difference"] is None:
         return "equal"
     gap = f", gap {row['logit_gap']:.1e}" if "logit_gap" in row else ""

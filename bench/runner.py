@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -21,10 +22,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import psutil
-
 from bench import report
 from bench.systems import Setup
+from offload_rt.devices import available_memory
 from offload_rt.machine.hardware import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ ONE_PROCESS = ("ours", "transformers")  # for all systems of it
 WARM_UP_TOKENS = 8
 ROOM = 8  # tokens behind the longest continuation
 PATIENCE_S = 1800.0
-CLOSING_S = 10.0
+CLOSING_S = 5.0
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -54,7 +54,7 @@ class Job:
         answers: what a greedy continuation begins with if a needle is found; by context.
         turns: interleaved runs of every system, after one that is not timed.
         options: of single systems, by their names.
-        kv_token_bytes: of the target.
+        kv_token_bytes, weight_bytes: of the target.
     """
 
     setup: Setup
@@ -65,6 +65,7 @@ class Job:
     options: Mapping[str, dict[str, Any]]
     answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     kv_token_bytes: int = 0
+    weight_bytes: int = 0
     patience_s: float = PATIENCE_S
 
 
@@ -80,6 +81,8 @@ class Worker:
         if not Path(python).exists():
             raise SystemFailed("not installed: make bench-peers")
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(setup.threads)}
+        if adapter != "ours":  # which asks for it where there is a GPU, and may have done so here
+            environment.pop("OMP_WAIT_POLICY", None)
         self._patience_s = patience_s
         with (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
             self._process = subprocess.Popen(
@@ -108,16 +111,15 @@ class Worker:
             self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
             self._process.stdin.flush()
             line = self._answers.get(timeout=self._patience_s)
+            answer: dict[str, Any] = json.loads(line)
         except queue.Empty:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
             raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s") from None
-        except (BrokenPipeError, ValueError):
-            line = ""
-        if not line:
-            code = self._process.wait()
-            raise SystemFailed(f"its process ended (code {code}) in {command}")
-        answer: dict[str, Any] = json.loads(line)
+        except (BrokenPipeError, ValueError):  # also of a line that a process could not finish
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSING_S)
+            self._kill()
+            raise SystemFailed(f"its process ended (code {self._process.returncode}) in {command}") from None
         if "error" in answer:
             raise SystemFailed(answer["error"])
         return answer
@@ -130,8 +132,15 @@ class Worker:
         try:
             self._process.wait(CLOSING_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            pass
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        """The process, if it still runs, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def run(job: Job, say: Say) -> Iterator[tuple[int, list[Row]]]:
@@ -152,21 +161,20 @@ class _Opened:
         self._opened: dict[str, dict[str, Any]] = {}
         self._failed: dict[str, str] = {}
         capacity = context + job.new_tokens + ROOM
-        kv_bytes = capacity * job.kv_token_bytes
-        free = psutil.virtual_memory().available
+        least = job.weight_bytes + capacity * job.kv_token_bytes
+        free = available_memory()
         for name in job.systems:
             say(f"open {name}")
             adapter, _, system = name.partition(":")
             process = adapter if adapter in ONE_PROCESS else name
             try:
                 if process not in self._workers:
-                    if kv_bytes > free:
-                        raise SystemFailed(
-                            f"its KV takes {kv_bytes / GIB:.1f} GiB, and {free / GIB:.1f} are left"
-                        )
-                    free -= kv_bytes
+                    if least > free and job.setup.device == "cpu":
+                        said = f"its weights and KV take {least / GIB:.1f} GiB, and {free / GIB:.1f} are left"
+                        raise SystemFailed(said)
                     self._workers[process] = Worker(adapter, job.setup, job.patience_s)
                     closing.callback(self._workers[process].close)
+                    free -= least
                 self._workers[name] = self._workers[process]
                 setup = replace(job.setup, capacity=capacity, options=job.options.get(name, {}))
                 self._opened[name] = self._workers[name].ask("open", system, asdict(setup))
@@ -216,7 +224,7 @@ class _Opened:
         last, opened = runs[-1], self._opened[name]
         row |= {
             "label": opened["label"],
-            "notes": opened["notes"],
+            "notes": [*opened["notes"], *last["notes"]],
             "prefill_ms": prefill_ms,
             "ms_per_token": report.spread([one["ms"] / one["timed"] for one in runs]),
             "tokens_per_round": None
@@ -230,7 +238,8 @@ class _Opened:
         answer = self._job.answers.get(self._context)
         if answer:
             both = zip(last["tokens"], answer, strict=False)
-            row["answered"] = sum(token == other for token, other in both) / len(answer)
+            compared = min(len(last["tokens"]), len(answer))
+            row["answered"] = sum(token == other for token, other in both) / compared
         return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
 
     def _compare(self, rows: Sequence[Row]) -> None:

@@ -1,12 +1,13 @@
 """`python -m bench peers | speedup | link`: the declared cases, ours beside other systems.
 
-All systems have the same weights, token ids and machine, and their own best settings. They go on from the end
-of the same prompt, in turn, greedily unless a temperature is given, and none stops at an end token. A time a
-token is the median over turns. Prefill and decoding are timed apart; prompts are read in chunks of one size.
-The first system is the reference: ratios are over it, and tokens are compared with its own; a gap is by how
-much its logit of its own token is higher where they first differ. The bound of a plain pass is KV and weights
-at the rate at which memory is read, or KV at that of an emulated link; a system's share of it counts the
-tokens a pass yields.
+All systems have the same weights, token ids and machine, and their own best settings. They go on from the
+end of the same prompt, in turn, greedily unless a temperature is given, and none stops at an end token. A
+time a token is the median over turns. Prefill and decoding are timed apart; prompts are read in chunks of
+one size. Ratios are over transformers with its static cache, the fastest that it has for long texts. Tokens
+are compared with the first system's; a gap is by how much its logit of its own token is higher where they
+first differ. What a plain pass reads is KV and weights, in memory, or KV over an emulated link; a system's
+share of that time counts the tokens that its passes yield. Systems of one program share a process, and with
+it the prefill and the peak of memory.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from bench.inputs import say
 from bench.runner import Job
 from bench.runner import run as run_job
 from bench.systems import Setup
-from offload_rt.config import load_config, parse_override
+from offload_rt.config import config_names, load_config, parse_override
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable
-from offload_rt.loading import choose_device, demo_model, load_tokenizer
+from offload_rt.files import check_writable, write_whole
+from offload_rt.loading import check_same_tokens, choose_device, demo_model, load_tokenizer, model_config
 from offload_rt.planning.shapes import find_shape
 from offload_rt.text import encode
 
@@ -41,7 +42,7 @@ OURS = "ours:"
 CHUNK = 2048
 QUICK_TOKENS = 32
 NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
-SCHEMA = 2
+PAGE, PICTURE = ".md", ".png"
 
 
 def add_parser(commands: Any) -> None:
@@ -97,15 +98,19 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     overrides = dict(arguments.overrides)
     options = {name: overrides for name in case.systems if name.startswith(OURS)}
     for name in options:
-        load_config(name.removeprefix(OURS), overrides)  # refuses what is wrong before anything is read
-    if arguments.out is not None:
-        check_writable("--out", arguments.out)
-    model = arguments.model or demo_model("target")
-    draft = arguments.draft or (None if arguments.model else demo_model("draft"))
-    device = choose_device(arguments.device)
+        _check_config(name, overrides)
+    model, draft = _models(arguments)
+    device = _device(arguments)
     shape = find_shape(model, getattr(torch, arguments.dtype))
     prompts, answers, texts = _prompts(arguments, model, case.contexts)
     described = machine.describe(device)
+    out = arguments.out or inputs.RESULTS / f"{case.name}-{machine.slug(described)}.jsonl"
+    if arguments.out is None:
+        inputs.RESULTS.mkdir(parents=True, exist_ok=True)
+    if out.suffix in (PAGE, PICTURE):
+        raise UsageError(f"--out {out}: is where the page or the plot goes; name it .jsonl")
+    for suffix in (out.suffix, PAGE, PICTURE):
+        check_writable("--out", out.with_suffix(suffix))
     setup = Setup(
         str(model),
         None if draft is None else str(draft),
@@ -120,9 +125,11 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     )
     envelope = {
         "benchmark": case.name,
-        "schema": SCHEMA,
+        "schema": report.SCHEMA,
         "machine": {key: value for key, value in described.items() if key != "load_average"},
         "model": "demo" if arguments.model is None else model.name,
+        "draft": None if draft is None else "demo" if draft == demo_model("draft") else draft.name,
+        "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder],
         "dtype": arguments.dtype,
         "texts": texts,
         "needles": arguments.needles,
@@ -133,31 +140,43 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         "systems": case.systems,
         "overrides": {key: str(value) for key, value in overrides.items()},
     }
-    out = arguments.out or inputs.RESULTS / f"{case.name}-{machine.slug(described)}.jsonl"
     held = _held(out, envelope, prompts)
+    for context, one in held.items():
+        say(f"{context} tokens: as measured at {one['date']}, in {out}")
     left = {context: prompt for context, prompt in prompts.items() if context not in held}
-    job = Job(setup, case.systems, left, case.new_tokens, case.turns, options, answers, shape.token_bytes)
+    job = Job(
+        setup,
+        case.systems,
+        left,
+        case.new_tokens,
+        case.turns,
+        options,
+        answers,
+        shape.token_bytes,
+        shape.weight_bytes,
+    )
+    rate = machine.read_rate(device) if left else 0.0  # while nothing else is in memory
     for context, rows in run_job(job, say):
-        rate = machine.read_rate(device)
         kv_bytes = context * shape.token_bytes
-        in_memory = 1e3 * (kv_bytes + shape.weight_bytes) / (1e9 * rate)
+        in_memory = 1e3 * (kv_bytes + shape.step_bytes) / (1e9 * rate)
         held[context] = envelope | {
             "context": context,
             "prompt": _digest(prompts[context]),
+            "load_average": described["load_average"],
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "read_rate_gb_s": rate,
             "bound_ms": 1e3 * kv_bytes / (1e9 * arguments.link) if arguments.link else in_memory,
             "rows": rows,
         }
-        with out.open("a") as lines:
-            lines.write(json.dumps(held[context]) + "\n")
+        _append(out, held[context])
     records = [held[context] for context in case.contexts]
     page = report.page(records)
     measured = " ".join((__doc__ or "").partition("\n\n")[2].split())
     title = f"# {case.about[0].upper()}{case.about[1:]}"
-    out.with_suffix(".md").write_text(f"{title}\n\n`python -m bench {case.name}`. {measured}\n\n{page}\n")
+    text = f"{title}\n\n`python -m bench {case.name}`. {measured}\n\n{page}\n"
+    write_whole(out.with_suffix(PAGE), text)
     if arguments.plot:
-        report.plot(records, out.with_suffix(".png"))
+        report.plot(records, out.with_suffix(PICTURE))
     print(page)
     print(json.dumps(records))
 
@@ -166,12 +185,47 @@ def _given(case: Case, arguments: argparse.Namespace) -> Case:
     """The case with what the command line says."""
     contexts = arguments.contexts or (case.quick_contexts if arguments.quick else case.contexts)
     new_tokens = arguments.new_tokens or (QUICK_TOKENS if arguments.quick else case.new_tokens)
-    systems, known = tuple(arguments.systems.split(",")), adapters()
+    systems, known = tuple(dict.fromkeys(arguments.systems.split(","))), adapters()
     for name in systems:
         if name.partition(":")[0] not in known or ":" not in name:
             raise UsageError(f"--systems {name}: write adapter:system; adapters are {', '.join(known)}")
     turns = arguments.turns or case.turns
     return dataclasses.replace(case, systems=systems, contexts=contexts, new_tokens=new_tokens, turns=turns)
+
+
+def _check_config(name: str, overrides: Mapping[str, object]) -> None:
+    """Refuses what is wrong before anything is read."""
+    config = name.removeprefix(OURS)
+    if config not in config_names():
+        raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
+    load_config(config, overrides)
+
+
+def _models(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Folders of target and draft, which have to be there and to have the same tokens."""
+    if arguments.model is None and arguments.draft is None:
+        return demo_model("target"), demo_model("draft")
+    model = demo_model("target") if arguments.model is None else arguments.model.resolve()
+    if arguments.draft is None:
+        return model, None
+    draft = arguments.draft.resolve()
+    model_config(draft)
+    check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
+    return model, draft
+
+
+def _device(arguments: argparse.Namespace) -> torch.device:
+    if not arguments.link:
+        return choose_device(arguments.device)
+    if arguments.device not in ("auto", "cpu"):
+        raise UsageError(f"--device {arguments.device}: an emulated link is a processor's; leave out --link")
+    return torch.device("cpu")
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of a checkpoint, by its config and the sizes of its files."""
+    sizes = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    return _digest([(folder / "config.json").read_text(), sizes])
 
 
 def adapters() -> list[str]:
@@ -207,8 +261,14 @@ def _prompts(
     return prompts, answers, names
 
 
-def _digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:16]
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()[:16]
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    """A line more; what an earlier run did not write to its end is dropped."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    write_whole(path, f"{text[: text.rfind(chr(10)) + 1]}{json.dumps(record)}\n")
 
 
 def _held(
@@ -218,7 +278,7 @@ def _held(
     held = {}
     for one in report.read_lines("--out", path) if path.exists() else ():
         same = all(one.get(key) == json.loads(json.dumps(value)) for key, value in envelope.items())
-        context = int(one["context"])
+        context = one["context"]
         if same and context in prompts and one["prompt"] == _digest(prompts[context]):
             held[context] = one
     return held

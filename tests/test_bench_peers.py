@@ -16,7 +16,7 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
-from bench import inputs, runner, side_by_side
+from bench import inputs, report, runner, side_by_side
 from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup
 
@@ -48,7 +48,8 @@ class Fake:
         tokens = [len(self.prompt) + at for at in range(new_tokens)]
         if self.kind == "differs":
             tokens[3] = 0
-        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, {"full": 1.0 * new_tokens})
+        parts = {"full": 1.0 * new_tokens}
+        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, parts, ("seen",))
     def logits_after(self, tokens):
         return [float(len(tokens))] + 99 * [7.5]
     def close(self):
@@ -109,7 +110,7 @@ def test_rows_of_what_works_and_of_what_does_not(
         assert [row["system"] for row in rows] == systems
         assert good["tokens"] == [context + at for at in range(6)] and good["first_difference"] is None
         assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
-        assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake"], True)
+        assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake", "seen"], True)
         assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (
             3,
             {"draft": 0.5},
@@ -132,8 +133,10 @@ def test_rows_of_what_works_and_of_what_does_not(
 
 def test_what_cannot_fit_is_not_opened(fakes: Path) -> None:
     (good, other), _ = measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50)
-    assert good["error"].startswith("its KV takes 25165824.0 GiB, and ")  # of 10 tokens, 6 new ones and 8
-    assert other["error"].startswith("its KV takes 25165824.0 GiB")
+    assert good["error"].startswith(
+        "its weights and KV take 25165824.0 GiB, and "
+    )  # of 10 tokens, 6 new ones and 8
+    assert other["error"].startswith("its weights and KV take 25165824.0 GiB")
 
 
 def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
@@ -209,6 +212,7 @@ def test_systems_draw(system: str, models: Path, tmp_path: Path) -> None:
     [
         ("transformers:static", {"link_gb_s": 1.0}, "has no link_gb_s: leave it 0"),
         ("transformers:assisted", {}, "assisted generation needs a draft"),
+        ("ours:triforce", {}, "triforce needs a draft"),
         ("transformers:offloaded", {}, "an offloaded cache needs a GPU"),
         ("layer_prefetch:rebuilt", {}, "over a link only"),
     ],
@@ -244,6 +248,7 @@ def rows_of(job: Job) -> list[tuple[int, list[Row]]]:
         "tokens_per_round": None,
         "accepted": {},
         "parts_ms": {},
+        "answered": 0.5,
         "tokens": [1, 2],
         "steady": True,
         "peak_bytes": 2**30,
@@ -281,8 +286,10 @@ def test_results_are_appended_and_not_measured_again(
     monkeypatch.setattr(side_by_side, "run_job", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     out = tmp_path / "peers.jsonl"
-    common = ["peers", "--systems", "transformers:dynamic,ours:plain,ours:lookup", "--out", str(out)]
+    common = ["peers", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
     assert command_line.main([*common, "--contexts", "64"]) == 0
+    with out.open("a") as lines:  # an interrupt in the middle of a line
+        lines.write('{"benchmark": "peers", "sch')
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
     assert asked == [(64,), (32,), ()]
@@ -304,6 +311,10 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems ours", "--systems ours: write adapter:system"),
         ("--systems ours:plain --contexts 100000000", "the text has"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
+        ("--systems ours:plain --out {page}", "is where the page or the plot goes; name it .jsonl"),
+        ("--systems ours:my.toml", "no such config; there are easyspec, lookup"),
+        ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
+        ("--draft no/such/folder", "no/such/folder"),
         ("--temperature -1", "'-1' is not a number of at least 0"),
         ("--needles --contexts 300 --systems ours:plain", "passages do not fit"),
         ("--turns 0", "'0' is not a whole number of at least 1"),
@@ -319,7 +330,7 @@ def test_bad_input(
     monkeypatch.setattr(inputs, "RESULTS", tmp_path)
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"benchmark": "other"}\n{"benchmark": "pee')
-    given = arguments.format(torn=torn).split()
+    given = arguments.format(torn=torn, page=tmp_path / "page.md").split()
     assert command_line.main(["peers", "--quick", *given]) == 2
     out, err = capsys.readouterr()
     assert message in err and out == ""
@@ -336,8 +347,10 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(side_by_side, "run_job", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     given = "peers --needles --no-plot --contexts 1000 --systems transformers:dynamic,ours:plain,ours:lookup"
-    with pytest.raises(KeyError, match="answered"):  # these rows do not tell
-        command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")])
+    assert command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")]) == 0
+    assert (
+        "| answered |" in (tmp_path / "out.md").read_text() and " 50% |" in (tmp_path / "out.md").read_text()
+    )
     (job,) = jobs
     prompt, answer = list(job.prompts[1000]), list(job.answers[1000])
     assert len(prompt) == 1000 and len(answer) == 24
@@ -352,7 +365,12 @@ def test_results_are_compared_with_noise_in_mind(tmp_path: Path, capsys: pytest.
             {"system": system, "ms_per_token": dict(zip(("min", "median", "max"), spread, strict=True))}
             for system, spread in systems.items()
         ]
-        record = {"benchmark": "peers", "context": 4096, "prompt": "", "rows": [*rows, {"error": "absent"}]}
+        record = {
+            "schema": report.SCHEMA,
+            "context": 4096,
+            "prompt": "",
+            "rows": [*rows, {"error": "absent"}],
+        }
         (tmp_path / name).write_text(json.dumps(record) + "\n")
         return str(tmp_path / name)
 
@@ -366,7 +384,7 @@ def test_results_are_compared_with_noise_in_mind(tmp_path: Path, capsys: pytest.
         ("c", "within noise", 1.5),
     ]
     for arguments, message in (
-        ([old, results("other", d=(1, 2, 3))], "no system at no context in common"),
+        ([old, results("other", d=(1, 2, 3))], "have no system in common at the same prompt"),
         ([old, str(tmp_path / "none")], "cannot be read"),
         ([old, __file__], "line 1 is no result of a side-by-side run"),
     ):

@@ -2,7 +2,7 @@
 
 An adapter is a module here that names `SYSTEMS`: each system's name and how to open it. It imports what it
 needs itself and nothing of another adapter; a peer with an environment of its own nothing of offload-rt,
-which is not installed there. To add a peer is to add a file.
+which is not installed there. To add a peer of that kind is to add a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Setup:
 
     Attributes:
         model, draft: folders of checkpoints as transformers saves them.
-        dtype: of weights and, unless a system says otherwise, of KV: `float32`, `bfloat16`.
+        dtype: of weights and, unless a system says otherwise, of KV: `float32`, `bfloat16`, `float16`.
         device: `cpu` or `cuda:N`.
         threads: that compute, on a CPU.
         capacity: tokens of the longest prompt and its continuation together.
@@ -61,6 +61,7 @@ class Run:
         rounds: passes of the target, where a system tells.
         accepted: share of the drafted tokens that stood, by what drafted them.
         parts_ms: what the time went to.
+        notes: what a reader must know of this run.
     """
 
     tokens: list[int]
@@ -69,6 +70,7 @@ class Run:
     rounds: int | None = None
     accepted: dict[str, float] = field(default_factory=dict)
     parts_ms: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class System(Protocol):

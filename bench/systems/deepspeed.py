@@ -54,7 +54,9 @@ class ZeroInference:
         self._cache: Any = None
         self._prompt = torch.empty(1, 0, dtype=torch.long)
         weights = f"weights {'offloaded' if offloaded else 'resident'}"
-        self.label = f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, {self._kind} cache"
+        self.label = (
+            f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, {self._kind} cache, generate"
+        )
         self.notes: tuple[str, ...] = ()
         if offloaded and self._device.type == "cpu":
             self.notes = ("on a CPU its weights move within the same memory",)

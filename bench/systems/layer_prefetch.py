@@ -67,7 +67,7 @@ class PrefetchedLayer(HostLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if key_states.shape[2] > 1:  # of the prompt, whose KV is on the device anyway
+        if key_states.shape[2] > 1 or not self.is_initialized:  # of the prompt, whose KV is on the device
             return super().update(key_states, value_states)
         buffers, start = self._cache.arrived(self._index), self.get_seq_length()
         super().update(key_states, value_states)
@@ -78,9 +78,9 @@ class PrefetchedLayer(HostLayer):
 
 
 class Rebuilt:
-    """Greedy decoding, one token a pass, each over all KV."""
+    """One token a pass, each over all KV."""
 
-    notes: tuple[str, ...] = ("rebuilt; the link is emulated",)
+    notes: tuple[str, ...] = ("rebuilt; the link is emulated, and free for the prompt",)
 
     def __init__(self, setup: Setup) -> None:
         if not setup.link_gb_s:
@@ -88,6 +88,8 @@ class Rebuilt:
         self._model, self._setup = load(setup.model, setup), setup
         self._link = PacedLink(1e9 * setup.link_gb_s)
         layers: int = self._model.config.num_hidden_layers
+        if layers < 2:
+            raise ValueError("has nothing to prefetch in a model of one layer")
         self._cache = PrefetchedCache(layers, setup.capacity, self._link)
         self.label = f"layer prefetch, rebuilt on transformers {transformers.__version__}"
 
@@ -98,7 +100,11 @@ class Rebuilt:
 
     def run(self, new_tokens: int) -> Run:
         self._cache.rewind(self._ids.shape[1] - 1)
-        return decode(self._model, self._ids[:, -1:], self._cache, new_tokens, self._setup.temperature)
+        run = decode(self._model, self._ids[:, -1:], self._cache, new_tokens, self._setup.temperature)
+        self._cache.rewind(
+            self._ids.shape[1] - 1
+        )  # waits for what is under way: the next system's turn comes
+        return run
 
     def close(self) -> None:
         self._link.close()

@@ -1,4 +1,4 @@
-"""llama.cpp, by llama-cpp-python: greedy decoding with KV of either precision, and its prompt look-up."""
+"""llama.cpp, by llama-cpp-python: with KV of either precision, flash attention, and its prompt look-up."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from bench.systems import Opener, Run, Setup
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import config_names
+from offload_rt.config import config_names, load_config, uses_small_model
 from offload_rt.loading import choose_dtype, load_model
 
 
@@ -26,7 +26,7 @@ class Text:
         target = load_model(setup.model, device, dtype)
         draft = load_model(setup.draft, device, target.dtype) if setup.draft else None
         link = PacedLink(1e9 * setup.link_gb_s) if setup.link_gb_s else None
-        overrides = {"prefill.chunk": setup.chunk}
+        overrides = {"prefill.chunk": setup.chunk, **setup.options}
         config = "triforce" if setup.draft else "retrieval"
         self.llm = LLM.from_models(target, draft, config=config, overrides=overrides, link=link)
         self._prompt: list[int] = []
@@ -50,10 +50,15 @@ class Ours:
 
     def __init__(self, config: str, setup: Setup) -> None:
         self.label = f"offload-rt {importlib.metadata.version('offload-rt')}, {config}"
+        if setup.draft is None and uses_small_model([load_config(config, setup.options)]):
+            raise ValueError(f"{config} needs a draft: --draft FOLDER")
         self._config, self._setup, self._text = config, setup, shared_text(setup)
 
     def prepare(self, prompt: Sequence[int]) -> float:
-        return self._text.read(prompt)
+        """What a configuration makes of the prompt for itself (its caches, an index) is part of it."""
+        read_ms = self._text.read(prompt)
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        return read_ms + self._text.llm.rerun(params, self._config, self._setup.options).timings.prompt_ms
 
     def run(self, new_tokens: int) -> Run:
         params = SamplingParams(self._setup.temperature, max_tokens=new_tokens, ignore_eos=True)
@@ -66,6 +71,7 @@ class Ours:
             done.rounds,
             {name: level.accepted / level.proposed for name, level in proposed.items()},
             {level.name: level.ms for level in done.levels},
+            tuple(done.notices),
         )
 
     def close(self) -> None:

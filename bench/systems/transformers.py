@@ -57,8 +57,9 @@ class Generate:
         if lookup:
             self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         if assisted:
-            if setup.draft is None:
-                raise ValueError("assisted generation needs a draft")
+            if setup.draft in (None, setup.model):
+                raise ValueError("assisted generation needs a draft of its own: --draft FOLDER")
+            assert setup.draft is not None
             self._draft = draft = shared_text(setup.draft, setup)
             give_cache(draft.model, lambda: draft.cache)
             self._options["assistant_model"] = draft.model
@@ -120,10 +121,10 @@ class Passes:
 
 
 SYSTEMS: dict[str, Opener] = {
-    "dynamic": partial(Generate, "DynamicCache"),
-    "lookup": partial(Generate, "prompt look-up", lookup=True),
-    "assisted": partial(Generate, "assisted by the draft", assisted=True),
-    "static": partial(Passes, "StaticCache"),
-    "static-compiled": partial(Passes, "StaticCache, torch.compile", compiled=True),
-    "offloaded": partial(Passes, "DynamicCache offloaded", offloaded=True),
+    "dynamic": partial(Generate, "generate with DynamicCache"),
+    "lookup": partial(Generate, "generate with prompt look-up", lookup=True),
+    "assisted": partial(Generate, "generate, assisted by the draft", assisted=True),
+    "static": partial(Passes, "StaticCache in a loop of passes"),
+    "static-compiled": partial(Passes, "StaticCache in a loop of compiled passes", compiled=True),
+    "offloaded": partial(Passes, "DynamicCache offloaded, in a loop of passes", offloaded=True),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Rebuilt:
         layers = self._model.config.num_hidden_layers
         self._cache: Any = Cache([HostLayer(setup.capacity) for _ in range(layers)])
         self.label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
+        if setup.link_gb_s:
+            self.notes += ("queries and results cross for nothing",)
 
     def prepare(self, prompt: Sequence[int]) -> float:
         rewind(self._cache, 0)
@@ -60,7 +63,9 @@ class Rebuilt:
 
     def run(self, new_tokens: int) -> Run:
         rewind(self._cache, self._prompt.shape[1] - 1)
-        return decode(self._model, self._prompt[:, -1:], self._cache, new_tokens, self._setup.temperature)
+        last = self._prompt[:, -1:]
+        run = decode(self._model, last, self._cache, new_tokens, self._setup.temperature)
+        return replace(run, rounds=None) if self._setup.link_gb_s else run  # its KV crosses no link
 
     def close(self) -> None:
         self._model = self._cache = None
