@@ -153,8 +153,9 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     contexts = [record["context"] for record in records]
-    figure, (rates, times, parts) = pyplot.subplots(1, 3, figsize=(19, 6), layout="constrained")
+    figure, (rates, times, parts) = pyplot.subplots(1, 3, figsize=(22, 6), layout="constrained")
     names = list(dict.fromkeys(row["system"] for record in records for row in record["rows"]))
+    rates.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name in names:
         found = [
             (record["context"], 1e3 / row["ms_per_token"]["median"])
@@ -168,7 +169,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     rates.set_xticks(contexts, [tokens_name(n) for n in contexts])
     rates.minorticks_off()
     rates.grid(alpha=0.3)
-    rates.legend(fontsize="small")
+    rates.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     last = [row for row in records[-1]["rows"] if "error" not in row]
     last.sort(key=lambda row: -row["ms_per_token"]["median"])
     medians = [row["ms_per_token"]["median"] for row in last]
@@ -177,7 +178,8 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     times.bar_label(bars, [f"{value:.1f}" for value in medians], padding=3)
     times.axvline(records[-1]["bound_ms"], linestyle=":", color="black", label="bound of a plain pass")
     times.set(xscale="log", xlabel=f"ms a token at {tokens_name(contexts[-1])} tokens")
-    times.legend(fontsize="small")
+    times.margins(x=0.15)
+    times.legend(fontsize="small", loc="lower right")
     ours = [row for row in last if row["parts_ms"]]
     done = [0.0] * len(ours)
     for part in dict.fromkeys(part for row in ours for part in row["parts_ms"]):
