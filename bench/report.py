@@ -155,7 +155,7 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     contexts = [record["context"] for record in records]
     figure, (rates, times, parts) = pyplot.subplots(1, 3, figsize=(22, 6), layout="constrained")
     names = list(dict.fromkeys(row["system"] for record in records for row in record["rows"]))
-    rates.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+    rates.set_prop_cycle(color=[pyplot.get_cmap("tab20")(number) for number in range(20)])
     for name in names:
         found = [
             (record["context"], 1e3 / row["ms_per_token"]["median"])

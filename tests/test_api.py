@@ -21,7 +21,7 @@ from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_ta
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
-from offload_rt.drafting import lookup
+from offload_rt.drafting import sources
 from offload_rt.errors import UsageError
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.times import RoundTime
@@ -527,7 +527,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
             return now
 
         with monkeypatch.context() as patch:
-            for module in (rounds, passes, lookup, writer):
+            for module in (rounds, passes, sources, writer):
                 patch.setattr(module, "perf_counter", wild)
             assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
 

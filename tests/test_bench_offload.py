@@ -448,7 +448,7 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     [
         (["prediction-accuracy", "missing.json"], "run `python -m bench offload` first"),
         (["prediction-accuracy", "pyproject.toml"], "is no JSON"),
-        (["prediction-accuracy", "bench/results/speedup.json"], "is no result of `bench offload`"),
+        (["prediction-accuracy", "bench/results/model-card.json"], "is no result of `bench offload`"),
         (["offload", "--config", "plain"], "name a config that drafts"),
         (["offload", "--acceptances", "2"], "write rates from 0 to 1"),
         (["offload", "--shapes", "huge"], "is none of tiny"),

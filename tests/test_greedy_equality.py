@@ -15,10 +15,12 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config import config_names
 
 NEW_TOKENS = 64
+SHIFT = 100  # of seeds
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
 NEWER = ("suffix", "easyspec")
+IN_ONE_BLOCK = ("granite", "cohere", "cohere2", "gemma3")  # no layers of theirs can be grouped
 # A Latin square: every architecture and every config meets every prompt length. Trees come after it, and what
 # is newer after them: the number of a case is the seed of its model.
 CASES = [
@@ -26,6 +28,7 @@ CASES = [
     for configs in (CONFIGS[:-1], CONFIGS[-1:], NEWER)
     for row, arch in enumerate(ARCHITECTURES)
     for column, config in enumerate(configs)
+    if config != "easyspec" or arch not in IN_ONE_BLOCK
 ]
 
 
@@ -91,7 +94,7 @@ def test_the_configs_are_all_there() -> None:
 @pytest.mark.parametrize(("arch", "config", "length"), CASES)
 def test_equals_generate(arch: str, config: str, length: int, record: Record) -> None:
     number = CASES.index((arch, config, length))
-    target = tiny_target(arch, seed=number)
+    target = tiny_target(arch, seed=number + SHIFT * (config in NEWER))
     draft = noisy_copy(target)
     prompt = byte_ids(length, start=1000 * number)
     expected = transformers_greedy(target, prompt, NEW_TOKENS)
