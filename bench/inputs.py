@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
         help="default: float32",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
+    add_overrides(parser, "sets a configuration key of every composition")
+
+
+def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
+    """Keys of configurations, as `overrides`."""
     parser.add_argument(
         "--set",
         type=parse_override,
@@ -71,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
         dest="overrides",
         default=[],
         metavar="section.key=value",
-        help="sets a configuration key of every composition",
+        help=help,
     )
 
 

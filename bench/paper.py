@@ -131,16 +131,22 @@ def _cell(value: object) -> str:
     return report.number(value) if isinstance(value, float) else str(value)
 
 
-def _settings(arguments: argparse.Namespace, **level: object) -> dict[str, object]:
+def _base(arguments: argparse.Namespace) -> dict[str, object]:
+    """Keys of every composition."""
     budget = max(256, arguments.context // BUDGET_SHARE)
     return {
-        "speculation.levels": [{"model": "target", "cache": "retrieved", **level}],
         "speculation.step_down": False,
         "retrieval.budget": budget,
         "retrieval.recent": budget // 4,
         "retrieval.refresh": "every",
         **dict(arguments.overrides),
     }
+
+
+def _settings(arguments: argparse.Namespace, **level: object) -> dict[str, object]:
+    """The same, with the target over its retrieved cache as the one level."""
+    levels = [{"model": "target", "cache": "retrieved", **level}]
+    return {"speculation.levels": levels, **_base(arguments)}
 
 
 def _runs(
@@ -175,8 +181,7 @@ def _row(results: Sequence[GenerationResult]) -> dict[str, Any]:
 def _reader(models: Models, tokens: list[int], arguments: argparse.Namespace, **options: Any) -> LLM:
     """An LLM that has read the beginning of the text, for every composition to go on from."""
     config = "retrieval" if models.draft is None else "triforce"
-    overrides = {key: value for key, value in _settings(arguments).items() if key != "speculation.levels"}
-    llm = LLM.from_models(models.target, models.draft, models.tokenizer, config, overrides, **options)
+    llm = LLM.from_models(models.target, models.draft, models.tokenizer, config, _base(arguments), **options)
     llm.generate(tokens[: arguments.context], SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
     return llm
 
@@ -197,8 +202,7 @@ def _sweep(
     models: Models, tokens: list[int], arguments: argparse.Namespace, variants: Sequence[Variant]
 ) -> list[dict[str, Any]]:
     """A row for each variant, over the link; those that need a small model only where there is one."""
-    base = {key: value for key, value in _settings(arguments).items() if key != "speculation.levels"}
-    base |= {"retrieval.refresh": "stride:32"}
+    base = _base(arguments) | {"retrieval.refresh": "stride:32"}
     rows = []
     with _reader(models, tokens, arguments, link=PacedLink(arguments.rate * 1e9)) as llm:
         for variant in variants:

@@ -30,7 +30,7 @@ from bench.inputs import say
 from bench.runner import Job
 from bench.runner import run as run_job
 from bench.systems import Setup
-from offload_rt.config import config_names, load_config, parse_override
+from offload_rt.config import config_names, load_config
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
@@ -38,7 +38,7 @@ from offload_rt.loading import check_same_tokens, choose_device, demo_model, loa
 from offload_rt.planning.shapes import find_shape
 from offload_rt.text import encode
 
-OURS = "ours:"
+OUR_PREFIX = "ours:"
 CHUNK = 2048
 QUICK_TOKENS = 32
 NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
@@ -57,15 +57,7 @@ def add_parser(commands: Any) -> None:
             "--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated"
         )
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
-        parser.add_argument(
-            "--set",
-            type=parse_override,
-            action="append",
-            dest="overrides",
-            default=[],
-            metavar="section.key=value",
-            help="sets a configuration key of ours",
-        )
+        inputs.add_overrides(parser, "sets a configuration key of ours")
         parser.add_argument("--systems", default=",".join(case.systems), metavar="A,B", help="adapter:system")
         parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
         parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
@@ -96,7 +88,7 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         report.check_plots()
     case = _given(declared, arguments)
     overrides = dict(arguments.overrides)
-    options = {name: overrides for name in case.systems if name.startswith(OURS)}
+    options = {name: overrides for name in case.systems if name.startswith(OUR_PREFIX)}
     for name in options:
         _check_config(name, overrides)
     model, draft = _models(arguments)
@@ -195,7 +187,7 @@ def _given(case: Case, arguments: argparse.Namespace) -> Case:
 
 def _check_config(name: str, overrides: Mapping[str, object]) -> None:
     """Refuses what is wrong before anything is read."""
-    config = name.removeprefix(OURS)
+    config = name.removeprefix(OUR_PREFIX)
     if config not in config_names():
         raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
     load_config(config, overrides)

@@ -58,6 +58,7 @@ class Datastore:
             said = f"is torn or none ({error}); build it again: {BUILD}"
             raise UsageError(f"datastore {path}: {said}") from None
         self._fingerprint: str = about["fingerprint"]
+        self._largest = int(about["largest"])  # id; not looked for in all tokens whenever a store is opened
 
     def check(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None) -> None:
         """Raises UsageError where its ids are not those of a model's tokenizer, or beyond its vocabulary."""
@@ -66,7 +67,7 @@ class Datastore:
         wrong = ""
         if fingerprint(tokenizer) != self._fingerprint:
             wrong = "was built with another tokenizer than the model's"
-        elif vocabulary is not None and int(self._tokens.max()) >= vocabulary:
+        elif vocabulary is not None and self._largest >= vocabulary:
             wrong = f"holds ids beyond the model's vocabulary of {vocabulary}"
         if wrong:
             raise UsageError(f"datastore {self.path}: {wrong}; build it again: {BUILD}")
@@ -131,11 +132,11 @@ def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, pa
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.touch()
-        readable = (
-            partial.stat().st_mode
-        )  # by whom files of this user usually are; safetensors has its own idea
-        save_file(stored, partial, {"kind": KIND, "fingerprint": fingerprint(tokenizer)})
-        partial.chmod(readable)
+        mode = partial.stat().st_mode  # as files of this user usually have it; safetensors has its own idea
+        largest = max((max(text, default=END) for text in texts), default=END)
+        about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "largest": str(largest)}
+        save_file(stored, partial, about)
+        partial.chmod(mode)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
