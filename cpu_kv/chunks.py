@@ -1,4 +1,4 @@
-"""The mean key of each chunk of a sequence: what retrieval scores instead of every key."""
+"""Means of chunks of a sequence: what retrieval scores instead of every key, and what stands for the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpu_kv.layout import KVLayout
 
 
 class ChunkSummaries:
-    """Mean keys of the full chunks of one sequence, per layer (TriForce, section 4.1).
+    """Means of the full chunks of one sequence, per layer: of its keys (TriForce, section 4.1), or its values.
 
     A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0. Means are summed in
     float32 and kept in the layout's dtype. Raises ValueError for a ``chunk_size`` below 1.
@@ -29,8 +29,8 @@ class ChunkSummaries:
         """Number of full chunks of ``layer``."""
         return self._counts[layer]
 
-    def keys(self, layer: int) -> Tensor:
-        """A view ``[kv_heads, count, head_dim]`` of the mean keys, valid until the next append."""
+    def means(self, layer: int) -> Tensor:
+        """A view ``[kv_heads, count, head_dim]`` of the means, valid until the next append."""
         return self._means[layer][:, : self._counts[layer]]
 
     def reserve(self, tokens: int) -> None:
@@ -44,7 +44,7 @@ class ChunkSummaries:
         return self._counts[layer] * self.chunk_size, full * self.chunk_size
 
     def extend(self, layer: int, runs: Sequence[Tensor]) -> None:
-        """Add the chunks that ``runs``, keys ``[kv_heads, n, head_dim]`` in token order, fill together."""
+        """Add the chunks that ``runs`` ``[kv_heads, n, head_dim]``, in token order, fill together."""
         # A chunk may lie across two runs, so several are joined first. That is rare and small.
         keys = runs[0] if len(runs) == 1 else torch.cat(list(runs), dim=1)
         count = self._counts[layer]
@@ -67,5 +67,5 @@ class ChunkSummaries:
     def _grow(self, layer: int, chunks: int) -> None:
         if chunks > self._means[layer].shape[1]:
             storage = self._storage(chunks)
-            storage[:, : self._counts[layer]] = self.keys(layer)
+            storage[:, : self._counts[layer]] = self.means(layer)
             self._means[layer] = storage

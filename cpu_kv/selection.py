@@ -23,6 +23,15 @@ def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
     return scores
 
 
+def expecting(scores: Tensor) -> Tensor:
+    """Scores of chunks ``[kv_heads, chunks]`` as the next tokens may give them: attention moves on.
+
+    What copies or quotes reads on, so a chunk is worth holding when the one before it was attended to: it gets
+    half of that one's score.
+    """
+    return torch.nn.functional.pad(scores[:, :-1] / 2, (1, 0)) + scores
+
+
 def retrieval(scores: Tensor, count: int, first: int = 1, last: int = 0) -> Tensor:
     """The ``count`` chunks with the highest scores, without the first and last ones, which are kept anyway.
 

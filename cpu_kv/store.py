@@ -78,7 +78,10 @@ class PagedKVStore:
         self._closed = False
 
     def new_sequence(self, chunk_size: int | None = None) -> SequenceKV:
-        """An empty sequence; with ``chunk_size`` (in tokens) it keeps ``ChunkSummaries`` too."""
+        """An empty sequence; with ``chunk_size`` (in tokens) it keeps means too.
+
+        ``summaries``: of each chunk's keys; ``page_means``: of each page's keys, and of its values.
+        """
         self._check_open()
         sequence = SequenceKV(self, chunk_size)
         self._sequences.add(sequence)
@@ -175,10 +178,19 @@ class SequenceKV:
     def __init__(self, store: PagedKVStore, chunk_size: int | None):
         self.layout = store.layout
         self.summaries = None if chunk_size is None else ChunkSummaries(store.layout, chunk_size)
+        pages = [ChunkSummaries(store.layout, store.layout.page_size) for _ in range(2)]
+        self.page_means = None if chunk_size is None else (pages[0], pages[1])
         self._store = store
         self._runs: list[_Run] = []
         self._lengths = [0] * store.layout.layers
         self._closed = False
+
+    def _means(self) -> list[tuple[ChunkSummaries, int]]:
+        """The means that are kept, each with whether it is of keys (0) or values (1)."""
+        if self.summaries is None or self.page_means is None:
+            return []
+        keys, values = self.page_means
+        return [(self.summaries, 0), (keys, 0), (values, 1)]
 
     @property
     def length(self) -> int:
@@ -203,8 +215,8 @@ class SequenceKV:
         """
         self._check()
         self._grow(tokens, slab_pages=1)
-        if self.summaries is not None:
-            self.summaries.reserve(tokens)
+        for means, _ in self._means():
+            means.reserve(tokens)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy ``[kv_heads, n, head_dim]`` keys and values, on any device, to the end of ``layer``, and wait.
@@ -238,10 +250,10 @@ class SequenceKV:
         if count < 0 or length > room:
             raise ValueError(f"cannot advance by {count} from {self._lengths[layer]}: room for {room}")
         self._lengths[layer] = length
-        if self.summaries is not None:
-            start, end = self.summaries.missing(layer, length)
+        for means, side in self._means():
+            start, end = means.missing(layer, length)
             if start < end:
-                self.summaries.extend(layer, [head_major(keys) for keys, _ in self._span(layer, start, end)])
+                means.extend(layer, [head_major(run[side]) for run in self._span(layer, start, end)])
 
     def truncate(self, length: int) -> None:
         """Roll every layer back to ``length`` tokens and give the pages past it back to the store.
@@ -252,8 +264,8 @@ class SequenceKV:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate to {length}: {self.length} tokens are present")
         self._lengths = [length] * self.layout.layers
-        if self.summaries is not None:
-            self.summaries.truncate(length)
+        for means, _ in self._means():
+            means.truncate(length)
         self._keep_pages(self.layout.pages(length))
 
     def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:

@@ -47,6 +47,33 @@ class AttentionBackend(Protocol):
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """An additive mask `[folded_query, tokens]` as calls with queries of `dtype` take it."""
 
+    def weighed(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Out, lse, and how much each query attends to every `unit` tokens.
+
+        A unit is a part of a page. The last are `[kv_heads, folded_query, units]` in float32; a query's are one
+        in all.
+        """
+
+
+class WeighedByProduct:
+    """`AttentionBackend.weighed` by one more product, over keys that are there anyway."""
+
+    PAGES = 16
+    """Whose scores are in memory at a time."""
+
+    def weighed(
+        self: AttentionBackend, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = self(queries, keys, values, scale, None)
+        weights = []
+        for pages in keys.split(WeighedByProduct.PAGES):
+            scores = scale * (queries @ pages.mT).to(lse.dtype)
+            weights.append((scores - lse[..., None]).exp_().unflatten(-1, (-1, unit)).sum(-1))
+        units = torch.cat(weights).permute(1, 2, 0, 3).flatten(2)
+        return out, lse, units.float()
+
 
 _Dense = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Queries, keys and values `[batch, heads, tokens, head_dim]` to out and lse `[batch, heads, query]`."""
@@ -71,7 +98,7 @@ def _over_pages(
     return (out.to(lse.dtype) * weights).sum(0).to(out.dtype), total
 
 
-class TorchCpuBackend:
+class TorchCpuBackend(WeighedByProduct):
     """torch's flash kernel for CPUs.
 
     Args:
@@ -158,8 +185,17 @@ class NativeCpuBackend(TorchCpuBackend):
             return self._kernel.attend(queries, keys, values, scale, mask, self.threads)
         return super().__call__(queries, keys, values, scale, mask)
 
+    def weighed(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = self._kernel
+        if not (kernel.fits(queries, keys, values) and kernel.fits_units(keys, unit)):
+            return super().weighed(queries, keys, values, scale, unit)
+        units = torch.empty(*queries.shape[:2], len(keys) * keys.shape[2] // unit)
+        return *kernel.attend(queries, keys, values, scale, None, self.threads, units), units
 
-class TorchCudaBackend:
+
+class TorchCudaBackend(WeighedByProduct):
     """torch's fused kernels for CUDA: flash without a mask in 16 bits, else the memory-efficient one."""
 
     name = "torch-cuda"
@@ -336,6 +372,17 @@ def attend(
         keys, values = keys[None], values[None]
     heads, kv_heads = len(queries), keys.shape[1]
     return unfold(*backend(fold(queries, kv_heads), keys, values, scale, mask), heads)
+
+
+def attend_weighed(
+    backend: AttentionBackend, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend` without a mask, and the queries' weights; see `AttentionBackend.weighed`.
+
+    Keys and values have pages.
+    """
+    out, lse, units = backend.weighed(fold(queries, keys.shape[1]), keys, values, scale, unit)
+    return *unfold(out, lse, len(queries)), units
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

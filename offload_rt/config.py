@@ -102,6 +102,9 @@ class RefreshPolicy:
         return self.kind if self.kind == "every" else f"{self.kind}:{self.value:g}"
 
 
+Selecting = Literal["attention", "heavy_hitters", "mean_keys"]
+
+
 @dataclass(frozen=True)
 class RetrievalConfig:
     """The retrieved cache of a layer and KV head.
@@ -111,12 +114,18 @@ class RetrievalConfig:
         chunk: tokens scored and chosen together.
         recent: latest tokens always held.
         refresh: when the entries are chosen anew.
+        select: what chunks are chosen by: what verifications have attended to, the newest more than older ones
+            (`attention`); all of them alike (`heavy_hitters`, as H2O); or the newest queries' attention to
+            chunks' `mean_keys` (TriForce).
+        rest: whether pages stand for what is not held, as their mean keys and values.
     """
 
     budget: int = 4096
     chunk: int = 8
     recent: int = 256
     refresh: RefreshPolicy = field(default_factory=RefreshPolicy)
+    select: Selecting = "attention"
+    rest: bool = True
 
     def __post_init__(self) -> None:
         _at_least(1, "retrieval.chunk", self.chunk)

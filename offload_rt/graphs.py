@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from offload_rt.architecture import Rotary
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, WORDS, BoundedCache, fixed_frame
+from offload_rt.caches.bounded import FIXED_SPECULATION, NUMBERS, WORDS, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
@@ -174,7 +174,9 @@ class GraphedModel(CausalModel):
         # A capture waits for the whole device and gives its free memory back: not in the middle of a text.
         for count in counts if self._capture is not None else ():
             if count <= self.LONGEST:
-                numbers = to_device([0] * (2 * count + 2) + NewTokens.chain(count).words(WORDS), self.device)
+                numbers = to_device(
+                    [0] * (2 * count + NUMBERS) + NewTokens.chain(count).words(WORDS), self.device
+                )
                 for buffer in cache.buffers:
                     self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)
                     buffer.clear()

@@ -133,6 +133,7 @@ class Session:
             self.full,
             continuation.sampling,
             continuation.stop_tokens,
+            shared.store.layout.pages(self.prompt_tokens + continuation.max_tokens),
             shared.backend,
             shared.pool,
         )
@@ -235,6 +236,7 @@ class Session:
         del self.tokens[self.prompt_tokens :]
         self.full.rewind()
         self.full.derived.clear()
+        self.full.attended = None
         self.engine.counters = TransferCounters()
         self.config = config
         self._compose(continuation)

@@ -5,6 +5,7 @@ A token is a random key, value and query for each layer; rotation is applied her
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import ByAttention, ByMeanKeys
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import RefreshPolicy
 from offload_rt.prefill import PromptAttention
@@ -156,25 +158,37 @@ PASSES = st.builds(Pass, CHAINS | TREES, ENDS)  # a path is kept, as a verificat
 GROWTHS = st.builds(Pass, TREES, st.none() | ENDS)  # or all of a tree, as it grows
 
 
-def expected_attention(
-    keys: Tensor, values: Tensor, forest: Forest, new: int, first_place: int
-) -> list[Tensor]:
-    """Attention in float64 of the last `new` tokens of a forest; for each layer `[heads, new, head_dim]`.
+def expected_weights(
+    keys: Tensor, forest: Forest, new: int, first_place: int, bias: Tensor | None = None
+) -> Tensor:
+    """Softmax in float64 of the last `new` tokens of a forest, `[layers, heads, new, n + forest]`.
 
     Args:
-        keys, values: `[layers, kv_heads, n, head_dim]` of the text, rotated.
+        keys: `[layers, kv_heads, n, head_dim]` of the text, rotated.
         first_place: position right behind the text.
+        bias: `[n]`, added to the scores of the text.
     """
     places = [first_place + depth - 1 for depth in forest.depths()]
+    count = keys.shape[2]
     keys = torch.cat([keys.double(), rotate(stacked([t.key for t in forest.tokens]), places)], 2)
-    values = torch.cat([values, stacked([t.value for t in forest.tokens])], 2).double()
     queries = rotate(stacked([t.query for t in forest.tokens[-new:]], HEADS), places[-new:])
     scores = queries @ keys.repeat_interleave(HEADS // KV_HEADS, 1).transpose(-1, -2) * SCALE
+    if bias is not None:
+        scores[..., :count] += bias
     hidden = torch.ones(new, len(forest), dtype=torch.bool)
     for row, entry in enumerate(range(len(forest) - new, len(forest))):
         hidden[row, forest.line(entry)] = False
     scores[..., keys.shape[2] - len(forest) :].masked_fill_(hidden, -torch.inf)
-    return list(scores.softmax(-1) @ values.repeat_interleave(HEADS // KV_HEADS, 1))
+    return scores.softmax(-1)
+
+
+def expected_attention(
+    keys: Tensor, values: Tensor, forest: Forest, new: int, first_place: int, bias: Tensor | None = None
+) -> list[Tensor]:
+    """What those weights make of `values`, alike, and the forest's; for each layer `[heads, new, head_dim]`."""
+    weights = expected_weights(keys, forest, new, first_place, bias)
+    values = torch.cat([values, stacked([t.value for t in forest.tokens])], 2).double()
+    return list(weights @ values.repeat_interleave(HEADS // KV_HEADS, 1))
 
 
 def run(cache: Cache, forest: Forest, new: int) -> list[Tensor]:
@@ -397,8 +411,21 @@ class PlainRetrieval:
         due: the queries to choose by before the next pass; None where nothing is to be chosen anew.
     """
 
-    def __init__(self, full: PlainFull, budget: int, chunk: int, recent: int, policy: RefreshPolicy) -> None:
+    def __init__(
+        self,
+        full: PlainFull,
+        budget: int,
+        chunk: int,
+        recent: int,
+        policy: RefreshPolicy,
+        decay: float | None,
+        room: int,
+    ) -> None:
         self.full, self.policy = full, policy
+        self.decay, self.room = decay, room
+        self.attended: Tensor | None = None  # [layers, kv_heads, chunks]
+        self.next_covered: int | None = None
+        self.pages, self.rest = 0, 0
         self.budget, self.chunk, self.recent = budget, chunk, recent
         self.refreshes = 0
         self.always: list[int] = []  # tokens that are not overwritten
@@ -406,6 +433,46 @@ class PlainRetrieval:
         self.rounds: deque[tuple[int, int]] = deque(maxlen=RetrievedCache.ROLLING_ROUNDS)
         self.since = 0
         self.due: Tensor | None = None
+
+    def restart(self, queries: Tensor) -> None:
+        """What the prompt's last queries attend to of its whole pages."""
+        end = len(self.full.tokens) // LAYOUT.page_size * LAYOUT.page_size
+        keys = self.full.keys[:, :, :end].double().repeat_interleave(HEADS // KV_HEADS, 1)
+        scores = queries[:, :, -LAST_QUERIES:].double() @ keys.transpose(-1, -2) * SCALE
+        self.attended = None
+        self.count_attention(scores.softmax(-1))
+
+    def count_attention(self, weights: Tensor) -> None:
+        """What a pass attended to of the text's whole pages `[layers, heads, queries, tokens]`."""
+        heads = weights.sum(2).unflatten(1, (KV_HEADS, -1)).sum(2)
+        chunks = heads.unflatten(2, (-1, self.chunk)).sum(3) if heads.shape[2] else heads
+        if self.attended is not None:
+            chunks[:, :, : self.attended.shape[2]] += (self.decay or 0) * self.attended
+        self.attended = chunks
+
+    def verified(self, forest: Forest) -> None:
+        """The full cache has passed over `forest`, and committed nothing of it yet."""
+        length = len(self.full.tokens)
+        end = length // LAYOUT.page_size * LAYOUT.page_size
+        # A pass goes over the pages that were whole when the one before it began.
+        covered, self.next_covered = end if self.next_covered is None else self.next_covered, end
+        self.count_attention(expected_weights(self.full.keys, forest, len(forest), length)[..., :covered])
+
+    def scores(self, queries: Tensor, start: int) -> Tensor:
+        """Of the chunks before token `start`, `[layers, kv_heads, chunks]`, by the words of `retrieval.select`."""
+        chunks = start // self.chunk
+        if self.decay is not None:
+            assert self.attended is not None
+            missing = max(0, chunks - self.attended.shape[2])
+            return torch.nn.functional.pad(self.attended, (0, missing))[:, :, :chunks]
+        chunks = len(self.full.tokens) // self.chunk
+        means = (
+            self.full.keys.double()[:, :, : chunks * self.chunk].unflatten(2, (chunks, self.chunk)).mean(3)
+        )
+        means = means.repeat_interleave(HEADS // KV_HEADS, 1)
+        weights = (queries[:, :, -LAST_QUERIES:].double() @ means.transpose(-1, -2) * SCALE).softmax(-1)
+        scores = weights.mean(2).unflatten(1, (KV_HEADS, HEADS // KV_HEADS)).mean(2)
+        return scores[:, :, : start // self.chunk]
 
     def build(self, queries: Tensor) -> None:
         """`queries` `[layers, heads, tokens, head_dim]`, rotated; the last ones choose."""
@@ -417,19 +484,20 @@ class PlainRetrieval:
         if length <= self.budget:
             self.always = list(range(length))
             self.chosen = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
+            self.pages = 0
             return
         start = (length - self.recent) // self.chunk * self.chunk
         start = max(start, length - (self.budget - self.chunk))
         self.always = [*range(self.chunk), *range(start, length)]
         # In falling importance; `chosen[layer][head]`.
         count = (self.budget - len(self.always)) // self.chunk
-        keys = self.full.keys.double()
-        chunks = length // self.chunk
-        means = keys[:, :, : chunks * self.chunk].unflatten(2, (chunks, self.chunk)).mean(3)
-        means = means.repeat_interleave(HEADS // KV_HEADS, 1)
-        weights = (queries[:, :, -LAST_QUERIES:].double() @ means.transpose(-1, -2) * SCALE).softmax(-1)
-        scores = weights.mean(2).unflatten(1, (KV_HEADS, HEADS // KV_HEADS)).mean(2)
-        best = scores[:, :, 1 : start // self.chunk].argsort(-1, descending=True)[:, :, :count] + 1
+        scores = self.scores(queries, start).clone()
+        scores[:, :, 1:] += scores[:, :, :-1].clone() / 2
+        best = scores[:, :, 1:].argsort(dim=-1, descending=True, stable=True)[:, :, :count] + 1
+        self.pages = min(self.room, start // LAYOUT.page_size)
+        self.rest = self.pages * LAYOUT.page_size - self.chunk * (1 + count)
+        if self.rest <= 0:
+            self.pages = 0
         self.chosen = [
             [[c * self.chunk + i for c in head for i in range(self.chunk)] for head in layer]
             for layer in best.tolist()
@@ -471,7 +539,17 @@ class PlainRetrieval:
             )
             for whole in (full.keys, full.values)
         )
-        return expected_attention(keys, values, forest, new, len(full.tokens))
+        # Pages by their means; together they weigh as much as the tokens that they stand for.
+        whole = slice(self.pages * LAYOUT.page_size)
+        means = [
+            part[:, :, whole].unflatten(2, (self.pages, LAYOUT.page_size)).mean(3)
+            for part in (full.keys, full.values)
+        ]
+        bias = torch.zeros(self.pages + keys.shape[2], dtype=torch.float64)
+        if self.pages:
+            bias[: self.pages] = math.log(self.rest / self.pages)
+        keys, values = (torch.cat(both, 2) for both in zip(means, (keys, values), strict=True))
+        return expected_attention(keys, values, forest, new, len(full.tokens), bias)
 
 
 DERIVED_OPERATIONS = st.one_of(
@@ -492,6 +570,8 @@ SIZES = [(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]
     prompt=st.sampled_from([0, 1, 11, 16, 40]),
     sizes=st.sampled_from(SIZES),
     sinks=st.sampled_from([0, 3]),
+    decay=st.sampled_from([None, 0.8, 1.0]),
+    room=st.sampled_from([0, 2, 20]),
     seed=st.integers(0, 100),
 )
 def test_caches_derived_from_the_full_one(
@@ -501,6 +581,8 @@ def test_caches_derived_from_the_full_one(
     prompt: int,
     sizes: tuple[int, int, int],
     sinks: int,
+    decay: float | None,
+    room: int,
     seed: int,
 ) -> None:
     budget, chunk, recent = sizes
@@ -509,15 +591,23 @@ def test_caches_derived_from_the_full_one(
         cache.scale = SCALE
         parsed = RefreshPolicy.parse(policy)
         retrieved = RetrievedCache(
-            cache, budget=budget, chunk=chunk, recent=recent, refresh=parsed, backend=TorchCpuBackend()
+            cache,
+            budget=budget,
+            chunk=chunk,
+            recent=recent,
+            refresh=parsed,
+            backend=TorchCpuBackend(),
+            selection=ByMeanKeys(cache) if decay is None else ByAttention(cache, chunk, decay),
+            room=room,
         )
         streaming = streaming_cache(sinks, recent, cache)
-        retrieval = PlainRetrieval(full, budget, chunk, recent, parsed)
+        retrieval = PlainRetrieval(full, budget, chunk, recent, parsed, decay, room)
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
         cache.derived += [retrieved, streaming]
         if prompt:  # else there is nothing to build from: everything comes by adoption
             cache.build_derived()
+            retrieval.restart(queries)
             retrieval.build(queries)
         forest = Forest()
         for name, argument, follows in operations:
@@ -529,6 +619,7 @@ def test_caches_derived_from_the_full_one(
                 checked = Forest(line, list(range(-1, len(line) - 1)))
                 checked = checked.with_new(source.tokens(argument.count), argument.parents(len(line)))
                 check(run(cache, checked, len(checked)), full.attention(checked))
+                retrieval.verified(checked)
                 assert argument.end is not None
                 path = checked.line(len(checked) - 1 - argument.end % len(checked))
                 cache.commit(path)
@@ -661,6 +752,7 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
             recent=4,
             refresh=RefreshPolicy.parse(policy),
             backend=TorchCpuBackend(),
+            selection=ByMeanKeys(cache),
         )
         cache.derived.append(retrieved)
         cache.build_derived()

@@ -66,7 +66,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
     def of_a_large_one(requests: Iterable[PlanRequest]) -> list[Plan]:
         (request,) = requests
         asked.append(request)
-        made.append(plan(replace(request, target=LLAMA, context=90_000, new_tokens=256)))
+        made.append(plan(replace(request, target=LLAMA, context=80_000, new_tokens=256)))
         return made[-1:]
 
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))

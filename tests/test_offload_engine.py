@@ -98,8 +98,10 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     expected: dict[RetrievedRefill, RetrievedCache] = {}
 
     def begun(cache: RetrievedCache) -> RetrievedRefill | None:
+        queries = cache._wanted
         refill = refill_of(cache)
         if refill is not None:
+            assert queries is not None
             separate = expected[refill] = RetrievedCache(
                 cache._source,
                 budget=cache.budget,
@@ -107,8 +109,10 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 recent=cache.recent,
                 refresh=cache._policy,
                 backend=cache.backend,
+                selection=cache._selection,
+                room=cache.buffer.room,
             )
-            separate._choose(refill.extent.length, refill._queries.wait())
+            separate._choose(refill.extent.length, queries)
         return refill
 
     def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
@@ -118,6 +122,9 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
         assert separate.entries == entries
         assert torch.equal(refill.buffer.keys[:, :, :entries], separate.keys[:, :, :entries])
         assert torch.equal(refill.buffer.values[:, :, :entries], separate.values[:, :, :entries])
+        rest = slice(refill.buffer.room - refill.extent.pages, refill.buffer.room)
+        assert torch.equal(refill.buffer.all_keys[:, :, rest], separate.buffer.all_keys[:, :, rest])
+        assert torch.equal(refill.buffer.all_values[:, :, rest], separate.buffer.all_values[:, :, rest])
         use(cache, refill)
 
     monkeypatch.setattr(RetrievedCache, "refill", begun)
@@ -132,13 +139,13 @@ def test_plain_decoding_never_pays_for_a_refresh(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[RetrievedCache] = []
-    build = RetrievedCache.build
+    build = RetrievedCache._fill
 
     def counted(cache: RetrievedCache, queries: torch.Tensor) -> None:
         built.append(cache)
         build(cache, queries)
 
-    monkeypatch.setattr(RetrievedCache, "build", counted)
+    monkeypatch.setattr(RetrievedCache, "_fill", counted)
     monkeypatch.setattr(Pace, "shape", lambda pace, room: CHAIN)
     for ahead in (0, 2):
         built.clear()
@@ -152,14 +159,14 @@ def test_no_cache_is_built_while_a_pass_runs(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass and a gather would use one engine from two threads."""
-    running, build = pass_running(monkeypatch), RetrievedCache.build
+    running, build = pass_running(monkeypatch), RetrievedCache._fill
     built: list[bool] = []
 
     def noted(cache: RetrievedCache, queries: torch.Tensor) -> None:
         built.append(running.is_set())
         build(cache, queries)
 
-    monkeypatch.setattr(RetrievedCache, "build", noted)
+    monkeypatch.setattr(RetrievedCache, "_fill", noted)
     overrides = engine_overrides(ahead=2, refresh_from="store")
     link = PacedLink(1e9, latency_s=2e-3)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
@@ -249,10 +256,10 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
         build(cache, queries)
         built += cache._source.engine.counters.bytes_to_device - before
 
-    send, build = RetrievedRefill._send, RetrievedCache.build
+    send, build = RetrievedRefill._send, RetrievedCache._fill
     monkeypatch.setattr(TransferEngine, "stream", recorded)
     monkeypatch.setattr(RetrievedRefill, "_send", counted)
-    monkeypatch.setattr(RetrievedCache, "build", counted_build)
+    monkeypatch.setattr(RetrievedCache, "_fill", counted_build)
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
@@ -333,7 +340,7 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             (retrieved,) = full.derived
             assert isinstance(retrieved, RetrievedCache)
             buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
-            taken = sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in retrieved.buffers)
+            taken = sum(buffer.nbytes for buffer in retrieved.buffers)
             del full, retrieved
             llm.generate(PROMPT, SHORT)
             assert planned == [[], []]

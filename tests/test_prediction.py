@@ -73,7 +73,7 @@ def test_the_time_of_a_hierarchys_draft() -> None:
     """16 tokens in steps of 1.75, each of them after two steps of the small model."""
     predictor = Predictor(request())
     small = JF68M.step_bytes + 256 * JF68M.token_bytes
-    middle = LLAMA.step_bytes + 4096 * LLAMA.token_bytes
+    middle = LLAMA.step_bytes + (4096 + 576) * LLAMA.token_bytes
     step = 2 * (small / 1e9 + 2 * 0.03) + middle / 1e9 + 32 * 0.03
     assert predictor.draft(16).ms == pytest.approx(16 / 1.75 * step)
 
@@ -84,7 +84,7 @@ def test_a_draft_without_a_gpu() -> None:
     predictor = Predictor(request(hardware=Hardware(replace(HOST, attention=rates), (), measured=True)))
     small = JF68M.step_bytes / 70e6 + 256 * JF68M.token_bytes / 60e6 + 2 * 0.5
     middle = max(LLAMA.step_bytes / 70e6, 3 * 2 * LLAMA.step_parameters / 800e6)
-    middle += 4096 * LLAMA.token_bytes / 20e6 + 32 * 0.5
+    middle += (4096 + 576) * LLAMA.token_bytes / 20e6 + 32 * 0.5
     assert predictor.draft(7).ms == pytest.approx(7 / 1.75 * (2 * small + middle))
 
 
@@ -109,9 +109,9 @@ def test_a_prefill_by_hand() -> None:
 def test_memory_of_one_card_by_hand() -> None:
     parts = gpu_memory(request(), 0, 3)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
-    assert parts["retrieved_caches"] == 2 * (4096 + 128) * 512 * 1024
+    assert parts["retrieved_caches"] == 2 * (4096 + 128 + 576) * 512 * 1024
     one_buffer = gpu_memory(request({"offload.refresh_from": "store"}), 0, 3)
-    assert one_buffer == parts | {"retrieved_caches": (4096 + 128) * 512 * 1024}
+    assert one_buffer == parts | {"retrieved_caches": (4096 + 128 + 576) * 512 * 1024}
     assert parts["draft_cache"] == (16 + 240 + 128) * 6 * 1024
     assert parts["staging_ring"] == 3 * 4096 * 16 * 1024
     assert parts["reserve"] == int(0.03 * 24 * GIB)
@@ -136,7 +136,11 @@ def test_two_cards_halve_what_is_split() -> None:
 
 def test_host_memory_is_whole_pages_and_summaries() -> None:
     parts = host_memory(request(context=1000, new_tokens=100))
-    assert parts == {"kv": 1280 * 512 * 1024, "summaries": 137 * 256 * 1024, "reserve": int(0.03 * 92 * GIB)}
+    assert parts == {
+        "kv": 1280 * 512 * 1024,
+        "summaries": 137 * 256 * 1024 + 4 * 512 * 1024,
+        "reserve": int(0.03 * 92 * GIB),
+    }
     assert "summaries" not in host_memory(request(config="naive"))
 
 
@@ -281,7 +285,7 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     assert list(asked.draft_sizes) == [64] and asked.longest_draft == 64
     predictor = Predictor(asked)
     assert list(predictor.outcomes) == [0], "nothing is drafted ahead of its verdict"
-    one = predictor.step(asked.target, 4, asked.config.retrieval.budget, graph=True)
+    one = predictor.step(asked.target, 4, 4096 + 208, graph=True)
     found = expected_round(predictor, 64)
     assert found.draft.ms == pytest.approx(16 * one.ms)
     assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))

@@ -12,6 +12,7 @@ finite.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +30,11 @@ from offload_rt.host import to_device
 SPECULATIVE_ENTRIES = 128
 """Room behind the verified entries: for the longest draft, and another one that is drafted ahead of it."""
 
+NUMBERS = 4
+"""That tell of the cache's state in a pass: entries, where new ones go, means of pages, tokens of the rest."""
+
 WORDS = 3
-"""Numbers that tell what a new token sees of them and of its pass, `WORD_BITS` entries each."""
+"""Numbers that tell what a new token sees of the speculative entries and of its pass, `WORD_BITS` each."""
 
 FIXED_SPECULATION = WORDS * WORD_BITS
 """Speculative entries, those of the pass included, that these numbers tell of."""
@@ -43,23 +47,26 @@ class Frame:
     Attributes:
         slots: their entries.
         stop: entries that are attended to.
-        mask: additive `[count, stop]`; None: everything is seen.
+        pages: means of pages that are attended to before them.
+        mask: additive `[count, pages + stop]`; None: everything is seen.
     """
 
     buffer: KVBuffer
     backend: AttentionBackend
     slots: slice | Tensor
     stop: int
+    pages: int
     mask: Tensor | None
     _folded: Tensor | None = None  # the mask, as it is in every layer
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
-        all_keys, all_values = self.buffer.keys[layer], self.buffer.values[layer]
-        all_keys[:, self.slots] = keys
-        all_values[:, self.slots] = values
-        seen_keys, seen_values = all_keys[:, : self.stop], all_values[:, : self.stop]
+        buffer = self.buffer
+        buffer.keys[layer][:, self.slots] = keys
+        buffer.values[layer][:, self.slots] = values
+        all_seen = slice(buffer.room - self.pages, buffer.room + self.stop)
+        seen_keys, seen_values = buffer.all_keys[layer][:, all_seen], buffer.all_values[layer][:, all_seen]
         return attend(self.backend, queries, seen_keys, seen_values, scale, self._folded)[0]
 
 
@@ -70,12 +77,16 @@ def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers
         numbers: int64 on the device, those of `BoundedCache.numbers`.
     """
     device = buffer.keys.device
-    entries, end, words = numbers[0], numbers[1], numbers[2:].view(count, WORDS)
-    behind = torch.arange(buffer.capacity, device=device) - entries
-    visible = (behind < 0) | seen(words, behind)
+    entries, end, pages, rest = numbers[:NUMBERS]
+    words = numbers[NUMBERS:].view(count, WORDS)
+    place = torch.arange(-buffer.room, buffer.capacity, device=device)
+    behind = place - entries
+    visible = (place >= -pages) & ((behind < 0) | seen(words, behind))
     wide = torch.promote_types(buffer.keys.dtype, torch.float32)
-    mask = torch.zeros(visible.shape, dtype=wide, device=device).masked_fill_(~visible, -torch.inf)
-    return Frame(buffer, backend, end + torch.arange(count, device=device), buffer.capacity, mask)
+    weight = torch.where(place < 0, (rest / pages.clamp(min=1)).log(), 0.0).to(wide)
+    mask = weight.expand(visible.shape).masked_fill(~visible, -torch.inf)
+    slots = end + torch.arange(count, device=device)
+    return Frame(buffer, backend, slots, buffer.capacity, buffer.room, mask)
 
 
 class BoundedCache(ABC):
@@ -83,12 +94,15 @@ class BoundedCache(ABC):
 
     Args:
         pool: where its memory comes from, and goes to in `release`.
+        room: for means of pages, which stand for what it does not hold.
 
     Attributes:
         buffer: in use.
         entries: how many verified entries there are; the same for every layer and head.
         held: tokens of the speculative entries.
         verified_length: how many tokens of the text are verified.
+        rest: tokens that the means of `buffer.pages` pages stand for: each has its share of their weight; 0:
+            none is seen.
     """
 
     def __init__(
@@ -98,21 +112,24 @@ class BoundedCache(ABC):
         budget: int,
         backend: AttentionBackend,
         pool: BufferPool | None = None,
+        room: int = 0,
     ) -> None:
         self.budget = budget
         self.backend = backend
         self.entries = 0
         self.held = HeldTokens()
         self.verified_length = 0
+        self.rest = 0
         self._layout = layout
         self._device = device
         self._pool = pool or BufferPool()
+        self._room = room
         self._new: NewTokens | None = None
         self._frame: Frame | None = None
         self.buffer = self._take_buffer()
 
     def _take_buffer(self) -> KVBuffer:
-        return self._pool.take(self._layout, self.budget + SPECULATIVE_ENTRIES, self._device)
+        return self._pool.take(self._layout, self.budget + SPECULATIVE_ENTRIES, self._device, self._room)
 
     @property
     def buffers(self) -> list[KVBuffer]:
@@ -148,15 +165,22 @@ class BoundedCache(ABC):
 
     def numbers(self, new: NewTokens) -> list[int]:
         """What differs between passes of as many new tokens, for `fixed_frame`."""
-        return [self.entries, self.end, *new.words(WORDS)]
+        return [self.entries, self.end, self._pages, self.rest, *new.words(WORDS)]
+
+    @property
+    def _pages(self) -> int:
+        """Means of pages that are seen."""
+        return self.buffer.pages if self.rest else 0
 
     def _sliced(self, new: NewTokens) -> Frame:
-        start, stop = self.end, self.end + new.count
+        start, stop, pages = self.end, self.end + new.count, self._pages
         mask = None
-        if not new.sees_all(len(self.held)):
+        if pages or not new.sees_all(len(self.held)):
             # Verified entries are seen by every new token: a mask over all of them, one for all layers.
             mask = torch.nn.functional.pad(new.mask(len(self.held), self.keys), (self.entries, 0))
-        return Frame(self.buffer, self.backend, slice(start, stop), stop, mask)
+            if pages:
+                mask = torch.nn.functional.pad(mask, (pages, 0), value=math.log(self.rest / pages))
+        return Frame(self.buffer, self.backend, slice(start, stop), stop, pages, mask)
 
     def _make_room(self, needed: int) -> None:
         capacity = self.buffer.capacity

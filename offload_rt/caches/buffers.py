@@ -12,28 +12,63 @@ from cpu_kv import KVLayout
 
 @dataclass(eq=False)
 class KVBuffer:
-    """Keys and values of a bounded cache, `[layers, kv_heads, capacity, head_dim]` each.
+    """Keys and values of a bounded cache: means of pages, then entries; one attention sees both.
 
     A recorded graph is bound to its addresses, and goes with it.
+
+    Attributes:
+        all_keys, all_values: `[layers, kv_heads, room + capacity, head_dim]`.
+        room: for means of pages. They end where the entries begin.
+        pages: means that it holds.
     """
 
-    keys: Tensor
-    values: Tensor
+    all_keys: Tensor
+    all_values: Tensor
+    room: int = 0
+    pages: int = 0
+
+    @property
+    def keys(self) -> Tensor:
+        """Of the entries, `[layers, kv_heads, capacity, head_dim]`."""
+        return self.all_keys[:, :, self.room :]
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self.all_values[:, :, self.room :]
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[2]
+        """Of entries."""
+        return self.all_keys.shape[2] - self.room
+
+    @property
+    def nbytes(self) -> int:
+        return self.all_keys.nbytes + self.all_values.nbytes
 
     def clear(self) -> None:
         """Zeros: what lies behind the entries is multiplied by zero, so it has to be finite."""
-        self.keys.zero_()
-        self.values.zero_()
+        self.all_keys.zero_()
+        self.all_values.zero_()
+        self.pages = 0
+
+    def add_pages(self, keys: Tensor, values: Tensor) -> None:
+        """Means of the pages that follow those held, `[layers, kv_heads, pages, head_dim]` on any device.
+
+        The first page stands right before the entries, the next one before it: what is attended to is one piece.
+        """
+        end = self.room - self.pages
+        start = end - keys.shape[2]
+        self.all_keys[:, :, start:end].copy_(keys.flip(2), non_blocking=True)
+        self.all_values[:, :, start:end].copy_(values.flip(2), non_blocking=True)
+        self.pages += keys.shape[2]
 
     def grown(self, extra: int) -> KVBuffer:
         """A copy with room for so many more entries."""
         pad = (0, 0, 0, extra)
         with torch.inference_mode(False):  # as in `take`
-            return KVBuffer(*(torch.nn.functional.pad(part, pad) for part in (self.keys, self.values)))
+            keys, values = (torch.nn.functional.pad(part, pad) for part in (self.all_keys, self.all_values))
+        return KVBuffer(keys, values, self.room, self.pages)
 
 
 @dataclass
@@ -42,15 +77,16 @@ class BufferPool:
 
     _free: list[KVBuffer] = field(default_factory=list)
 
-    def take(self, layout: KVLayout, capacity: int, device: torch.device) -> KVBuffer:
+    def take(self, layout: KVLayout, capacity: int, device: torch.device, room: int = 0) -> KVBuffer:
         """A buffer of zeros."""
-        shape = (layout.layers, layout.kv_heads, capacity, layout.head_dim)
-        found = next((one for one in self._free if _fits(one.keys, shape, layout.dtype, device)), None)
+        shape = (layout.layers, layout.kv_heads, room + capacity, layout.head_dim)
+        alike = (one for one in self._free if _fits(one.all_keys, shape, layout.dtype, device))
+        found = next((one for one in alike if one.room == room), None)
         if found is None:
             self.drop_free()  # of other sizes: there need not be room for both
             with torch.inference_mode(False):  # else it were writable in that mode alone
                 keys, values = (torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2))
-            found = KVBuffer(keys, values)
+            found = KVBuffer(keys, values, room)
         else:
             self._free.remove(found)
         found.clear()  # which touches it, too: later that would hold up a round
@@ -59,7 +95,7 @@ class BufferPool:
     @property
     def free_bytes(self) -> int:
         """Bytes of the buffers that no text uses."""
-        return sum(one.keys.nbytes + one.values.nbytes for one in self._free)
+        return sum(one.nbytes for one in self._free)
 
     def give_back(self, buffer: KVBuffer) -> None:
         """Nothing that uses it may be enqueued any more but in the order of its next use."""
@@ -68,6 +104,12 @@ class BufferPool:
     def drop_free(self) -> None:
         """Lets go of what no text uses."""
         self._free.clear()
+
+
+def room_for_means(pages: int) -> int:
+    """Room for the means of so many pages: the same for texts of nearly one length, which share a buffer."""
+    step = max(16, 1 << max(0, pages.bit_length() - 4))
+    return -(-pages // step) * step
 
 
 def _fits(keys: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpu_kv import KeysValues, KVLayout, LayerStream, SequenceKV, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, folded_mask, merge
+from offload_rt.caches.attended import AttendedChunks, WeighedPart
 from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, ResidentShare, Shares, Tail
@@ -50,6 +51,7 @@ class FullCache:
 
     Attributes:
         derived: caches of the same model to tell of every commit.
+        attended: counts what passes attend to, where somebody wants to know.
         held: nothing: all that is committed here is final.
         scale: the softmax scale that the model attends with, known after its first pass.
         last_queries: of the newest tokens, `[layers, heads, tokens, head_dim]`.
@@ -79,6 +81,7 @@ class FullCache:
         self.backend = backend
         self.shares = shares
         self.derived: list[DerivedCache] = []
+        self.attended: AttendedChunks | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
         self.last_queries = self._prompt_queries = torch.empty(0)
@@ -112,6 +115,8 @@ class FullCache:
             self._mask = torch.nn.functional.pad(mask, (self._tail.tokens, 0))
         shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        if self.attended is not None:
+            self.attended.reserve(self.verified_length)
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
         # What is committed never changes: the link goes on into the next pass when this one is copied.
         self._ahead = self._open()
@@ -135,10 +140,11 @@ class FullCache:
         self.scale = scale
         self._queries[layer] = queries
         resident, stream = self._coverage.resident, self._coverage.stream
-        by_cpu: Future[KeysValues] | None = None
+        by_cpu: Future[list[Tensor]] | None = None
         if self._cpu is not None and stream.start > resident:
             runs = self.sequence.views(layer, resident, stream.start)
-            by_cpu = self._cpu.start(queries, runs, scale)
+            chunk = None if self.attended is None else self.attended.chunk
+            by_cpu = self._cpu.start(queries, runs, scale, chunk)
             self._refill(layer, resident, runs, over_link=True)
         # The device's own tokens first: the link gains time.
         tail = self._tail.put(layer, keys, values)
@@ -148,18 +154,34 @@ class FullCache:
         held = self._tail.tokens
         self._refill(layer, self._tail.start, [(tail[0][None, :, :held], tail[1][None, :, :held])])
         if resident:
-            share = self._resident.views(layer, resident)
-            parts.append(attend(self.backend, queries, *share, scale))
-            self._refill(layer, 0, [(share[0][None], share[1][None])])
+            first_keys, first_values = self._resident.views(layer, resident)
+            share = first_keys[None], first_values[None]
+            parts.append(self._attend(0, queries, *share, scale))
+            self._refill(layer, 0, [share])
         at = stream.start
         for segment in stream.segments(layer):
-            parts.append(attend(self.backend, queries, *segment, scale))
+            parts.append(self._attend(at, queries, *segment, scale))
             self._refill(layer, at, [segment])
             at += len(segment[0]) * self.layout.page_size
         if by_cpu is not None and self._cpu is not None:
             # The others first: the device merges them while the CPU works.
-            parts = [merge(parts), self._cpu.finish(by_cpu)]
-        return merge(parts)[0]
+            merged = merge(parts)
+            out, lse, *chunks = self._cpu.finish(by_cpu)
+            parts = [merged, (out, lse)]
+            if self.attended is not None:
+                self.attended.add(resident, WeighedPart(lse, *chunks))
+        out, lse = merge(parts)
+        if self.attended is not None:
+            self.attended.end_layer(layer, lse)
+        return out
+
+    def _attend(
+        self, start: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over whole pages of the text from token `start` on."""
+        if self.attended is None:
+            return attend(self.backend, queries, keys, values, scale)
+        return self.attended.attend(self.backend, start, queries, keys, values, scale)
 
     def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
         for keys, values in runs:
@@ -257,7 +279,7 @@ class FullCache:
         """Mean keys of the layer's full chunks, `[kv_heads, chunks, head_dim]`, in host memory."""
         if self.sequence.summaries is None:
             raise ValueError("this sequence keeps no chunk summaries")
-        return self.sequence.summaries.keys(layer)
+        return self.sequence.summaries.means(layer)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of the KV of tokens `start` to `end`: `[layers, kv_heads, tokens, head_dim]` each."""

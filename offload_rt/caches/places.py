@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, KVLayout
-from offload_rt.attention import AttentionBackend, attend, merge
+from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
+from offload_rt.caches.attended import WeighedPart
 from offload_rt.host import Arriving, to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
@@ -169,16 +170,20 @@ class CpuShare:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-cpu-attention")
 
     def start(
-        self, queries: Tensor, runs: Sequence[KeysValues], scale: float
-    ) -> Future[tuple[Tensor, Tensor]]:
-        """Attention of the device's queries `[heads, n, head_dim]` over runs in host memory."""
-        arriving = Arriving(queries, self._buffer("queries", queries) if queries.is_cuda else None)
-        return self._thread.submit(self._attend, arriving, runs, scale)
+        self, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+    ) -> Future[list[Tensor]]:
+        """Attention of the device's queries `[heads, n, head_dim]` over runs in host memory.
 
-    def finish(self, started: Future[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What `start` began, on the device."""
-        out, lse = started.result()
-        return self._send("out", out), self._send("lse", lse)
+        Args:
+            chunk: tokens of the chunks whose share is wanted too.
+        """
+        arriving = Arriving(queries, self._buffer("queries", queries) if queries.is_cuda else None)
+        return self._thread.submit(self._attend, arriving, runs, scale, chunk)
+
+    def finish(self, started: Future[list[Tensor]]) -> list[Tensor]:
+        """What `start` began, on the device: out, lse, and `[kv_heads, 1, chunks]` where it is wanted."""
+        names = ("out", "lse", "chunks")
+        return [self._send(name, result) for name, result in zip(names, started.result(), strict=False)]
 
     def close(self) -> None:
         """Waits for what was started and lets the thread go. Idempotent."""
@@ -195,7 +200,14 @@ class CpuShare:
         return self._buffers[name]
 
     @torch.inference_mode()
-    def _attend(self, arriving: Arriving, runs: Sequence[KeysValues], scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, arriving: Arriving, runs: Sequence[KeysValues], scale: float, chunk: int | None
+    ) -> list[Tensor]:
         queries = arriving.wait()
         with self._timeline.span("cpu", "attention"):
-            return merge([attend(self._backend, queries, keys, values, scale) for keys, values in runs])
+            if chunk is None:
+                return [*merge([attend(self._backend, queries, *run, scale) for run in runs])]
+            weighed = [attend_weighed(self._backend, queries, *run, scale, chunk) for run in runs]
+            out, lse = merge([(out, lse) for out, lse, _ in weighed])
+            shares = [WeighedPart(part_lse, units).mass(lse) for _, part_lse, units in weighed]
+            return [out, lse, torch.cat(shares, dim=1)[:, None]]

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv import Sent, chunk_scores, part_of, retrieval
-from offload_rt.attention import AttentionBackend, fold
+from cpu_kv import Sent, expecting, part_of, retrieval
+from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
-from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.selection import Scores, Selection
 from offload_rt.config import RefreshPolicy
-from offload_rt.host import Arriving
 
 _Places = slice | tuple[Tensor, Tensor]
 """Entries of a layer, for every head alike; or heads and chunks."""
@@ -40,12 +40,17 @@ class _OnItsWay:
 
 @dataclass(frozen=True)
 class _Extent:
-    """How a text of `length` tokens fills the entries: chunks `[0, chosen_end)`, then the recent window."""
+    """How a text of `length` tokens fills the entries: chunks `[0, chosen_end)`, then the recent window.
+
+    What was not chosen before that window is the rest: the means of the first `pages` pages stand for it.
+    """
 
     length: int
     recent_start: int
     chunks: int  # chosen ones, without the first
     chosen_end: int
+    pages: int
+    rest: int  # tokens
 
     @property
     def entries(self) -> int:
@@ -55,6 +60,10 @@ class _Extent:
 class RetrievedCache(BoundedCache):
     """First chunk, best chunks and recent window: `budget` entries for each layer and KV head.
 
+    What is not held is not forgotten: pages stand in as their mean key and mean value, with the weight of the
+    tokens that were not chosen, so that even attention comes out nearly right (RetroInfer, arXiv 2505.02922,
+    estimates so what it does not retrieve). They are attended to beside the entries.
+
     Layout of the verified entries after a refresh: first chunk, chosen chunks in falling score, recent
     window. Newly verified tokens overwrite the chosen chunks from the least important entry on; when none
     is left, the cache is refreshed whatever the policy says.
@@ -63,6 +72,8 @@ class RetrievedCache(BoundedCache):
         source: the full cache of the same model, with chunk summaries of `chunk` tokens.
         recent: entries of the recent window, at least.
         refresh: when to choose again: every verification, every N tokens, or below an acceptance rate.
+        selection: what chunks are chosen by.
+        room: pages of the text whose means there is room for; 0: what is not held is left out.
         from_stream: entries are taken from the next pass of the full cache as they pass by, into a second
             buffer; False: they are gathered before the next draft.
     """
@@ -78,19 +89,23 @@ class RetrievedCache(BoundedCache):
         recent: int,
         refresh: RefreshPolicy,
         backend: AttentionBackend,
+        selection: Selection,
+        room: int = 0,
         from_stream: bool = False,
         pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(source.layout, source.device, budget, backend, pool)
+        super().__init__(source.layout, source.device, budget, backend, pool, room)
         self.chunk = chunk
         self.recent = recent
         self.refreshes = 0
         self._source = source
         self._policy = refresh
+        self._selection = selection
         self._from_stream = from_stream
         self._next_victim = 0
-        self._due: Tensor | None = None  # queries to choose by before the next pass
-        self._wanted: Tensor | None = None  # queries to choose by while the full cache's next pass runs
+        # Of the newest verified tokens, where entries are chosen anew
+        self._due: Tensor | None = None  # before the next pass
+        self._wanted: Tensor | None = None  # while the full cache's next pass runs
         self._refill: RetrievedRefill | None = None
         self._spare: KVBuffer | None = None  # that a refill may fill
         # Both before the first pass: to allocate and touch so much memory would hold up a round.
@@ -104,6 +119,11 @@ class RetrievedCache(BoundedCache):
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROLLING_ROUNDS)
 
     def build(self, queries: Tensor) -> None:
+        self.buffer.pages = 0
+        self._selection.restart(queries)
+        self._fill(queries)
+
+    def _fill(self, queries: Tensor) -> None:
         self.held.clear()
         self._due = self._wanted = self._refill = None
         self._restart_policy()
@@ -111,7 +131,7 @@ class RetrievedCache(BoundedCache):
         if length <= self.budget:
             self._hold_everything(length)
         else:
-            self._choose(length, queries[:, :, -LAST_QUERIES:])
+            self._choose(length, queries)
         self.verified_length = length
 
     def _restart_policy(self) -> None:
@@ -124,6 +144,7 @@ class RetrievedCache(BoundedCache):
         self.keys[:, :, :length] = keys
         self.values[:, :, :length] = values
         self.entries = length
+        self.rest = 0
         self._next_victim = 0
 
     def _extent(self, length: int) -> _Extent:
@@ -131,25 +152,38 @@ class RetrievedCache(BoundedCache):
         chunk = self.chunk
         recent_start = max((length - self.recent) // chunk * chunk, length - (self.budget - chunk))
         chunks = (self.budget - chunk - (length - recent_start)) // chunk
-        return _Extent(length, recent_start, chunks, chunk * (1 + chunks))
+        chosen_end = chunk * (1 + chunks)
+        page = self._source.layout.page_size
+        pages = min(self.buffer.room, recent_start // page)
+        rest = max(0, pages * page - chosen_end)
+        return _Extent(length, recent_start, chunks, chosen_end, pages if rest else 0, rest)
 
-    def _best_chunks(self, layer: int, extent: _Extent, queries: Tensor) -> Tensor:
-        """The layer's chunks `[kv_heads, 1 + chunks]` on the host, the first one first, by host queries."""
-        source = self._source
-        # On the host, where the mean keys are: sending them would cost a share of what the link carries.
-        summaries = source.summaries(layer)
-        scores = chunk_scores(fold(queries[layer], source.layout.kv_heads), summaries, source.scale)
-        trailing = summaries.shape[1] - extent.recent_start // self.chunk
-        best = retrieval(scores, extent.chunks, first=1, last=trailing)
+    def _best_chunks(self, layer: int, extent: _Extent, scores: Scores) -> Tensor:
+        """The layer's chunks `[kv_heads, 1 + chunks]` on the host, the first one first."""
+        candidates = expecting(scores(layer)[:, : extent.recent_start // self.chunk])
+        best = retrieval(candidates, extent.chunks, first=1)
         return torch.cat([best.new_zeros(len(best), 1), best], dim=1)
+
+    def _take_pages(self, buffer: KVBuffer, extent: _Extent) -> None:
+        """Sends the buffer the means of pages that it lacks."""
+        sequence = self._source.sequence
+        if extent.pages <= buffer.pages or sequence.page_means is None:
+            return
+        layers = range(self._source.layout.layers)
+        new = slice(buffer.pages, extent.pages)
+        buffer.add_pages(
+            *(torch.stack([side.means(n)[:, new] for n in layers]) for side in sequence.page_means)
+        )
 
     def _choose(self, length: int, queries: Tensor) -> None:
         source, extent = self._source, self._extent(length)
         source.engine.flush()  # chunks are summarised when they have arrived
-        queries = queries.cpu()
+        scores = self._selection.asked(queries)
         end = extent.chosen_end
+        self._take_pages(self.buffer, extent)
+        self.rest = extent.rest
         for layer in range(source.layout.layers):
-            chunks = self._best_chunks(layer, extent, queries)
+            chunks = self._best_chunks(layer, extent, scores)
             out = (self.keys[layer, :, :end], self.values[layer, :, :end])
             source.engine.gather_chunks(layer, chunks, self.chunk, out)
         keys, values = source.read(extent.recent_start, length)
@@ -195,6 +229,7 @@ class RetrievedCache(BoundedCache):
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare, self.buffer = self.buffer, refill.buffer
         self.entries = refill.extent.entries
+        self.rest = refill.extent.rest
         self._next_victim = refill.extent.chosen_end - 1
         self._restart_policy()
 
@@ -205,16 +240,17 @@ class RetrievedCache(BoundedCache):
 
     def catch_up(self) -> None:
         if self._due is not None:
-            self.build(self._due)
+            self._fill(self._due)
 
     def refill(self) -> RetrievedRefill | None:
         self._refill = None
         if self._wanted is not None:
-            queries, self._wanted = self._wanted[:, :, -LAST_QUERIES:], None
+            queries, self._wanted = self._wanted, None
             self._source.engine.flush()  # chunks are summarised when they have arrived
             assert self._spare is not None
-            extent, asked = self._extent(self.verified_length), Arriving(queries.contiguous())
-            self._refill = RetrievedRefill(self, self._source, extent, asked, self._spare, self._choices)
+            extent, scores = self._extent(self.verified_length), self._selection.asked(queries)
+            self._take_pages(self._spare, extent)
+            self._refill = RetrievedRefill(self, self._source, extent, scores, self._spare, self._choices)
         return self._refill
 
     def _is_due(self) -> bool:
@@ -239,7 +275,7 @@ class RetrievedRefill:
     its own that is ahead of the pass. Nothing here waits for the device.
 
     Args:
-        queries: by which they are chosen, `[layers, heads, tokens, head_dim]`.
+        scores: by which they are chosen.
         choices: host memory for the chosen chunks, `[layers, 3 * all]` int64.
 
     Attributes:
@@ -251,12 +287,12 @@ class RetrievedRefill:
         cache: RetrievedCache,
         source: FullCache,
         extent: _Extent,
-        queries: Arriving,
+        scores: Scores,
         buffer: KVBuffer,
         choices: Tensor,
     ) -> None:
         self.extent = extent
-        self._queries = queries
+        self._scores = scores
         self._choices = choices
         self.buffer = buffer
         self._cache = cache
@@ -285,7 +321,7 @@ class RetrievedRefill:
     @torch.inference_mode()  # each thread has its own mode
     def _choose(self, layer: int) -> Tensor:
         """Chosen chunks `[3, n]` in page-locked memory: rising numbers, their heads, their places there."""
-        chunks = self._cache._best_chunks(layer, self.extent, self._queries.wait())
+        chunks = self._cache._best_chunks(layer, self.extent, self._scores)
         numbers, order = chunks.flatten().sort(stable=True)
         places = chunks.shape[1]
         out = self._choices[layer, : 3 * len(numbers)].view(3, -1)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool
+from offload_rt.caches.buffers import BufferPool, room_for_means
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys, Selection
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import DATASTORE, DRAFT_STREAMING, SOURCES, SUFFIX, Config, LevelConfig
 from offload_rt.costs import PassCost
@@ -35,6 +36,7 @@ class Parts:
         draft: the small model; None where the config has no level for it.
         full: the target's full cache; derived caches are added to it.
         stop_tokens: no use to draft beyond one of these.
+        pages: of the full cache that the text may come to.
         pool: where the memory of bounded caches comes from.
         caches: the bounded ones; added here.
     """
@@ -45,6 +47,7 @@ class Parts:
     full: FullCache
     sampling: Sampling
     stop_tokens: Collection[int]
+    pages: int
     backend: AttentionBackend
     pool: BufferPool
     caches: list[BoundedCache] = field(default_factory=list)
@@ -74,6 +77,13 @@ def _source(name: str, config: Config) -> SourceDrafter:
     else:
         source = NGrams(config.lookup.max_ngram, config.lookup.min_ngram)
     return SourceDrafter(name, source)
+
+
+def _selection(parts: Parts) -> Selection:
+    retrieval = parts.config.retrieval
+    if retrieval.select == "mean_keys":
+        return ByMeanKeys(parts.full)
+    return ByAttention(parts.full, retrieval.chunk, DECAY if retrieval.select == "attention" else 1.0)
 
 
 def open_datastore(config: Config) -> Datastore:
@@ -116,6 +126,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
             recent=config.retrieval.recent,
             refresh=config.retrieval.refresh,
             backend=parts.backend,
+            selection=_selection(parts),
+            room=room_for_means(parts.pages) if config.retrieval.rest else 0,
             from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,
             pool=parts.pool,
         )
@@ -123,10 +135,10 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     plan = model.layer_plan(level.layers)
     first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
     # Of the text the last token is missing, and where all was accepted perhaps the one before it.
-    recurring = range(1, shape.size + 2) if shape.depth else sorted({1, 2, own.per_pass} - {0})
+    recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
     for order in dict.fromkeys((plan, first or plan)):
         model.prepare(cache, recurring, order)
-    cost = PassCost(model, cache.budget)
+    cost = PassCost(model, cache.budget + cache.buffer.room)
     verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
     if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
         return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)

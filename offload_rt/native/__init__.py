@@ -49,8 +49,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _Pages) for name in ("queries", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "mask")),
-        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim", "threads")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "units")),
+        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim", "threads", "unit")),
         ("scale", ctypes.c_float),
     ]
 
@@ -83,6 +83,10 @@ class Kernel:
             and queries.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
         )
 
+    def fits_units(self, keys: Tensor, unit: int) -> bool:
+        """Whether it sums weights over so many tokens: a power of two of at most 128, a part of a page."""
+        return unit & (unit - 1) == 0 and unit <= 128 and keys.shape[2] % unit == 0
+
     def attend(
         self,
         queries: Tensor,
@@ -91,6 +95,7 @@ class Kernel:
         scale: float,
         mask: Tensor | None,
         threads: int | None = None,
+        units: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Queries `[heads, query, dim]` over keys `[pages, heads, tokens, dim]` under a mask `[query, all]`.
 
@@ -99,8 +104,11 @@ class Kernel:
 
         Args:
             threads: the size of the team (default: torch's for the calling thread).
+            units: to be filled with what each query attends to every few tokens, as `fits_units` takes it;
+                then every query sees some key.
         """
         heads, count, dim = queries.shape
+        tokens = keys.shape[0] * keys.shape[2]
         out = queries.new_empty(heads, count, dim)
         lse = torch.empty(heads, count, dtype=torch.float32)
         if out.numel() == 0:
@@ -112,11 +120,13 @@ class Kernel:
             out.data_ptr(),
             lse.data_ptr(),
             None if mask is None else mask.data_ptr(),
+            None if units is None else units.data_ptr(),
             heads,
             count,
-            keys.shape[0] * keys.shape[2],
+            tokens,
             dim,
             torch.get_num_threads() if threads is None else threads,
+            1 if units is None else tokens // units.shape[2],
             scale,
         )
         self._entry[queries.dtype](ctypes.byref(call))

@@ -40,9 +40,17 @@ template <typename Products> struct Scratch {
     }
 };
 
+// The weights of one query, summed over every `size` tokens from the task's first one on; of no query where
+// there is no memory.
+struct Units {
+    float* memory;
+    int64_t filled, size;
+};
+
 // Completes the scores of one query over a block, and scales what was summed before to the new peak.
 template <typename Products>
-static inline void raise_peak(Scratch<Products>& s, int scored, int r, int held, int dim, const float* mask) {
+static inline void raise_peak(Scratch<Products>& s, int scored, int r, int held, int dim, const float* mask,
+                              const Units& units) {
     float* row = &s.scores[scored * BLOCK];
     if (mask)
         for (int k = 0; k < held; ++k) row[k] += mask[k] * LOG2E;
@@ -54,20 +62,32 @@ static inline void raise_peak(Scratch<Products>& s, int scored, int r, int held,
     float shrink = std::exp2(s.peak[r] - peak);
     store(&s.mass[r * LANES], load(&s.mass[r * LANES]) * shrink);
     for (int d = 0; d < dim; d += LANES) store(&s.sums[r * dim + d], load(&s.sums[r * dim + d]) * shrink);
+    if (units.memory)
+        for (int64_t unit = 0; unit < units.filled; ++unit) units.memory[unit] *= shrink;
     s.peak[r] = peak;
 }
 
 // Scores of one query over a block to weights.
-template <typename Products> static inline void soften(Scratch<Products>& s, int scored, int r, int held) {
+template <typename Products>
+static inline void soften(Scratch<Products>& s, int scored, int r, int held, const Units& units) {
     const float* row = &s.scores[scored * BLOCK];
     auto* weights = &s.weights[scored * BLOCK];
     // Where everything so far is masked, or not a number, that must come out as such.
     float peak = s.peak[r] == -INFINITE ? 0.0f : s.peak[r];
     Vec mass = load(&s.mass[r * LANES]);
+    float* sums = units.memory ? units.memory + units.filled : nullptr;
+    Vec unit = {};
     for (int k = 0; k < held; k += LANES) {
         Vec weight = exp2_nonpositive(load(row + k) - peak);
         store(weights + k, weight);
         mass += weight;
+        if (!sums) continue;
+        unit += weight;
+        if ((k + LANES) % units.size && units.size > LANES) continue;
+        int size = int(std::min<int64_t>(units.size, LANES));
+        unit = grouped_sum(unit, size);
+        for (int lane = 0; lane < LANES && k + lane < held; lane += size) *sums++ = unit[lane];
+        unit = Vec{};
     }
     store(&s.mass[r * LANES], mass);
 }
@@ -82,14 +102,22 @@ template <typename T> struct Pages {
 };
 
 // What a caller hands over (`_Call` in __init__.py): queries, keys of `tokens` tokens and values alike;
-// out [heads, count, dim], lse [heads, count] and mask [count, tokens], or none, are contiguous.
+// out [heads, count, dim], lse [heads, count] and mask [count, tokens], or none, are contiguous. So are `units`
+// [heads, count, tokens / unit], or none: what each query attends to every `unit` tokens, of one in all. A unit is
+// a power of two, at most BLOCK, and lies within a page.
 template <typename T> struct Call {
     Pages<T> queries, keys, values;
     T* out;
     float* lse;
     const float* mask;
-    int64_t heads, count, tokens, dim, threads;
+    float* units;
+    int64_t heads, count, tokens, dim, threads, unit;
     float scale;
+
+    // Where the units of one query from a token on stand.
+    float* units_at(int64_t head, int64_t row, int64_t token) const {
+        return units ? units + ((head * count + row) * tokens + token) / unit : nullptr;
+    }
 
     // One row of the result, from its sums (not divided), its largest score and its mass. A query that sees
     // nothing has an output of zero and the log-sum-exp -inf, so that it vanishes when parts are merged.
@@ -97,6 +125,13 @@ template <typename T> struct Call {
         float whole = mass == 0.0f ? 1.0f : mass;
         for (int d = 0; d < dim; ++d) narrow(sums[d] / whole, out + at * dim + d);
         lse[at] = (peak + std::log2(mass)) * LN2;
+    }
+
+    // Scales the units of tokens first .. last of the query in row `at` of the result.
+    void scale_units(int64_t at, int64_t first, int64_t last, float factor) const {
+        if (!units) return;
+        float *from = units + (at * tokens + first) / unit, *to = units + (at * tokens + last) / unit;
+        for (; from < to; ++from) *from *= factor;
     }
 };
 
@@ -136,10 +171,14 @@ static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>
                                  count, &s.scores[0]);
                 // One after the other: the peaks of all queries do not wait for each other, nor the weights for
                 // a peak.
+                const auto units = [&](int r) {
+                    return Units{call.units_at(head, task.row + r, task.first), (at - task.first) / call.unit,
+                                 call.unit};
+                };
                 for (int r = 0; r < count; ++r)
                     raise_peak(s, r, base + r, held, dim,
-                               call.mask ? call.mask + (task.row + r) * call.tokens + at : nullptr);
-                for (int r = 0; r < count; ++r) soften(s, r, base + r, held);
+                               call.mask ? call.mask + (task.row + r) * call.tokens + at : nullptr, units(r));
+                for (int r = 0; r < count; ++r) soften(s, r, base + r, held, units(r));
                 s.products.sum(&s.weights[0], call.values.at(head, at), call.values.at(then, from),
                                call.values.row_stride, held, count, &s.sums[base * dim]);
             }
@@ -180,16 +219,17 @@ template <typename Products, typename T = typename Products::Entry> static void 
                     masses[part] = s.total_mass(r);
                 } else {
                     call.put(at, &s.sums[r * dim], s.peak[r], s.total_mass(r));
+                    call.scale_units(at, 0, call.tokens, 1.0f / s.total_mass(r));
                 }
             }
         }
     }
     if (splits == 1) return;
-    std::vector<float> total(dim);
+#pragma omp parallel for num_threads(int(call.threads)) if (call.units)
     for (int64_t at = 0; at < rows; ++at) {
+        std::vector<float> total(dim);
         float peak = -INFINITE, mass = 0.0f;
         for (int64_t split = 0; split < splits; ++split) peak = std::max(peak, peaks[split * rows + at]);
-        std::fill(total.begin(), total.end(), 0.0f);
         for (int64_t split = 0; split < splits; ++split) {
             int64_t part = split * rows + at;
             if (masses[part] == 0.0f) continue;
@@ -198,6 +238,9 @@ template <typename Products, typename T = typename Products::Entry> static void 
             for (int64_t d = 0; d < dim; ++d) total[d] += weight * sums[part * dim + d];
         }
         call.put(at, total.data(), peak, mass);
+        for (int64_t split = 0; split < splits; ++split)
+            call.scale_units(at, split * step, std::min(call.tokens, (split + 1) * step),
+                             std::exp2(peaks[split * rows + at] - peak) / mass);
     }
 }
 

@@ -126,6 +126,16 @@ template <int H> static inline Vec highest_folded(Vec x) {
     return larger(x, __builtin_shuffle(x, other));
 }
 
+// Lane by lane the sum over its group of `unit` lanes, a power of two.
+static inline Vec grouped_sum(Vec x, int unit) {
+    for (int half = 1; half < unit; half *= 2) {
+        IntVec other;
+        for (int lane = 0; lane < LANES; ++lane) other[lane] = lane ^ half;
+        x += __builtin_shuffle(x, other);
+    }
+    return x;
+}
+
 // The largest lane.
 static inline float highest(Vec x) {
     if constexpr (LANES == 16) x = highest_folded<8>(x);

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from cpu_kv import TransferEngine
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
+from offload_rt.caches.buffers import room_for_means
 from offload_rt.config import (
     DRAFT_STREAMING,
     SOURCES,
@@ -175,6 +178,13 @@ class PlanRequest:
         either = self.config.refreshing_from("store"), self.config.refreshing_from("stream")
         return [replace(self, config=config) for config in either]
 
+    @property
+    def retrieved_entries(self) -> int:
+        """Of a retrieved cache, the means of pages included."""
+        retrieval, layout = self.config.retrieval, self.target.layout(self.config.store.page)
+        pages = layout.pages(self.context + self.new_tokens) if retrieval.rest else 0
+        return retrieval.budget + (room_for_means(pages) if pages else 0)
+
     def with_budget(self, budget: int) -> PlanRequest:
         """The same with a retrieved cache of another size."""
         retrieval = replace(self.config.retrieval, budget=budget)
@@ -287,8 +297,9 @@ def host_memory(request: PlanRequest) -> Memory:
     """What the host holds. With a GPU, `kv` is page-locked."""
     target, tokens = request.target, request.context + request.new_tokens
     memory = {"kv": target.layout(request.config.store.page).reserved_bytes(tokens)}
-    if request.retrieves:  # keys alone
+    if request.retrieves:  # of chunks the keys alone
         memory["summaries"] = tokens // request.config.retrieval.chunk * target.token_bytes // 2
+        memory["summaries"] += tokens // request.config.store.page * target.token_bytes
     memory |= _computing_memory(request) if request.in_place else {}
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.host.memory_bytes))
     return memory
@@ -305,9 +316,15 @@ def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
     if TARGET_STREAMING in request.levels:
         memory["streaming_cache"] = streaming * target.token_bytes // parts
     if request.retrieves:
-        entries = config.retrieval.budget + SPECULATIVE_ENTRIES
+        entries, tokens = (
+            request.retrieved_entries + SPECULATIVE_ENTRIES,
+            request.context + request.new_tokens,
+        )
         copies = 2 if request.refreshes_from_stream else 1  # one in use, one that fills
         memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
+        if config.retrieval.select != "mean_keys":
+            scores = tokens // config.retrieval.chunk * target.layers * target.kv_heads
+            memory["scores"] = scores * torch.float32.itemsize // parts
     # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
     # of the chunks of it that are packed into pages and written.
     attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim

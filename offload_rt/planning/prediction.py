@@ -107,7 +107,7 @@ class Predictor:
         request, config = self.request, self.config
         small = request.draft if request.levels[index] == DRAFT_STREAMING else None
         bounded = config.draft.sinks + config.draft.window
-        entries = config.retrieval.budget if request.levels[index] == TARGET_RETRIEVED else bounded
+        entries = request.retrieved_entries if request.levels[index] == TARGET_RETRIEVED else bounded
         entries = min(entries, request.context)
         return self.step(small or request.target, queries, entries, split=small is None, graph=True)
 

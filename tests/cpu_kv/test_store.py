@@ -68,7 +68,7 @@ def check_sequence(
             )
         assert sequence.summaries is not None
         assert sequence.summaries.count(layer) == full
-        torch.testing.assert_close(sequence.summaries.keys(layer), chunked[0].mean(dim=2))
+        torch.testing.assert_close(sequence.summaries.means(layer), chunked[0].mean(dim=2))
 
 
 APPENDS = st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 1), st.integers(1, 40))
@@ -266,8 +266,8 @@ def test_summaries_of_half_precision_are_summed_in_float32(dtype: torch.dtype) -
         sequence.append(0, keys, keys)
         assert sequence.summaries is not None
         means = keys.float().unflatten(1, (2, 256)).mean(dim=2).to(dtype)
-        assert sequence.summaries.keys(0).dtype == dtype
-        assert torch.equal(sequence.summaries.keys(0), means)
+        assert sequence.summaries.means(0).dtype == dtype
+        assert torch.equal(sequence.summaries.means(0), means)
 
 
 def test_summaries_do_not_move_at_every_append() -> None:
@@ -279,7 +279,7 @@ def test_summaries_do_not_move_at_every_append() -> None:
             seen: list[Tensor] = []  # held, so that no address is used twice
             for _ in range(50):
                 sequence.append(0, torch.ones(2, 2, 4), torch.ones(2, 2, 4))
-                seen.append(sequence.summaries.keys(0))
+                seen.append(sequence.summaries.means(0))
             assert len({keys.data_ptr() for keys in seen}) <= storages
 
 

@@ -1,0 +1,97 @@
+"""What a retrieved cache chooses chunks by: their mean keys, or what they have been attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from cpu_kv import chunk_scores
+from offload_rt.attention import attend_weighed, choose_backend, fold, merge
+from offload_rt.caches.attended import AttendedChunks, WeighedPart
+from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.host import Arriving
+
+DECAY = 0.8
+"""Of what a verification attended to, after the next one. Measured: 0.5 to 0.9 differ little."""
+
+Scores = Callable[[int], Tensor]
+"""Of a layer's chunks, `[kv_heads, chunks]` float32 in host memory; may be asked for in any thread."""
+
+
+class Selection(Protocol):
+    """Scores the chunks of a text."""
+
+    def restart(self, queries: Tensor) -> None:
+        """The text begins anew, with its prompt in the full cache.
+
+        Args:
+            queries: of its last tokens, as in `asked`.
+        """
+
+    def asked(self, queries: Tensor) -> Scores:
+        """The scores now. Nothing here waits for the device.
+
+        Args:
+            queries: of the newest verified tokens, `[layers, heads, tokens, head_dim]`.
+        """
+
+
+class ByMeanKeys:
+    """The newest queries' attention to the mean key of each chunk (TriForce, section 4.1)."""
+
+    def __init__(self, source: FullCache) -> None:
+        self._source = source
+
+    def restart(self, queries: Tensor) -> None:
+        """Nothing to do: it knows nothing but what is asked."""
+
+    def asked(self, queries: Tensor) -> Scores:
+        source = self._source
+        arriving = Arriving(queries[:, :, -LAST_QUERIES:].contiguous())
+
+        def scores(layer: int) -> Tensor:
+            # On the host, where the mean keys are: sending them would cost a share of what the link carries.
+            asking = fold(arriving.wait()[layer], source.layout.kv_heads)
+            return chunk_scores(asking, source.summaries(layer), source.scale)
+
+        return scores
+
+
+class ByAttention:
+    """What verifications have attended to, of all their queries; the newest of the prompt's to begin with.
+
+    It costs a pass a few sums, where mean keys cost a refresh a product; and it sees a chunk that a few tokens
+    make worth holding, which a mean hides.
+    """
+
+    def __init__(self, source: FullCache, chunk: int, decay: float) -> None:
+        self._source = source
+        self._attended = AttendedChunks(source.layout, source.device, chunk, decay)
+        source.attended = self._attended
+
+    def restart(self, queries: Tensor) -> None:
+        source, attended = self._source, self._attended
+        page, device = source.layout.page_size, source.device
+        end = source.verified_length // page * page
+        attended.reset()
+        attended.reserve(end)
+        source.engine.flush()
+        asking = queries[:, :, -LAST_QUERIES:].cpu()
+        backend = choose_backend(asking.device)  # where the store is
+        for layer in range(source.layout.layers):
+            seen, at = [], 0
+            for keys, values in source.sequence.views(layer, 0, end):
+                weighed = attend_weighed(backend, asking[layer], keys, values, source.scale, attended.chunk)
+                out, lse, units = weighed
+                attended.add(at, WeighedPart(lse.to(device), units.to(device)))
+                seen.append((out, lse))
+                at += len(keys) * page
+            if seen:
+                attended.end_layer(layer, merge(seen)[1].to(device))
+
+    def asked(self, queries: Tensor) -> Scores:
+        self._attended.reserve(self._source.verified_length)
+        arriving = Arriving(self._attended.scores)
+        return lambda layer: arriving.wait()[layer]
