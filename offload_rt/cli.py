@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from offload_rt.commands import datastore, demo, doctor, generate, plan
+from offload_rt.commands import datastore, demo, doctor, generate, plan, search_skips
 from offload_rt.commands.exits import READER_GONE, REFUSED, drop_stdout, status_of, terminable
 from offload_rt.errors import UsageError
 
-COMMANDS = (demo, generate, plan, doctor, datastore)
+COMMANDS = (demo, generate, plan, doctor, datastore, search_skips)
 FIRST_STEPS = """\
 to begin:
   offload-rt demo                                        the embedded models, with no download and no GPU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from offload_rt.errors import UsageError
@@ -67,8 +68,10 @@ class LayerPlan:
             if not number.isdecimal() or which not in ("", "a", "m"):
                 raise UsageError(f"layers {text!r}: {block.strip()!r} is not a layer like 5, 5a or 5m")
             if int(number) >= layers:
-                last = layers - 1
-                raise UsageError(f"layers {text!r}: layer {number} does not exist; there are 0 to {last}")
+                raise UsageError(
+                    f"layers {text!r}: layer {number} does not exist in a model of {layers} layers, 0 to"
+                    f" {layers - 1}; offload-rt search-skips finds which of its own to skip"
+                )
             if which != "m":
                 attention.add(int(number))
             if which != "a":
@@ -76,6 +79,19 @@ class LayerPlan:
         if len(attention) == layers:
             raise UsageError(f"layers {text!r}: no attention is left; skip fewer layers")
         return replace(cls.whole(layers), no_attention=frozenset(attention), no_mlp=frozenset(mlp))
+
+
+def blocks_of(layers: int) -> list[str]:
+    """The blocks that `skip:` can name: 0a and 0m are the attention and the MLP of layer 0."""
+    return [f"{layer}{kind}" for layer in range(layers) for kind in "am"]
+
+
+def skipping(blocks: Collection[str]) -> str:
+    """What `LayerPlan.parse` reads as a plan without these of `blocks_of`."""
+    layers = sorted({int(block[:-1]) for block in blocks})
+    kinds = {layer: "".join(kind for kind in "am" if f"{layer}{kind}" in blocks) for layer in layers}
+    named = [f"{layer}{kind if kind != 'am' else ''}" for layer, kind in kinds.items()]
+    return f"skip:{','.join(named)}" if named else EXACT
 
 
 def _groups(layers: int, size: int) -> tuple[tuple[int, ...], ...]:

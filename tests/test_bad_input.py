@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "beyond": b"1 2 9999",
         "levels.toml": b"[speculation]\nlevels = 3\n",
         "torn.toml": b"[speculation",
+        "skips.toml": b"[speculation]\nlevels = [{model='target', cache='retrieved', layers='skip:30a'}]\n",
     }
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -151,6 +152,22 @@ TABLE = [
     ("generate --prompt a --set retrieval.budget=3", 2, "retrieval.budget = 3: must be at least"),
     ("generate --prompt a --set retrieval.chunk=7", 2, "must divide store.page"),
     (f"{OWN} --prompt a --config naive", 2, "drafts with a small model, and there is none"),
+    (
+        "generate --model F/model --prompt a --config F/skips.toml",
+        2,
+        "layers 'skip:30a': layer 30 does not exist in a model of 2 layers, 0 to 1",
+    ),
+    # Searches.
+    ("search-skips --trials 0", 2, "'0' is not a whole number of at least 1"),
+    ("search-skips -n 0 -o F/new", 2, "max-tokens 0 is out of range"),
+    ("search-skips -o F", 2, "is a folder; name a file in it"),
+    ("search-skips -o F/empty.txt", 2, "empty.txt: exists; name another file, or remove it"),
+    ("search-skips -o F/no/new", 2, "its folder does not exist"),
+    ("search-skips -o F/new --config auto", 2, "--config auto: stands for several; name one in which"),
+    ("search-skips -o F/new --config plain", 2, "--config plain: has no layers of the target to skip"),
+    ("search-skips -o F/new --config naive", 2, "--config naive: has no layers of the target to skip"),
+    ("search-skips -o F/new --config F/no.toml", 2, "no such file"),
+    ("search-skips -o F/new --prompt a --model F/model", 2, "the sample text has 1 tokens; give one of at"),
     # Models.
     ("generate --prompt a --model F/modle", 2, "model F/modle: there is no such folder"),
     ("generate --prompt a --model F/empty.txt", 2, "is a file; name the folder"),

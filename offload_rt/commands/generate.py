@@ -35,7 +35,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     generate.set_defaults(run=run)
 
-    model = generate.add_argument_group("model")
+    add_model(generate)
+    prompts.add_arguments(generate)
+    _add_sampling(generate)
+    _add_configuration(generate)
+
+    output = generate.add_argument_group("output")
+    output.add_argument(
+        "--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens"
+    )
+    output.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the result and its statistics to FILE (default: nowhere)",
+    )
+    output.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which models run, and where."""
+    model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
         metavar="PATH|ID",
@@ -59,22 +79,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
     )
 
-    prompts.add_arguments(generate)
-    _add_sampling(generate)
-    _add_configuration(generate)
-
-    output = generate.add_argument_group("output")
-    output.add_argument(
-        "--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens"
-    )
-    output.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the result and its statistics to FILE (default: nowhere)",
-    )
-    output.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
-
 
 def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
@@ -82,6 +86,21 @@ def _add_sampling(generate: argparse.ArgumentParser) -> None:
     add(
         "-n", "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N (default: 256)"
     )
+    add_distribution(sampling)
+    add("--seed", type=int, metavar="S", help="repeats a text (default: random, shown in the summary)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="end the text where STRING begins; may be repeated (default: none)",
+    )
+    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
+
+
+def add_distribution(sampling: argparse._ArgumentGroup) -> None:
+    """Adds the flags that say from which distribution tokens are drawn."""
+    add = sampling.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default: 0)")
     add(
         "--top-p",
@@ -97,15 +116,6 @@ def _add_sampling(generate: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draw from the K likeliest tokens (default: 0, all)",
     )
-    add("--seed", type=int, metavar="S", help="repeats a text (default: random, shown in the summary)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="STRING",
-        help="end the text where STRING begins; may be repeated (default: none)",
-    )
-    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
 
 
 def _add_configuration(generate: argparse.ArgumentParser) -> None:

@@ -42,13 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("stdin", nargs="?", metavar="-", help="read a text from stdin")
     prompt.add_argument(
         "--max-prompt-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)",
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A flag's whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

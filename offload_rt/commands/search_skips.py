@@ -1,0 +1,253 @@
+"""`offload-rt search-skips`: which blocks the target should leave out while it drafts (Draft & Verify)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from offload_rt.commands import prompts
+from offload_rt.commands.console import Console
+from offload_rt.commands.exits import status_of
+from offload_rt.commands.generate import add_distribution, add_model, machine_errors_in_a_line
+from offload_rt.config import AUTO, Config, load_config, parse_override
+from offload_rt.errors import UsageError
+from offload_rt.files import check_writable, write_whole
+from offload_rt.layers import EXACT
+from offload_rt.skips import PLAIN, Trial, compare, fastest, search
+from offload_rt.toml import to_toml
+
+if TYPE_CHECKING:
+    from offload_rt.api import LLM
+    from offload_rt.results import SamplingParams
+
+LIBRARIES = {"optuna": "optuna", "tomli_w": "tomli-w"}
+TRIALS_A_LAYER = 12
+ROUNDS = 5
+"""How often the fastest plans are compared in the end."""
+SHORTEST = 256
+"""Tokens of the shortest sample from which anything is concluded."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line."""
+    parser = commands.add_parser(
+        "search-skips",
+        help="find the layers to skip while drafting (Draft & Verify)",
+        description="Measures on a sample text how fast the target drafts for itself with some of its"
+        " attention and MLP blocks left out, and writes the fastest composition as a configuration. Ctrl-C"
+        f" keeps the best so far. Needs {' and '.join(LIBRARIES.values())}.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    add_model(parser)
+    prompts.add_arguments(parser)
+    sampling = parser.add_argument_group("sampling")
+    add_distribution(sampling)
+    sampling.add_argument(
+        "-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text (default: 64)"
+    )
+    _add_search(parser)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--config",
+        default="retrieval",
+        metavar="NAME|FILE",
+        help="composition in which the target drafts for itself (default: retrieval)",
+    )
+    group.add_argument(
+        "--set",
+        type=parse_override,
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="section.key=value",
+        help="sets any configuration key (default: the config's values); the last value given wins",
+    )
+    group.add_argument(
+        "--trials",
+        type=prompts.positive,
+        metavar="N",
+        help=f"plans to measure (default: {TRIALS_A_LAYER} for each layer of the model)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the search and of its texts (default: 0)"
+    )
+    group.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("skips.toml"),
+        metavar="FILE",
+        help="the configuration; no file of that name may exist (default: skips.toml)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Searches, writes the configuration, and prints how fast it is.
+
+    Raises:
+        UsageError: a library is missing, the file exists, the target does not draft in the configuration, or
+            the sample is too short.
+    """
+    base = _checked(arguments)
+    text = prompts.read(arguments)
+    from offload_rt.api import LLM
+    from offload_rt.loading import DEMO, demo_model, load_tokenizer
+    from offload_rt.planning.shapes import find_shape
+    from offload_rt.results import SamplingParams
+
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        max_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+        ignore_eos=True,
+    )
+    console, overrides = Console(quiet=False), dict(arguments.overrides)
+    with machine_errors_in_a_line():
+        tokenizer = load_tokenizer(arguments.model or demo_model("target"))
+        prompt = prompts.encode(tokenizer, text, arguments, console)
+    if len(prompt) < SHORTEST:
+        raise UsageError(f"the sample text has {len(prompt)} tokens; give one of at least {SHORTEST}")
+    name = arguments.model or DEMO
+    layers = find_shape(name, None).layers
+    trials = arguments.trials or TRIALS_A_LAYER * layers
+    with (
+        machine_errors_in_a_line(),
+        LLM(
+            arguments.model,
+            draft=arguments.draft,
+            config=arguments.config,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            overrides=overrides,
+            on_progress=console.progress,
+            on_notice=console.notice,
+            size_hint=(len(prompt), params.max_tokens),
+        ) as llm,
+    ):
+        llm.generate(prompt, params)
+        found = _search(Sample(llm, base, arguments.config, overrides, params), layers, trials, console)
+    source = f"{name}, {layers} layers; sample of {len(prompt):,} tokens, temperature {params.temperature:g}"
+    comments = (f"# {line}\n" for line in ("By offload-rt search-skips.", f"Model {source}.", found.verdict))
+    try:
+        write_whole(arguments.out, "".join(comments) + to_toml(with_layers(base, found.layers)))
+    except OSError as error:
+        raise UsageError(f"--out {arguments.out}: cannot be written ({error.strerror})") from None
+    print(f"{found.table}{arguments.out}: layers = {found.layers}; {found.verdict}")
+    print(f"offload-rt generate --config {arguments.out} …")
+    return found.status
+
+
+def _checked(arguments: argparse.Namespace) -> Config:
+    """The configuration, in which the target drafts for itself; checks all that needs no model."""
+    missing = [package for module, package in LIBRARIES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UsageError(f"search-skips needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    check_writable("--out", arguments.out)
+    if arguments.out.exists():
+        raise UsageError(f"--out {arguments.out}: exists; name another file, or remove it")
+    named = "name one in which the target drafts for itself, such as retrieval, trees or triforce"
+    if arguments.config == AUTO:
+        raise UsageError(f"--config {AUTO}: stands for several; {named}")
+    base = load_config(arguments.config, dict(arguments.overrides))
+    levels = base.speculation.levels
+    if not levels or levels[-1].model != "target":
+        raise UsageError(f"--config {arguments.config}: has no layers of the target to skip; {named}")
+    return base
+
+
+def with_layers(base: Config, layers: str) -> Config:
+    """`base`, whose last level drafts with other `layers`."""
+    *below, last = base.speculation.levels
+    levels = (*below, replace(last, layers=layers))
+    return replace(base, speculation=replace(base.speculation, levels=levels))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt that has been read, and is continued with blocks left out.
+
+    Attributes:
+        llm: whose last prompt it is.
+        base: the composition whose last level leaves them out; `config` with `overrides`.
+        params: of each continuation, but for its seed.
+    """
+
+    llm: LLM
+    base: Config
+    config: str
+    overrides: dict[str, object]
+    params: SamplingParams
+
+    def rate(self, layers: str, seed: int) -> float:
+        """Tokens a second; see `skips.Rate`."""
+        params = replace(self.params, seed=seed)
+        if layers == PLAIN:
+            return self.llm.plain(params).timings.predicted_per_second
+        levels = with_layers(self.base, layers).speculation.levels
+        # What drafts badly must not be saved by plain decoding.
+        given = {"speculation.levels": levels, "speculation.step_down": False}
+        return self.llm.rerun(params, self.config, self.overrides | given).timings.predicted_per_second
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found, how fast that is, what it was compared with, and how the command ends."""
+
+    layers: str
+    verdict: str
+    table: str = ""
+    status: int = 0
+
+
+def _search(sample: Sample, layers: int, trials: int, console: Console) -> Found:
+    seed = sample.params.seed
+    assert seed is not None
+    made: list[Trial] = []
+    rounds: list[dict[str, float]] = []
+    try:
+        for trial in search(layers, trials, seed, sample.rate):
+            made.append(trial)
+            console.progress("search", len(made), trials)
+        for rates in islice(compare(made, seed, sample.rate), ROUNDS):
+            rounds.append(rates)
+            console.progress("compare", len(rounds), ROUNDS)
+    except KeyboardInterrupt as interrupt:
+        if not made:
+            raise
+        best = max([Trial(EXACT, 1.0), *fastest(made, 1)], key=lambda trial: trial.speed)
+        verdict = (
+            f"interrupted after {len(made)} of {trials} trials, {best.speed:.2f} times as fast as all layers"
+        )
+        return Found(best.layers, verdict, status=status_of(interrupt))
+    finally:
+        console.clear()
+    return _compared(rounds)
+
+
+def _compared(rounds: Sequence[dict[str, float]]) -> Found:
+    """The fastest by the median of all rounds."""
+    medians = {layers: median(rates[layers] for rates in rounds) for layers in rounds[0]}
+    best = max((layers for layers in medians if layers != PLAIN), key=lambda layers: medians[layers])
+    rate, plain, whole = medians[best], medians[PLAIN], medians[EXACT]
+    width = max(map(len, medians))
+    lines = [f"{'layers':{width}}  tokens/s  over plain"]
+    lines += [f"{layers:{width}}  {it:8.1f}  {it / plain:10.2f}" for layers, it in medians.items()]
+    gain = (
+        "nothing is gained by skipping"
+        if best == EXACT
+        else f"{rate / whole:.2f} times as fast as all layers"
+    )
+    verdict = f"{rate:.1f} tokens/s, {rate / plain:.2f} times as fast as plain decoding; {gain}"
+    return Found(best, verdict, "\n".join(lines) + "\n\n")
