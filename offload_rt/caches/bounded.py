@@ -176,10 +176,7 @@ class BoundedCache(ABC):
         new, self._new = self._new, None
         held = len(self.held)
         self._move([self.entries + held + index for index in kept], self.entries + held)
-        place = {held + index: held + at for at, index in enumerate(kept)}
-        for index in kept:
-            parent = new.parents[index]
-            self.held.add(new.token(index), place.get(parent, parent))
+        new.hold(self.held, kept)
 
     def keep(self, entries: Sequence[int]) -> None:
         self._move([self.entries + entry for entry in entries], self.entries)

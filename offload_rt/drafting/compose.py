@@ -12,10 +12,11 @@ from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import DATASTORE, DRAFT_STREAMING, SOURCES, SUFFIX, Config, LevelConfig
-from offload_rt.costs import PassCost
+from offload_rt.config import DATASTORE, DRAFT_STREAMING, HEAD, SOURCES, SUFFIX, Config, LevelConfig
+from offload_rt.costs import HeadCost, PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
 from offload_rt.drafting.datastore import Datastore
+from offload_rt.drafting.head_drafter import HeadDrafter, Heads
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -36,6 +37,7 @@ class Parts:
         full: the target's full cache; derived caches are added to it.
         stop_tokens: no use to draft beyond one of these.
         pool: where the memory of bounded caches comes from.
+        heads: where heads come from.
         caches: the bounded ones; added here.
     """
 
@@ -47,6 +49,7 @@ class Parts:
     stop_tokens: Collection[int]
     backend: AttentionBackend
     pool: BufferPool
+    heads: Heads
     caches: list[BoundedCache] = field(default_factory=list)
 
 
@@ -92,6 +95,10 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     config = parts.config
     if level.name in SOURCES:
         return _source(level.name, config)
+    if level.name == HEAD:
+        model_of_head = parts.heads.of(config.head, parts.target)
+        head_cost = HeadCost(parts.target, model_of_head.head.weight_bytes)
+        return HeadDrafter(model_of_head, parts.sampling, head_cost, parts.stop_tokens)
     model = parts.draft if level.name == DRAFT_STREAMING else parts.target
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")
@@ -126,8 +133,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     recurring = range(1, shape.size + 2) if shape.depth else sorted({1, 2, own.per_pass} - {0})
     for order in dict.fromkeys((plan, first or plan)):
         model.prepare(cache, recurring, order)
-    cost = PassCost(model, cache.budget)
-    verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
+    verifier = Verifier(level.name, model, cache, below, parts.sampling, PassCost(model, cache.budget), plan)
     if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
         return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
     parts.full.derived.append(cache)
