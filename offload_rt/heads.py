@@ -74,8 +74,8 @@ def load_head(path: Path, target: CausalModel) -> Head:
     trained, own = f"was trained for {about.get('model', 'another model')}", target.probe().float().cpu()
     if probe.shape != own.shape:
         raise UsageError(
-            f"head {path}: {trained}, whose hidden states are {probe.shape[-1]} wide; those of "
-            f"{target.name} are {own.shape[-1]} wide: name one for it with head.path, or {TRAIN}"
+            f"head {path}: {trained}, whose hidden states here are {list(probe.shape)}, and those of "
+            f"{target.name} are {list(own.shape)}: name one for it with head.path, or {TRAIN}"
         )
     likeness = float(torch.cosine_similarity(probe, own).min())
     if not likeness >= LIKENESS:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from small_engine import PARAMS, PROMPT, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
-from tiny_models import byte_ids, tiny_target
+from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -236,6 +236,29 @@ def test_training_teaches(target: PreTrainedModel) -> None:
     assert all(late > early + 0.05 for late, early in zip(after, before, strict=True)), (before, after)
 
 
+def test_the_script_trains_a_head_for_any_model(
+    target: PreTrainedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # it would hold for all tests
+    model, corpus, out = tmp_path / "model", tmp_path / "corpus", tmp_path / "head.safetensors"
+    target.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    corpus.mkdir()
+    (corpus / "text.txt").write_text(real_text()[:20_000])
+    arguments = ["--corpus", str(corpus), "--eval", str(corpus), "--model", str(model), "--minutes", "0.01"]
+    assert train_head.main([*arguments, "--out", str(out), "--device", "cpu"]) == 0
+    assert "acceptance by depth 0." in capsys.readouterr().out
+    overrides: dict[str, object] = {"head.path": str(out), "speculation.levels": ["head"]}
+    with LLM(model, config="heads", overrides=overrides) as llm:
+        assert llm.generate("It was", SamplingParams(max_tokens=8)).levels[0].name == "head"
+    with pytest.raises(SystemExit) as refused:
+        train_head.main([*arguments, "--out", str(corpus)])
+    assert refused.value.code == 2 and "is a folder; name a file in it" in capsys.readouterr().err
+
+
 # Which files are refused
 
 
@@ -267,7 +290,11 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         "is torn or none",
     ),
     "another kind": (lambda file, path: save_file(load_file(file), path), "is no head; train one"),
-    "narrower": (changed(target=torch.zeros(5, 8)), "whose hidden states are 8 wide; those of LlamaFor"),
+    "narrower": (
+        changed(target=torch.zeros(5, 8)),
+        "whose hidden states here are [5, 8], and those of LlamaFor",
+    ),
+    "a scalar": (changed(target=torch.tensor(1.0)), "whose hidden states here are []"),
     "no probe": (changed(target=None), "was trained for tiny"),
     "other sizes": (
         changed(join_weight=torch.zeros(64, 64)),
@@ -295,7 +322,7 @@ def test_files_that_are_no_head_are_refused(
 def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="was trained for tiny, and Llama.* is another model .* head.path"):
         LLM.from_models(tiny_target("llama-gqa", seed=5), config="heads", overrides={"head.path": str(file)})
-    with pytest.raises(UsageError, match="trained for demo, whose hidden states are 256 wide"):
+    with pytest.raises(UsageError, match=r"trained for demo, whose hidden states here are \[5, 256\]"):
         LLM.from_models(target, config="heads")
     with LLM.from_models(target, config="plain") as llm:
         llm.generate(PROMPT, SamplingParams(max_tokens=4))
