@@ -3,24 +3,25 @@
 The acceptance of a proposal q by p is 1 minus their total variation, the sum of min(p, q). Both follow the
 same true text (teacher forcing) at temperature 1: p over the full KV, q over the small cache. Text goes by in
 rounds of `ROUND` tokens, as in decoding: the small cache passes over the round's tokens, then the full cache
-does and commits them, and the small caches adopt the verified KV. The nth token of a round is therefore
+does and commits them, and the small cache adopts the verified KV. The nth token of a round is therefore
 drafted n tokens behind the latest refresh, as a decoder that drafts `ROUND` tokens would do it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bench.context import ContextReader
 from cpu_kv import exact_top_k, head_major
-from offload_rt.attention import fold
-from offload_rt.caches.base import DerivedCache, Verified
+from offload_rt.attention import attend, fold, folded_mask, merge
+from offload_rt.caches.base import DerivedCache, NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import RefreshPolicy
 from offload_rt.sampling import Sampler
@@ -28,9 +29,16 @@ from offload_rt.sampling import Sampler
 ROUND = 8
 STRIDE = 128
 SINKS = 16
+NEVER = "stride:1000000000"
+"""A refresh policy: what H2O evicts is gone."""
 RETRIEVAL = "retrieval"
 RETRIEVAL_STRIDE = f"retrieval, stride:{STRIDE}"
+WITHOUT_REST = "retrieval, rest left out"
+MEAN_KEYS = "mean keys (TriForce)"
+MEAN_KEYS_REST = "mean keys, rest estimated"
+HEAVY_HITTERS = "heavy hitters (H2O)"
 TOP_K = "exact top-k"
+TOP_K_FIRST_WHOLE = "exact top-k, first layer whole"
 STREAMING = "StreamingLLM"
 
 
@@ -38,14 +46,18 @@ class ExactTopKCache(BoundedCache):
     """The entries of the largest true attention mass, for each layer and KV head.
 
     Chosen by the very queries that it then serves, which is known only afterwards: not a system, but the
-    reference for every choice by mass. No bound on acceptance, though: where attention is spread evenly, its
-    heaviest entries are a biased sample, and a recent window comes nearer to the full output. `adopt` turns
-    the cache to the tokens *before* those that it is told of.
+    reference for every choice by mass. No bound on acceptance, though: where attention is spread evenly, as in
+    the first layer of many models, its heaviest entries are a biased sample of the whole. `adopt` turns the
+    cache to the tokens *before* those that it is told of.
+
+    Args:
+        whole: first layers whose KV is attended to in full.
     """
 
-    def __init__(self, source: FullCache, budget: int) -> None:
+    def __init__(self, source: FullCache, budget: int, whole: int = 0) -> None:
         super().__init__(source.layout, source.device, budget, source.backend)
         self._source = source
+        self._whole = whole
 
     def build(self, queries: Tensor) -> None:
         """Nothing to choose by: the queries to serve are not known yet."""
@@ -55,6 +67,13 @@ class ExactTopKCache(BoundedCache):
 
     def refill(self) -> None:
         """Nothing to take."""
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        if layer >= self._whole:
+            return super().attend(layer, queries, keys, values, scale)
+        assert self._new is not None
+        history = self._source.sequence.views(layer, 0, self.verified_length)
+        return _attend_behind(self._source, history, self._new, queries, keys, values, scale)[0]
 
     def adopt(self, verified: Verified) -> None:
         source = self._source
@@ -73,64 +92,157 @@ class ExactTopKCache(BoundedCache):
         raise NotImplementedError("chosen anew for every pass")
 
 
-def small_caches(reader: ContextReader, budgets: Mapping[str, int]) -> dict[tuple[str, str], DerivedCache]:
-    """The caches to measure by (kind, budget's name); the full cache keeps them true from here on."""
-    full, model, settings = reader.full, reader.model, reader.config.retrieval
-    caches: dict[tuple[str, str], DerivedCache] = {}
-    for name, budget in budgets.items():
-        for kind, policy in ((RETRIEVAL, "every"), (RETRIEVAL_STRIDE, f"stride:{STRIDE}")):
-            caches[kind, name] = RetrievedCache(
-                full,
-                budget=budget,
-                chunk=settings.chunk,
-                recent=min(settings.recent, budget // 4),
-                refresh=RefreshPolicy.parse(policy),
-                backend=reader.backend,
-            )
-        caches[TOP_K, name] = ExactTopKCache(full, budget)
-        caches[STREAMING, name] = StreamingCache(
-            model.kv_layout(),
-            model.rotary_frequencies,
-            sinks=SINKS,
-            window=budget - SINKS,
-            backend=reader.backend,
-            source=full,
-        )
-    full.derived[:] = caches.values()
-    return caches
+def _attend_behind(
+    source: FullCache,
+    history: Sequence[tuple[Tensor, Tensor]],
+    new: NewTokens,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new tokens over runs of the store and themselves."""
+    mask = folded_mask(source.backend, new.mask(0, keys), queries, len(keys))
+    parts = [
+        attend(source.backend, queries, *(part.to(queries.device) for part in run), scale) for run in history
+    ]
+    return merge([*parts, attend(source.backend, queries, keys, values, scale, mask)])
+
+
+class _Prefix:
+    """The beginning of a text as a cache, whose passes are counted as attention to chunks."""
+
+    def __init__(self, source: FullCache, length: int) -> None:
+        self.held = source.held
+        self.verified_length = length
+        self._source = source
+        self._new: NewTokens | None = None
+
+    def begin(self, new: NewTokens) -> None:
+        self._new = new
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        source, attended, at = self._source, self._source.attended, 0
+        assert self._new is not None and attended is not None
+        for run in source.sequence.views(layer, 0, self.verified_length):
+            attended.attend(source.backend, at, queries, *(part.to(queries.device) for part in run), scale)
+            at += len(run[0]) * run[0].shape[2]
+        history = source.sequence.views(layer, 0, self.verified_length)
+        out, lse = _attend_behind(source, history, self._new, queries, keys, values, scale)
+        attended.end_layer(layer, lse)
+        return out
+
+    def commit(self, kept: Sequence[int]) -> None: ...
+
+    def keep(self, entries: Sequence[int]) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def count_prompt(reader: ContextReader, tokens: Sequence[int]) -> None:
+    """Counts what the text's own queries attended to, as H2O does: `ROUND` of them at the end of each page.
+
+    Args:
+        tokens: those that `reader` holds.
+    """
+    full, page = reader.full, reader.full.layout.page_size
+    assert full.attended is not None
+    full.attended.reset()
+    for at in range(page, len(tokens) - ROUND, page):
+        reader.logits(_Prefix(full, at), tokens[at : at + ROUND], 1)
+
+
+def _retrieved(
+    reader: ContextReader, budget: int, policy: str, decay: float | None, rest: bool
+) -> RetrievedCache:
+    full, settings = reader.full, reader.config.retrieval
+    return RetrievedCache(
+        full,
+        budget=budget,
+        chunk=settings.chunk,
+        recent=min(settings.recent, budget // 4),
+        refresh=RefreshPolicy.parse(policy),
+        backend=reader.backend,
+        selection=ByMeanKeys(full) if decay is None else ByAttention(full, settings.chunk, decay),
+        room=full.layout.pages(full.verified_length) if rest else 0,
+    )
+
+
+def _streaming(reader: ContextReader, budget: int) -> StreamingCache:
+    return StreamingCache(
+        reader.model.kv_layout(),
+        reader.model.rotary_frequencies,
+        sinks=SINKS,
+        window=budget - SINKS,
+        backend=reader.backend,
+        source=reader.full,
+    )
+
+
+CACHES: dict[str, Callable[[ContextReader, int], DerivedCache]] = {
+    RETRIEVAL: lambda reader, budget: _retrieved(reader, budget, "every", DECAY, True),
+    RETRIEVAL_STRIDE: lambda reader, budget: _retrieved(reader, budget, f"stride:{STRIDE}", DECAY, True),
+    WITHOUT_REST: lambda reader, budget: _retrieved(reader, budget, "every", DECAY, False),
+    MEAN_KEYS: lambda reader, budget: _retrieved(reader, budget, "every", None, False),
+    MEAN_KEYS_REST: lambda reader, budget: _retrieved(reader, budget, "every", None, True),
+    HEAVY_HITTERS: lambda reader, budget: _retrieved(reader, budget, NEVER, 1.0, False),
+    TOP_K: lambda reader, budget: ExactTopKCache(reader.full, budget),
+    TOP_K_FIRST_WHOLE: lambda reader, budget: ExactTopKCache(reader.full, budget, whole=1),
+    STREAMING: _streaming,
+}
+"""Small caches of a reader's model, with so many entries."""
 
 
 @torch.inference_mode()
 def acceptance(
-    reader: ContextReader, tokens: Sequence[int], budgets: Mapping[str, int]
+    reader: ContextReader,
+    tokens: Sequence[int],
+    budgets: Mapping[str, int],
+    kinds: Sequence[str] = (RETRIEVAL, RETRIEVAL_STRIDE, MEAN_KEYS, TOP_K, TOP_K_FIRST_WHOLE, STREAMING),
+    prompt: Sequence[int] = (),
 ) -> dict[tuple[str, str], Tensor]:
-    """Acceptance at each of `tokens`, which follow what `reader` holds, by (kind, budget's name).
+    """Acceptance at each of `tokens`, which follow what `reader` has read, by (kind, budget's name).
 
-    Afterwards the tokens are in the full cache. Their count is a multiple of `ROUND`.
+    Their count is a multiple of `ROUND`.
+
+    Args:
+        kinds: of `CACHES`.
+        prompt: what `reader` has read, where heavy hitters are among them.
 
     Returns:
         `[tokens]` each, float64: for what follows that token.
     """
     if len(tokens) % ROUND:
         raise ValueError(f"{len(tokens)} tokens are not rounds of {ROUND}")
-    sampler = Sampler(temperature=1.0)
-    caches = small_caches(reader, budgets)
-    reader.full.build_derived()
-    found: dict[tuple[str, str], list[Tensor]] = {key: [] for key in caches}
-    for start in range(0, len(tokens), ROUND):
-        block = tokens[start : start + ROUND]
-        probs: dict[tuple[str, str], Tensor] = {}
-        for key, cache in caches.items():
-            if key[0] != TOP_K:
-                probs[key] = sampler.probs(reader.logits(cache, block, ROUND))
-        true = sampler.probs(reader.logits(reader.full, block, ROUND))
-        reader.full.commit(range(ROUND))
-        for key, cache in caches.items():
-            if key[0] == TOP_K:
-                probs[key] = sampler.probs(reader.logits(cache, block, ROUND))
-            found[key].append(torch.minimum(true, probs[key]).sum(-1).double().cpu())
-    reader.full.derived.clear()
-    return {key: torch.cat(parts) for key, parts in found.items()}
+    found, full = {}, reader.full
+    for name, budget in budgets.items():
+        for kind in kinds:
+            full.rewind()
+            full.derived.clear()
+            full.attended = None
+            cache = CACHES[kind](reader, budget)
+            full.derived.append(cache)
+            full.build_derived()
+            if kind == HEAVY_HITTERS:
+                count_prompt(reader, prompt)
+                assert isinstance(cache, RetrievedCache)
+                cache.fill(full.last_queries)
+            found[kind, name] = torch.cat(
+                [_round(reader, cache, tokens[at : at + ROUND]) for at in range(0, len(tokens), ROUND)]
+            )
+    full.derived.clear()
+    full.attended = None
+    return found
+
+
+def _round(reader: ContextReader, cache: DerivedCache, block: Sequence[int]) -> Tensor:
+    sampler, hindsight = Sampler(temperature=1.0), isinstance(cache, ExactTopKCache)
+    drafted = None if hindsight else sampler.probs(reader.logits(cache, block, ROUND))
+    true = sampler.probs(reader.logits(reader.full, block, ROUND))
+    reader.full.commit(range(ROUND))
+    if drafted is None:
+        drafted = sampler.probs(reader.logits(cache, block, ROUND))
+    return torch.minimum(true, drafted).sum(-1).double().cpu()
 
 
 def by_distance(values: Tensor, period: int, width: int = 1) -> list[float]:

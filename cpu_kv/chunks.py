@@ -11,7 +11,7 @@ from cpu_kv.layout import KVLayout
 
 
 class ChunkSummaries:
-    """Means of the full chunks of one sequence, per layer: of its keys (TriForce, section 4.1), or its values.
+    """Means of the full chunks of one sequence, per layer: of its keys (TriForce, section 4.1) or values.
 
     A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0. Means are summed in
     float32 and kept in the layout's dtype. Raises ValueError for a ``chunk_size`` below 1.

@@ -26,8 +26,8 @@ def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
 def expecting(scores: Tensor) -> Tensor:
     """Scores of chunks ``[kv_heads, chunks]`` as the next tokens may give them: attention moves on.
 
-    What copies or quotes reads on, so a chunk is worth holding when the one before it was attended to: it gets
-    half of that one's score.
+    What copies or quotes reads on, so a chunk is worth holding when the one before it was attended to: it
+    gets half of that one's score.
     """
     return torch.nn.functional.pad(scores[:, :-1] / 2, (1, 0)) + scores
 

@@ -52,8 +52,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Out, lse, and how much each query attends to every `unit` tokens.
 
-        A unit is a part of a page. The last are `[kv_heads, folded_query, units]` in float32; a query's are one
-        in all.
+        A unit is a part of a page. The last are `[kv_heads, folded_query, units]` in float32; a query's are
+        one in all.
         """
 
 

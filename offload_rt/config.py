@@ -23,6 +23,7 @@ from offload_rt.errors import UsageError
 LOOKUP = "lookup"
 SUFFIX = "suffix"
 DATASTORE = "datastore"
+HEAD = "head"
 DRAFT_STREAMING = "draft:streaming"
 TARGET_STREAMING = "target:streaming"
 TARGET_RETRIEVED = "target:retrieved"
@@ -33,7 +34,7 @@ LONGEST_MATCH = 64
 SOURCES = (LOOKUP, SUFFIX, DATASTORE)
 """Levels without a model: what followed the text's end elsewhere."""
 
-LEVELS = (*SOURCES, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
+LEVELS = (*SOURCES, HEAD, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
 
 
@@ -114,9 +115,9 @@ class RetrievalConfig:
         chunk: tokens scored and chosen together.
         recent: latest tokens always held.
         refresh: when the entries are chosen anew.
-        select: what chunks are chosen by: what verifications have attended to, the newest more than older ones
-            (`attention`); all of them alike (`heavy_hitters`, as H2O); or the newest queries' attention to
-            chunks' `mean_keys` (TriForce).
+        select: what chunks are chosen by: what verifications have attended to, the newest ones counting most
+            (`attention`) or all alike (`heavy_hitters`, as H2O); or the newest queries' attention to chunks'
+            `mean_keys` (TriForce).
         rest: whether pages stand for what is not held, as their mean keys and values.
     """
 
@@ -151,8 +152,9 @@ class LevelConfig:
     """Who drafts for the next level; written as a table, or short as its name, `model:cache`.
 
     Attributes:
-        model: `draft` (the small model), `target`, or one of `SOURCES` (no model at all).
-        cache: `streaming` or `retrieved`; nothing without a model.
+        model: `draft` (the small model), `target`, `head` (one on the target's hidden states), or one of
+            `SOURCES` (no model at all).
+        cache: `streaming` or `retrieved`; nothing without a model, or for a head.
         layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
             (see `layers.LayerPlan`).
         calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.
@@ -204,11 +206,9 @@ class LevelConfig:
             kinds = ("chain", "grown") if level.model == DATASTORE else ("chain",)
             rule = f"must be {' or '.join(kinds)} for {level.model}"
             _require(shape.kind in kinds, f"{key}.draft", level.draft, rule)
-            for name, only in (("layers", "all"), ("merge", "")):
-                given = getattr(level, name)
-                _require(
-                    given == only, f"{key}.{name}", given, f"must be {only or 'empty'} for {level.model}"
-                )
+            _require(not level.merge, f"{key}.merge", level.merge, f"must be empty for {level.model}")
+        if level.model in (*SOURCES, HEAD):
+            _require(level.layers == "all", f"{key}.layers", level.layers, f"must be all for {level.model}")
         return level
 
 
@@ -253,7 +253,10 @@ class SpeculationConfig:
             _require(level.shape.kind != "sequoia", f"{key}.draft", level.draft, rule)
         for level in self.levels[1:]:
             rule = "has no model that could verify what the level below drafts: put it first"
-            _require(level.model not in SOURCES, key, level.name, rule)
+            _require(level.model not in (*SOURCES, HEAD), key, level.name, rule)
+        for level in self.levels[1:2]:
+            rule = "a head below it goes on from hidden states of the target: put a level of the target there"
+            _require(self.levels[0].model != HEAD or level.model == "target", key, level.name, rule)
         _at_least(1, "speculation.gamma1", self.gamma1)
         _at_least(0, "speculation.gamma2", self.gamma2)
 
@@ -273,6 +276,13 @@ class DraftConfig:
     def __post_init__(self) -> None:
         _at_least(0, "draft.sinks", self.sinks)
         _at_least(1, "draft.window", self.window)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head (`heads.py`): `path` of its file; empty: that of the embedded demo target."""
+
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -394,6 +404,7 @@ class Config:
     retrieval: RetrievalConfig
     speculation: SpeculationConfig
     draft: DraftConfig
+    head: HeadConfig
     lookup: LookupConfig
     datastore: DatastoreConfig
     prefill: PrefillConfig

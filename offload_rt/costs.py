@@ -57,3 +57,21 @@ class PassCost:
         # Reading and computing overlap; what is slower sets the pace.
         attention = max(self._entry_ms, self._query_entry_ms * queries) * entries
         return self._fixed_ms + attention + self._query_ms * queries
+
+
+class HeadCost:
+    """Nominal cost of passes of a draft head: its block, and the target's output head.
+
+    Args:
+        weight_bytes: of the block.
+    """
+
+    def __init__(self, target: CausalModel, weight_bytes: int) -> None:
+        rates, itemsize = NOMINAL.get(target.device.type, NOMINAL["cpu"]), target.dtype.itemsize
+        weight_bytes += target.vocabulary * target.hidden_size * itemsize
+        self._fixed_ms = rates.launch_ms + weight_bytes / rates.memory / 1e6
+        self._query_ms = 2 * weight_bytes / itemsize / rates.compute / 1e6
+
+    def __call__(self, length: int, queries: int) -> float:
+        """ms of a pass of `queries` tokens, at any `length`."""
+        return self._fixed_ms + self._query_ms * queries

@@ -12,9 +12,10 @@ from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
-from offload_rt.config import TARGET_RETRIEVED, Config, possible
+from offload_rt.config import HEAD, TARGET_RETRIEVED, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
+from offload_rt.drafting.head_drafter import Heads
 from offload_rt.errors import UsageError
 from offload_rt.machine.advice import without_kernel
 from offload_rt.machine.doctor import usable_hardware
@@ -69,6 +70,7 @@ class Engine:
         self.timeline = NO_TIMELINE
         self._on_progress = on_progress
         self._on_notice = on_notice
+        self._heads = Heads()
         self.configs = tuple(map(self.available, possible(configs, draft is not None)))
         self._chosen = ""
         self._backend = choose_backend(target.device)
@@ -94,8 +96,10 @@ class Engine:
         """`config` without the levels that cannot be had.
 
         Raises:
-            UsageError: none would be left.
+            UsageError: none would be left, or a head cannot be had.
         """
+        if HEAD in config.speculation.names:
+            self._heads.of(config.head, self.target)
         left = available_levels(config, self.draft is not None)
         if left == config.speculation.levels:
             return config
@@ -108,7 +112,14 @@ class Engine:
             self.check_room(len(prompt), continuation.max_tokens)
             config, shares = self._plan(len(prompt), continuation.max_tokens)
             shared = Shared(
-                self.target, self.draft, self.store, self._link, self._backend, self.timeline, self._pool
+                self.target,
+                self.draft,
+                self.store,
+                self._link,
+                self._backend,
+                self.timeline,
+                self._pool,
+                self._heads,
             )
             session = Session(shared, config, prompt, continuation, shares)
             report = self._on_progress
@@ -180,6 +191,7 @@ class Engine:
     def _fastest(self, prompt_tokens: int, new_tokens: int) -> Plan:
         """The fastest plan for such a text; tells which composition that is, where there is a choice."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
+        loaded += self._heads.weight_bytes
         loaded += self._pool.free_bytes  # kept for this text, or let go before it takes others
         hardware = usable_hardware(self.target.device, loaded, self._on_progress)
         plans = ranked(

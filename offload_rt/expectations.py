@@ -7,6 +7,7 @@ import functools
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 SAME_MODEL_ACCEPTANCE = 0.92  # of a token the target drafts itself, over a smaller cache
 SMALL_MODEL_ACCEPTANCE = 0.5  # of a token a small model drafts
+HEAD_ACCEPTANCE = 0.65  # of a token a head on hidden states drafts
 LOOKUP_ACCEPTANCE = 0.3  # of a token looked up in the context
 SECOND_CHOICE = 0.5  # of a second child that is sampled, once the first one was rejected
 NEXT_CHOICE = 0.8  # of each further child, as a share of that of the one before

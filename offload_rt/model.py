@@ -289,6 +289,17 @@ class CausalModel:
                 )
         return f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"
 
+    @torch.inference_mode()
+    def probe(self) -> Tensor:
+        """Hidden states `[5, hidden_size]` after five fixed tokens: they tell one model from another."""
+        return self._probed(_Probe(self.kv_heads, self.head_dim))[1][0]
+
+    def _probed(self, probe: _Probe) -> tuple[Tensor, Tensor]:
+        """A few tokens, and the hidden states after them, `[1, tokens, hidden_size]`."""
+        tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
+        layers = ((layer,) for layer in range(self.layers))
+        return tokens, self._run(layers, self.embed(tokens), torch.arange(5, device=self.device), probe)
+
     def _check_weights(self) -> None:
         for name, parameter in self.module.named_parameters():
             if not bool(parameter.isfinite().all()):
@@ -306,13 +317,11 @@ class CausalModel:
         switch = switch_of(self.module)
         if switch.checked:
             return
-        tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
-        positions = torch.arange(5, device=self.device)
         probe = _Probe(self.kv_heads, self.head_dim)
         try:
             with torch.inference_mode():
-                layers = ((layer,) for layer in range(self.layers))
-                found = self.logits(self._run(layers, self.embed(tokens), positions, probe))
+                tokens, hidden = self._probed(probe)
+                found = self.logits(hidden)
                 with attention_through(self.module, "sdpa"):
                     expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
         except torch.OutOfMemoryError:

@@ -18,6 +18,7 @@ from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
+from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
@@ -38,6 +39,7 @@ class Shared:
     backend: AttentionBackend
     timeline: Timeline = NO_TIMELINE
     pool: BufferPool = field(default_factory=BufferPool)
+    heads: Heads = field(default_factory=Heads)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Session:
             shared.store.layout.pages(self.prompt_tokens + continuation.max_tokens),
             shared.backend,
             shared.pool,
+            shared.heads,
         )
         self._caches = parts.caches
         self.verifier = compose(parts)

@@ -24,9 +24,11 @@ from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.held import HeldTokens
 from offload_rt.drafting.base import Drafter, NoDrafter, Proposal, Round, TokenView
 from offload_rt.drafting.growth import Growth
+from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.heads import Head
 from offload_rt.layers import LayerPlan
 from offload_rt.pace import Pace, RoundTimes
 from offload_rt.parts import Output, Part
@@ -260,7 +262,11 @@ class TableModel:
         return self._rows[key]
 
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        return [Output(self._part(part, plan)) for part in parts]
+        outputs = []
+        for part in parts:
+            logits = self._part(part, plan)
+            outputs.append(Output(logits, logits.clamp(min=-3.0) if part.hidden else None))
+        return outputs
 
     def _part(self, part: Part, plan: LayerPlan | None) -> Tensor:
         cache, new = part.cache, part.new
@@ -276,6 +282,40 @@ class TableModel:
 
     def raise_nan(self, part: Part) -> NoReturn:
         raise AssertionError("a table has no NaN")
+
+
+class HeadTable:
+    """What a head takes from its target: embeddings, and logits of states.
+
+    Args:
+        support: tokens possible in a row.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float64
+
+    def __init__(self, seed: int, support: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._support = support
+        self._embeddings = torch.randn(VOCABULARY, VOCABULARY, dtype=self.dtype, generator=generator)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embeddings[tokens][None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        least = hidden[0].topk(self._support).values[:, -1:]
+        return hidden[0].masked_fill(hidden[0] < least, -1e6)
+
+
+def random_head(hidden: int, inner: int, seed: int) -> Head:
+    """A head whose states are about as large as they were."""
+    head = Head(hidden, inner)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+    return head
 
 
 def next_probs(sampler: Sampler, logits: Tensor) -> list[float]:
@@ -328,6 +368,8 @@ class Parts:
     def __init__(self, seed: int, support: int = VOCABULARY, stop_tokens: Collection[int] = ()) -> None:
         self.target = TableModel(seed, support)
         self.small = TableModel(seed + 1, support)
+        head_target: Any = HeadTable(seed, support)
+        self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
         self.stop_tokens = stop_tokens
 
     def full(self, drafter: Callable[[FullTokenCache, Sampling], Drafter]) -> Composition:
@@ -355,6 +397,10 @@ class Parts:
         full.derived.append(cache)
         verifier = Verifier(view, self.target, cache, below or NoDrafter(), sampling, _no_cost, plan)
         return ModelDrafter(verifier, shape, self.stop_tokens, first_plan)
+
+    def head_drafter(self, sampling: Sampling) -> HeadDrafter:
+        """A head on the target's hidden states."""
+        return HeadDrafter(self.head, sampling, _no_cost, self.stop_tokens)
 
     def draft_model(
         self, sampling: Sampling, plan: LayerPlan | None = None, first_plan: LayerPlan | None = None
@@ -465,11 +511,14 @@ def _frozen(value: Any) -> Hashable:
         return tuple((key, _frozen(held)) for key, held in value.items())
     if isinstance(value, Rounds | Growth):  # its drafter is part of the verifier
         left = ("_drafter", "_verifier", "_changes")
-        return tuple((name, _frozen(held)) for name, held in vars(value).items() if name not in left)
+        held = {name: held for name, held in vars(value).items() if name not in left}
+        if isinstance(value, Growth) and isinstance(value._verifier.cache, HeadStates):
+            held["_states"] = value._verifier.cache  # of this draft alone
+        return _frozen(held)
     if isinstance(value, HeldTokens):
         tokens = [held.known[at] if held.arrived else None for held, at in value._tokens]
         return (tuple(tokens), tuple(value.parents))
-    if isinstance(value, TableModel | Sampling | LevelStats | FunctionType):
+    if isinstance(value, TableModel | HeadModel | Sampling | LevelStats | FunctionType):
         return None  # the same in every path, or never read
     if callable(value):
         return None

@@ -366,7 +366,7 @@ def test_caches_are_refreshed_as_their_policy_says(
     target: PreTrainedModel, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refreshes: list[str] = []
-    build = RetrievedCache._fill
+    build = RetrievedCache.fill
     # Once for the first round, then whenever it is due and read again.
     monkeypatch.setattr(
         RetrievedCache,

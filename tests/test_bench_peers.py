@@ -312,7 +312,7 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems ours:plain --contexts 100000000", "the text has"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
         ("--systems ours:plain --out {page}", "is where the page or the plot goes; name it .jsonl"),
-        ("--systems ours:my.toml", "no such config; there are easyspec, lookup"),
+        ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
         ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
         ("--draft no/such/folder", "no/such/folder"),
         ("--temperature -1", "'-1' is not a number of at least 0"),

@@ -185,7 +185,7 @@ def expected_weights(
 def expected_attention(
     keys: Tensor, values: Tensor, forest: Forest, new: int, first_place: int, bias: Tensor | None = None
 ) -> list[Tensor]:
-    """What those weights make of `values`, alike, and the forest's; for each layer `[heads, new, head_dim]`."""
+    """What those weights make of `values` and the forest's; for each layer `[heads, new, head_dim]`."""
     weights = expected_weights(keys, forest, new, first_place, bias)
     values = torch.cat([values, stacked([t.value for t in forest.tokens])], 2).double()
     return list(weights @ values.repeat_interleave(HEADS // KV_HEADS, 1))
@@ -459,7 +459,7 @@ class PlainRetrieval:
         self.count_attention(expected_weights(self.full.keys, forest, len(forest), length)[..., :covered])
 
     def scores(self, queries: Tensor, start: int) -> Tensor:
-        """Of the chunks before token `start`, `[layers, kv_heads, chunks]`, by the words of `retrieval.select`."""
+        """Of the chunks before token `start`, `[layers, kv_heads, chunks]`, as `retrieval.select` says."""
         chunks = start // self.chunk
         if self.decay is not None:
             assert self.attended is not None

@@ -13,6 +13,7 @@ import pytest
 
 from offload_rt.config import (
     AUTOMATIC,
+    HEAD,
     LEVELS,
     SOURCES,
     Config,
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 
 COMPOSITIONS = {
     "easyspec": ("draft:streaming",),
+    "heads": ("head", "target:retrieved"),
     "lookup": ("lookup",),
     "naive": ("draft:streaming",),
     "plain": (),
@@ -184,7 +186,8 @@ def test_levels_are_names_or_tables(tmp_path: Path) -> None:
 
 def test_a_level_may_stand_below_each_dearer_one() -> None:
     models = ("draft:streaming", "target:streaming", "target:retrieved")
-    assert (*SOURCES, *models) == LEVELS
+    assert (*SOURCES, HEAD, *models) == LEVELS
+    assert load_config("plain", {"speculation.levels": [HEAD, *models[1:]]}).speculation.names[0] == HEAD
     for source in SOURCES:
         overrides = {"speculation.levels": [source, *models], "datastore.path": "store.safetensors"}
         assert load_config("plain", overrides).speculation.names == (source, *models)

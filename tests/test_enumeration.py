@@ -220,6 +220,21 @@ def merged(made: Callable[[], Source], shape: DraftShape, *, retrieved: bool = T
     return build
 
 
+def head(shape: DraftShape) -> Build:
+    return lambda parts: (parts.full(lambda full, sampling: parts.head_drafter(sampling)), shape)
+
+
+def head_below_retrieval(gamma1: DraftShape, gamma2: DraftShape) -> Build:
+    return lambda parts: (
+        parts.full(
+            lambda full, sampling: parts.derived(
+                "retrieved", full, sampling, parts.head_drafter(sampling), gamma1
+            )
+        ),
+        gamma2,
+    )
+
+
 def three_levels(parts: Parts) -> Built:
     def drafter(full, sampling):  # type: ignore[no-untyped-def]
         cheap = parts.derived("streaming", full, sampling, parts.draft_model(sampling), CHAIN.deep(1))
@@ -259,6 +274,8 @@ COMPOSITIONS: dict[str, Build] = {
     "datastore, chain": source(lambda: Stored(2, 1), CHAIN.deep(3)),
     "datastore, tree": source(lambda: Stored(2, 1), DraftShape("grown", nodes=5).deep(3)),
     "lookup, retrieval": lookup_below_retrieval,
+    "head": head(CHAIN.deep(3)),
+    "head, retrieval": head_below_retrieval(CHAIN.deep(2), CHAIN.deep(3)),
     "three levels": three_levels,
     "tree with replacement": made_by(WithReplacement),
     "tree of the most likely": made_by(MostLikely),
@@ -282,6 +299,11 @@ TREES: dict[str, Build] = {
     "retrieval, grown, merged": merged(lambda: Stored(2, 1), tree("grown:3", 2)),
     "retrieval, sequences, merged": merged(lambda: NGrams(2, 1), tree("sequences:2", 2)),
     "small model, merged": merged(lambda: SuffixAutomaton(1), CHAIN.deep(2), retrieved=False),
+    "head, fixed tree": head(tree("tree:2,2", 2)),
+    "head, grown": head(tree("grown:4", 2)),
+    "head, sequences": head(tree("sequences:2", 2)),
+    "head, tree below retrieval": head_below_retrieval(tree("tree:2", 2), CHAIN.deep(3)),
+    "head, sequences of retrieval": head_below_retrieval(CHAIN.deep(1), tree("sequences:2", 2)),
     "triforce, tree below": triforce(tree("tree:2", 2), CHAIN.deep(2)),
     "triforce, grown below": triforce(tree("grown:3", 2), CHAIN.deep(2)),
     "triforce, trees at both levels": triforce(tree("tree:2", 1), tree("sequences:2", 2)),
@@ -299,6 +321,8 @@ MANY_CHOICES = {
     "triforce 1 3",
     "triforce 2 3",
     "lookup, retrieval",
+    "head",
+    "head, retrieval",
     "three levels",
     "tree with replacement",
     "tree with replacement, retrieval",
@@ -343,8 +367,10 @@ def test_drafts_are_accepted_and_rejected_alike() -> None:
 
         def accepted(draws: Draws, composition=composition, shape=shape) -> tuple[int, int]:  # type: ignore[no-untyped-def]
             text = Text(composition(Sampling(Sampler(1.0), draws)), PROMPT, 9, shape)
-            step([text])
             stats = text.verifier.stats
+            step([text])
+            if not stats.proposed:  # a head knows no hidden state before
+                step([text])
             return stats.accepted, stats.proposed
 
         for (kept, offered), weight in outcome_probs(accepted).items():
@@ -367,7 +393,10 @@ def step(texts: list[Text]) -> None:
 
 
 @pytest.mark.parametrize("sampler", [SAMPLERS["greedy"], SAMPLERS["T=0.6"]], ids=["greedy", "T=0.6"])
-@pytest.mark.parametrize("names", [("retrieval", "naive"), ("triforce 1 1", "small model, fixed tree")])
+@pytest.mark.parametrize(
+    "names",
+    [("retrieval", "naive"), ("triforce 1 1", "small model, fixed tree"), ("head", "head, retrieval")],
+)
 def test_a_batch_of_two_texts_of_which_one_ends_early(names: tuple[str, str], sampler: Sampler) -> None:
     parts = Parts(seed=5, support=2)
     prompts, lengths = (PROMPT, PROMPT[2:5]), (3, 1)
@@ -431,7 +460,16 @@ def proposed(composition: Composition, sampler: Sampler, shape: DraftShape, draw
 @pytest.mark.parametrize("sampler", [SAMPLERS["T=1"], SAMPLERS["top-p"]], ids=["T=1", "top-p"])
 @pytest.mark.parametrize("stop_tokens", [(), (STOP,)], ids=["", "with an end token"])
 @pytest.mark.parametrize(
-    "name", ["retrieval", "triforce 1 3", "triforce 2 3", "lookup, retrieval", "three levels", "naive"]
+    "name",
+    [
+        "retrieval",
+        "triforce 1 3",
+        "triforce 2 3",
+        "lookup, retrieval",
+        "head, retrieval",
+        "three levels",
+        "naive",
+    ],
 )
 def test_drafted_tokens_have_the_probabilities_reported_for_them(
     name: str, sampler: Sampler, stop_tokens: tuple[int, ...]
@@ -488,7 +526,13 @@ def test_siblings_have_the_probabilities_reported_for_them(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "view"), [("triforce 2 3", "retrieved"), ("retrieval", "retrieved"), ("naive", "small")]
+    ("name", "view"),
+    [
+        ("triforce 2 3", "retrieved"),
+        ("retrieval", "retrieved"),
+        ("head, retrieval", "retrieved"),
+        ("naive", "small"),
+    ],
 )
 def test_a_level_reports_its_own_distribution(name: str, view: str) -> None:
     """Over the cache it has: for TriForce's middle, the target's over the retrieved KV."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
+from enumeration import random_head
 from small_engine import CONFIGS
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import config_names
+from offload_rt.heads import save_head
+from offload_rt.model import CausalModel
 
 NEW_TOKENS = 64
 SHIFT = 100  # of seeds
@@ -20,12 +24,13 @@ PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
 NEWER = ("suffix", "easyspec")
+HEADS = "heads"
 IN_ONE_BLOCK = ("granite", "cohere", "cohere2", "gemma3")  # no layers of theirs can be grouped
 # A Latin square: every architecture and every config meets every prompt length. Trees come after it, and what
 # is newer after them: the number of a case is the seed of its model.
 CASES = [
     (arch, config, PROMPT_LENGTHS[(row + column) % len(PROMPT_LENGTHS)])
-    for configs in (CONFIGS[:-1], CONFIGS[-1:], NEWER)
+    for configs in (CONFIGS[:-1], CONFIGS[-1:], NEWER, (HEADS,))
     for row, arch in enumerate(ARCHITECTURES)
     for column, config in enumerate(configs)
     if config != "easyspec" or arch not in IN_ONE_BLOCK
@@ -88,19 +93,24 @@ def is_tie(model: PreTrainedModel, text: list[int]) -> bool:
 
 
 def test_the_configs_are_all_there() -> None:
-    assert sorted((*CONFIGS, *NEWER)) == config_names() and CONFIGS[-1] == "trees"
+    assert sorted((*CONFIGS, *NEWER, HEADS)) == config_names() and CONFIGS[-1] == "trees"
 
 
 @pytest.mark.parametrize(("arch", "config", "length"), CASES)
-def test_equals_generate(arch: str, config: str, length: int, record: Record) -> None:
+def test_equals_generate(arch: str, config: str, length: int, record: Record, tmp_path: Path) -> None:
     number = CASES.index((arch, config, length))
-    target = tiny_target(arch, seed=number + SHIFT * (config in NEWER))
+    target = tiny_target(arch, seed=number + SHIFT * (config in (*NEWER, HEADS)))
     draft = noisy_copy(target)
     prompt = byte_ids(length, start=1000 * number)
     expected = transformers_greedy(target, prompt, NEW_TOKENS)
     assert len(set(expected)) > 5, "this checkpoint repeats itself: choose another seed"
 
-    with LLM.from_models(target, draft, config=config, overrides=overrides(number)) as llm:
+    settings = overrides(number)
+    if config == HEADS:
+        path = tmp_path / "head.safetensors"
+        save_head(random_head(target.config.hidden_size, 96, number), CausalModel(target, arch), path)
+        settings["head.path"] = str(path)
+    with LLM.from_models(target, draft, config=config, overrides=settings) as llm:
         result = llm.generate(prompt, SamplingParams(max_tokens=NEW_TOKENS))
 
     timings = result.timings

@@ -139,13 +139,13 @@ def test_plain_decoding_never_pays_for_a_refresh(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[RetrievedCache] = []
-    build = RetrievedCache._fill
+    build = RetrievedCache.fill
 
     def counted(cache: RetrievedCache, queries: torch.Tensor) -> None:
         built.append(cache)
         build(cache, queries)
 
-    monkeypatch.setattr(RetrievedCache, "_fill", counted)
+    monkeypatch.setattr(RetrievedCache, "fill", counted)
     monkeypatch.setattr(Pace, "shape", lambda pace, room: CHAIN)
     for ahead in (0, 2):
         built.clear()
@@ -159,14 +159,14 @@ def test_no_cache_is_built_while_a_pass_runs(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass and a gather would use one engine from two threads."""
-    running, build = pass_running(monkeypatch), RetrievedCache._fill
+    running, build = pass_running(monkeypatch), RetrievedCache.fill
     built: list[bool] = []
 
     def noted(cache: RetrievedCache, queries: torch.Tensor) -> None:
         built.append(running.is_set())
         build(cache, queries)
 
-    monkeypatch.setattr(RetrievedCache, "_fill", noted)
+    monkeypatch.setattr(RetrievedCache, "fill", noted)
     overrides = engine_overrides(ahead=2, refresh_from="store")
     link = PacedLink(1e9, latency_s=2e-3)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
@@ -256,10 +256,10 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
         build(cache, queries)
         built += cache._source.engine.counters.bytes_to_device - before
 
-    send, build = RetrievedRefill._send, RetrievedCache._fill
+    send, build = RetrievedRefill._send, RetrievedCache.fill
     monkeypatch.setattr(TransferEngine, "stream", recorded)
     monkeypatch.setattr(RetrievedRefill, "_send", counted)
-    monkeypatch.setattr(RetrievedCache, "_fill", counted_build)
+    monkeypatch.setattr(RetrievedCache, "fill", counted_build)
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:

@@ -50,7 +50,25 @@ def naive(parts: Parts) -> Composition:
     return parts.full(lambda full, sampling: parts.draft_model(sampling))
 
 
-COMPOSITIONS = {"retrieval": retrieval, "triforce": triforce, "naive": naive}
+def head(parts: Parts) -> Composition:
+    return parts.full(lambda full, sampling: parts.head_drafter(sampling))
+
+
+def head_below_retrieval(parts: Parts) -> Composition:
+    return parts.full(
+        lambda full, sampling: parts.derived(
+            "retrieved", full, sampling, parts.head_drafter(sampling), CHAIN.deep(1)
+        )
+    )
+
+
+COMPOSITIONS = {
+    "retrieval": retrieval,
+    "triforce": triforce,
+    "naive": naive,
+    "head": head,
+    "head, retrieval": head_below_retrieval,
+}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -67,7 +85,7 @@ def test_the_output_distribution_depends_on_no_clock(
 
 @pytest.mark.parametrize(("ahead", "depth"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("clock", ["never", "after an odd choice"])
-@pytest.mark.parametrize("name", ["retrieval", "naive"])
+@pytest.mark.parametrize("name", ["retrieval", "naive", "head"])
 def test_longer_drafts_and_more_outcomes(name: str, clock: str, ahead: int, depth: int) -> None:
     parts, sampler = Parts(seed=11, support=2), Sampler(1.0)
     found = output_probs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ class WeighedPart:
 
     Attributes:
         lse: `[heads, query]`, of the segment.
-        units: `[kv_heads, folded_query, chunks]`, of each query one in all; or summed, `[kv_heads, 1, chunks]`.
+        units: `[kv_heads, folded_query, chunks]`, of each query one in all; or the sum over all queries,
+            `[kv_heads, 1, chunks]`.
     """
 
     lse: Tensor
@@ -35,8 +35,8 @@ class WeighedPart:
 class AttendedChunks:
     """Attention to each chunk, summed over the queries of each pass; what passes saw before counts less.
 
-    Accumulated attention as in H2O (arXiv 2306.14048), of verifications as in SpecAttn (arXiv 2602.07223). The
-    newest tokens, which no stream covers yet, are left out.
+    Accumulated as in H2O (arXiv 2306.14048), from verifications as in SpecAttn (arXiv 2602.07223). The newest
+    tokens, which no stream covers yet, are left out.
 
     Args:
         chunk: tokens of a chunk.

@@ -81,6 +81,14 @@ class NewTokens:
         low = (1 << WORD_BITS) - 1
         return [bits >> WORD_BITS * word & low for bits in self.sees for word in range(count)]
 
+    def hold(self, held: HeldTokens, kept: Sequence[int]) -> None:
+        """Adds these of the pass's tokens, in this order, to the speculative ones that it was over."""
+        behind = len(held)
+        place = {behind + index: behind + at for at, index in enumerate(kept)}
+        for index in kept:
+            parent = self.parents[index]
+            held.add(self.token(index), place.get(parent, parent))
+
     def token(self, index: int) -> tuple[Tokens, int]:
         """Where the id of a token stands."""
         if index < len(self.known):

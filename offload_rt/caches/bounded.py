@@ -31,7 +31,7 @@ SPECULATIVE_ENTRIES = 128
 """Room behind the verified entries: for the longest draft, and another one that is drafted ahead of it."""
 
 NUMBERS = 4
-"""That tell of the cache's state in a pass: entries, where new ones go, means of pages, tokens of the rest."""
+"""That tell of the cache in a pass: entries, where new ones go, means of pages, tokens of the rest."""
 
 WORDS = 3
 """Numbers that tell what a new token sees of the speculative entries and of its pass, `WORD_BITS` each."""
@@ -200,10 +200,7 @@ class BoundedCache(ABC):
         new, self._new = self._new, None
         held = len(self.held)
         self._move([self.entries + held + index for index in kept], self.entries + held)
-        place = {held + index: held + at for at, index in enumerate(kept)}
-        for index in kept:
-            parent = new.parents[index]
-            self.held.add(new.token(index), place.get(parent, parent))
+        new.hold(self.held, kept)
 
     def keep(self, entries: Sequence[int]) -> None:
         self._move([self.entries + entry for entry in entries], self.entries)

@@ -55,7 +55,8 @@ class KVBuffer:
     def add_pages(self, keys: Tensor, values: Tensor) -> None:
         """Means of the pages that follow those held, `[layers, kv_heads, pages, head_dim]` on any device.
 
-        The first page stands right before the entries, the next one before it: what is attended to is one piece.
+        The first page stands right before the entries, the next one before it: all that is attended to is
+        one piece.
         """
         end = self.room - self.pages
         start = end - keys.shape[2]

@@ -121,9 +121,10 @@ class RetrievedCache(BoundedCache):
     def build(self, queries: Tensor) -> None:
         self.buffer.pages = 0
         self._selection.restart(queries)
-        self._fill(queries)
+        self.fill(queries)
 
-    def _fill(self, queries: Tensor) -> None:
+    def fill(self, queries: Tensor) -> None:
+        """Fills itself from the full cache, by what is known of the text."""
         self.held.clear()
         self._due = self._wanted = self._refill = None
         self._restart_policy()
@@ -240,7 +241,7 @@ class RetrievedCache(BoundedCache):
 
     def catch_up(self) -> None:
         if self._due is not None:
-            self._fill(self._due)
+            self.fill(self._due)
 
     def refill(self) -> RetrievedRefill | None:
         self._refill = None

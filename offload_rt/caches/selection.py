@@ -62,8 +62,8 @@ class ByMeanKeys:
 class ByAttention:
     """What verifications have attended to, of all their queries; the newest of the prompt's to begin with.
 
-    It costs a pass a few sums, where mean keys cost a refresh a product; and it sees a chunk that a few tokens
-    make worth holding, which a mean hides.
+    It costs a pass a few sums, where mean keys cost a refresh a product; and it sees a chunk that one token
+    makes worth holding, which a mean hides.
     """
 
     def __init__(self, source: FullCache, chunk: int, decay: float) -> None:

@@ -89,10 +89,10 @@ def read_corpus(folder: Path) -> list[str]:
 
 
 class Optimizers:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms; one schedule for both."""
+    """Muon for the matrices of `layers`, AdamW for what else `model` has; one schedule for both."""
 
-    def __init__(self, model: LlamaForCausalLM, rate: float) -> None:
-        inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    def __init__(self, model: torch.nn.Module, layers: torch.nn.Module, rate: float) -> None:
+        inner = [p for p in layers.parameters() if p.ndim == 2]
         matrices = {id(p) for p in inner}
         others = [p for p in model.parameters() if id(p) not in matrices]
         self._all = [
@@ -219,7 +219,7 @@ def train_target(
     begin: float,
 ) -> None:
     """Trains in place from progress `begin`; writes a checkpoint to `save` every ten minutes."""
-    optimizers = Optimizers(model, rate=3e-3)
+    optimizers = Optimizers(model, model.model.layers, rate=3e-3)
     running: dict[int, float] = {}
     seen, last_save, started = 0, time.monotonic(), time.monotonic()
     for step, progress in steps_within(seconds, begin):
@@ -258,7 +258,7 @@ def train_draft(
     device: torch.device,
 ) -> None:
     """Distils the target's laws (KL of target to draft) on windows of the draft cache's size."""
-    optimizers = Optimizers(draft, rate=4e-3)
+    optimizers = Optimizers(draft, draft.model.layers, rate=4e-3)
     target.eval()
     running = 0.0
     for step, progress in steps_within(seconds):

@@ -16,11 +16,29 @@ Outcome = tuple[int, ...]
 """What a verification may yield: tokens behind the text."""
 
 
+@dataclass(frozen=True)
+class HiddenState:
+    """What a model made of a text.
+
+    Attributes:
+        length: tokens of the text.
+        hidden: `[hidden_size]`, after the last of them and the model's last layer.
+    """
+
+    length: int
+    hidden: Tensor
+
+
 class TokenView:
     """All tokens so far, the prompt included: a long base that is shared, and a short tail.
 
     A drafter grows a view by speculation without copying what may be 128K tokens long.
+
+    Attributes:
+        state: the latest that is known of the speculation, from the level that drafts it.
     """
+
+    state: HiddenState | None = None
 
     def __init__(self, base: list[int], tail: Sequence[int] = ()) -> None:
         self._base = base
@@ -30,11 +48,16 @@ class TokenView:
     def __len__(self) -> int:
         return self._length + len(self._tail)
 
-    def extended(self, tokens: Sequence[int]) -> TokenView:
-        """This view with `tokens` behind it."""
+    def extended(self, tokens: Sequence[int], hidden: Tensor | None = None) -> TokenView:
+        """This view with `tokens` behind it.
+
+        Args:
+            hidden: `[tokens, hidden_size]`, states before each of them, where they are known.
+        """
         longer = TokenView(self._base)
         longer._length = self._length
         longer._tail = [*self._tail, *tokens]
+        longer.state = self.state if hidden is None else HiddenState(len(longer) - 1, hidden[-1])
         return longer
 
     def part(self, start: int, end: int | None = None) -> list[int]:
@@ -93,12 +116,11 @@ class Drafter(Protocol):
 
     `observe` tells what the full cache has verified; a text given to `proposal` may reach beyond that with
     tokens that are speculation themselves (the middle of a hierarchy).
-
-    Attributes:
-        wants_hidden: rounds told to `observe` should carry hidden states.
     """
 
-    wants_hidden: bool
+    @property
+    def wants_hidden(self) -> bool:
+        """Rounds that verify its drafts, or are told to `observe`, should carry hidden states."""
 
     @property
     def levels(self) -> list[LevelStats]:

@@ -13,10 +13,11 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys, Selection
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import DATASTORE, DRAFT_STREAMING, SOURCES, SUFFIX, Config, LevelConfig
-from offload_rt.costs import PassCost
+from offload_rt.config import DATASTORE, DRAFT_STREAMING, HEAD, SOURCES, SUFFIX, Config, LevelConfig
+from offload_rt.costs import HeadCost, PassCost
 from offload_rt.drafting.base import Drafter, NoDrafter
 from offload_rt.drafting.datastore import Datastore
+from offload_rt.drafting.head_drafter import HeadDrafter, Heads
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -38,6 +39,7 @@ class Parts:
         stop_tokens: no use to draft beyond one of these.
         pages: of the full cache that the text may come to.
         pool: where the memory of bounded caches comes from.
+        heads: where heads come from.
         caches: the bounded ones; added here.
     """
 
@@ -50,6 +52,7 @@ class Parts:
     pages: int
     backend: AttentionBackend
     pool: BufferPool
+    heads: Heads
     caches: list[BoundedCache] = field(default_factory=list)
 
 
@@ -102,6 +105,10 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     config = parts.config
     if level.name in SOURCES:
         return _source(level.name, config)
+    if level.name == HEAD:
+        model_of_head = parts.heads.of(config.head, parts.target)
+        head_cost = HeadCost(parts.target, model_of_head.head.weight_bytes)
+        return HeadDrafter(model_of_head, parts.sampling, head_cost, parts.stop_tokens)
     model = parts.draft if level.name == DRAFT_STREAMING else parts.target
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")

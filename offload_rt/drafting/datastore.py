@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from offload_rt.config import LONGEST_MATCH
 from offload_rt.drafting.base import TokenView
 from offload_rt.errors import UsageError
+from offload_rt.tensor_files import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,19 +42,8 @@ class Datastore:
     def __init__(self, path: Path, longest: int, occurrences: int) -> None:
         self.path = path
         self._longest, self._occurrences = longest, occurrences
-        try:
-            with safe_open(path, framework="pt") as stored:
-                about = stored.metadata() or {}
-                if about.get("kind") != KIND:
-                    raise UsageError(f"datastore {path}: is no datastore; build one: {BUILD}")
-                self._tokens: Tensor = stored.get_tensor("tokens")
-                self._order: Tensor = stored.get_tensor("order")
-        except OSError as error:
-            said = error.strerror or "no such file, or a folder"
-            raise UsageError(f"datastore {path}: cannot be read ({said}); build one: {BUILD}") from None
-        except SafetensorError as error:
-            said = f"is torn or none ({error}); build it again: {BUILD}"
-            raise UsageError(f"datastore {path}: {said}") from None
+        stored, about = read_tensors(path, "datastore", KIND, f"build one: {BUILD}")
+        self._tokens, self._order = stored["tokens"], stored["order"]
         self._fingerprint: str = about["fingerprint"]
         self._largest = int(about["largest"])  # id; not looked for in all tokens whenever a store is opened
 
@@ -129,17 +116,9 @@ def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, pa
     """
     tokens = torch.tensor([token for text in texts for token in (*text, END)], dtype=torch.int32)
     stored = {"tokens": tokens, "order": suffix_order(tokens)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.touch()
-        mode = partial.stat().st_mode  # as files of this user usually have it; safetensors has its own idea
-        largest = max((max(text, default=END) for text in texts), default=END)
-        about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "largest": str(largest)}
-        save_file(stored, partial, about)
-        partial.chmod(mode)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    largest = max((max(text, default=END) for text in texts), default=END)
+    about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "largest": str(largest)}
+    write_tensors(path, stored, about)
     return len(tokens) - len(texts)
 
 

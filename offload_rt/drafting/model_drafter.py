@@ -39,7 +39,6 @@ class ModelDrafter:
             calibrates a verifier whose own plan is not (EasySpec's bonus calibration); None: its own.
     """
 
-    wants_hidden = False
     expected_acceptance = SAME_MODEL_ACCEPTANCE
 
     def __init__(
@@ -53,6 +52,10 @@ class ModelDrafter:
         self.below = below
         self.stop_tokens = stop_tokens
         self.first_plan = first_plan
+
+    @property
+    def wants_hidden(self) -> bool:
+        return self.verifier.drafter.wants_hidden
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -130,6 +133,7 @@ class Rounds:
             raise ValueError(f"rounds of a verifier yield chains, not {shape}")
         self._drafter = drafter
         self._view = view
+        self._newest = view  # with the chain that is under way
         self._depth = shape.depth
         self._missing = shape.width(0) if shape.depth else 0  # chains that are not complete
         self._chains: list[list[int]] = [[]]
@@ -143,12 +147,13 @@ class Rounds:
             self._missing -= 1
             if self._missing <= 0:
                 return False
-            chain = []
+            chain, self._newest = [], self._view
             self._chains.append(chain)
         below = self._drafter.below
         depth = min(below.depth, self._depth - len(chain) - 1)
-        round = yield from self._drafter.verifier.round(self._view.extended(chain), below.deep(depth))
+        round = yield from self._drafter.verifier.round(self._newest, below.deep(depth))
         chain += round.tokens
+        self._newest = self._newest.extended(round.tokens, round.hidden)
         self._logits.append(round.logits)
         if round.probs is not None:
             self._probs.append(round.probs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -74,6 +75,12 @@ class Verifier:
     def levels(self) -> list[LevelStats]:
         """Statistics of all levels up to this one, the cheapest first."""
         return [*self.drafter.levels, self.stats]
+
+    def over(self, cache: Cache) -> Verifier:
+        """The same over another cache; they count together."""
+        other = copy.copy(self)
+        other.cache = cache
+        return other
 
     def round(self, view: TokenView, shape: DraftShape) -> Work[Round]:
         """One verification of a draft of `shape` below the last token of `view`."""

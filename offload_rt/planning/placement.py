@@ -17,6 +17,7 @@ from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.buffers import room_for_means
 from offload_rt.config import (
     DRAFT_STREAMING,
+    HEAD,
     SOURCES,
     TARGET_RETRIEVED,
     TARGET_STREAMING,
@@ -27,13 +28,14 @@ from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
     DRAFT_LENGTHS,
+    HEAD_ACCEPTANCE,
     LOOKUP_ACCEPTANCE,
     SAME_MODEL_ACCEPTANCE,
     SMALL_MODEL_ACCEPTANCE,
 )
 from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.model import CausalModel
-from offload_rt.planning.shapes import ModelShape
+from offload_rt.planning.shapes import ModelShape, head_shape
 
 NODES_A_STEP = 4  # of a grown tree whose depth is chosen as it runs
 PADDING = 0.01  # of a vocabulary
@@ -157,6 +159,8 @@ class PlanRequest:
         """Chance that a token drafted by `level` is accepted."""
         if level in SOURCES:
             return LOOKUP_ACCEPTANCE
+        if level == HEAD:
+            return HEAD_ACCEPTANCE
         return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
 
     def placement(self, resident: int, cpu: int, ring_buffers: int) -> Placement:
@@ -313,6 +317,9 @@ def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
     if DRAFT_STREAMING in request.levels and request.draft is not None and gpu == 0:
         memory["draft_weights"] = request.draft.weight_bytes
         memory["draft_cache"] = streaming * request.draft.token_bytes
+    if HEAD in request.levels and gpu == 0:  # what is not the target's
+        head = head_shape(target)
+        memory["head_weights"] = head.weight_bytes - head.embedding_parameters * head.dtype.itemsize
     if TARGET_STREAMING in request.levels:
         memory["streaming_cache"] = streaming * target.token_bytes // parts
     if request.retrieves:

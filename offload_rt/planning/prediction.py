@@ -11,11 +11,11 @@ import functools
 import math
 from collections.abc import Sequence
 
-from offload_rt.config import DRAFT_STREAMING, SOURCES, TARGET_RETRIEVED
+from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.shapes import ModelShape
+from offload_rt.planning.shapes import ModelShape, head_shape
 from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
 
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
@@ -105,6 +105,8 @@ class Predictor:
     def _level_step(self, index: int, queries: int) -> Work:
         """A pass of one level's model over its own cache."""
         request, config = self.request, self.config
+        if request.levels[index] == HEAD:
+            return self.step(head_shape(request.target), queries, split=False)
         small = request.draft if request.levels[index] == DRAFT_STREAMING else None
         bounded = config.draft.sinks + config.draft.window
         entries = request.retrieved_entries if request.levels[index] == TARGET_RETRIEVED else bounded

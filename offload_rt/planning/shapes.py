@@ -111,6 +111,13 @@ SHAPE_NAMES = (*SHAPES, *DEMO_PARTS)
 """Names that `find_shape` knows without a download."""
 
 
+def head_shape(target: ModelShape) -> ModelShape:
+    """A draft head for `target` as `demo.train_head` makes it, with the target's own output head."""
+    block = 14 * target.hidden**2  # its input is two vectors, and its MLP four times as wide
+    parameters = target.embedding_parameters + block
+    return replace(target, name="head", layers=1, parameters=parameters, tied=True)
+
+
 def find_shape(source: str | Path, dtype: torch.dtype | None) -> ModelShape:
     """The shape behind a name from `SHAPE_NAMES`, a folder or a hub id; reads no weights.
 

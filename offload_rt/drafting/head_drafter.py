@@ -1,0 +1,190 @@
+"""Drafts from a target's hidden states: a head in the place of a model, its states in the place of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from offload_rt.caches.base import NewTokens
+from offload_rt.caches.held import HeldTokens
+from offload_rt.config import HEAD, HeadConfig
+from offload_rt.drafting.base import Complete, HiddenState, NoDrafter, Proposal, Round, TokenView
+from offload_rt.drafting.model_drafter import ModelDrafter
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.expectations import HEAD_ACCEPTANCE
+from offload_rt.heads import DEMO_HEAD, Head, load_head
+from offload_rt.host import to_device
+from offload_rt.layers import LayerPlan
+from offload_rt.model import CausalModel, NotANumber
+from offload_rt.parts import Output, Part
+from offload_rt.passes import Work
+
+
+class HeadStates:
+    """A head's states of one draft, below a state that a model has left (a `caches.base.Cache`).
+
+    Attributes:
+        held: tokens of the states.
+        verified_length: tokens that the model's state stands for.
+        states: `[1 + held, hidden_size]`, the model's first.
+        pending: those of a pass.
+    """
+
+    def __init__(self, known: HiddenState) -> None:
+        self.held = HeldTokens()
+        self.verified_length = known.length
+        self.states = known.hidden[None]
+        self.pending = self.states[:0]
+        self._new: NewTokens | None = None
+
+    def begin(self, new: NewTokens) -> None:
+        self._new = new
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        raise RuntimeError("a head has no attention")
+
+    def commit(self, kept: Sequence[int]) -> None:
+        if self._new is None:
+            raise RuntimeError("commit without a pass")
+        self._new.hold(self.held, kept)
+        self.states = torch.cat([self.states, self.pending[to_device(kept, self.states.device)]])
+        self._new = None
+
+    def keep(self, entries: Sequence[int]) -> None:
+        rows = to_device([0, *(1 + entry for entry in entries)], self.states.device)
+        self.states = self.states[rows]
+        self.held.keep(entries)
+
+    def settle(self) -> None:
+        self.verified_length += len(self.held)
+        self.states = self.states[-1:]
+        self.held.clear()
+
+
+class HeadModel:
+    """A head beside its target, as what runs passes (`passes.Model`) over `HeadStates`."""
+
+    def __init__(self, head: Head, target: CausalModel, name: str) -> None:
+        self.name = name
+        self.head = head
+        self.target = target
+        self.device = target.device
+        self.dtype = target.dtype
+
+    @torch.inference_mode()
+    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        """One pass of new tokens of several texts: generation by generation, of all texts together."""
+        caches = [_states_of(part) for part in parts]
+        embedded = self.target.embed(torch.cat([part.ids(self.device) for part in parts]))[0]
+        held = sum(len(cache.states) for cache in caches)
+        rows = torch.cat([*(cache.states for cache in caches), embedded.new_empty(embedded.shape)])
+        for tokens, above in _generations(parts, held):
+            chosen, before = (to_device(numbers, self.device) for numbers in (tokens, above))
+            rows[held + chosen] = self.head(embedded[chosen], rows[before])
+        states = rows[held:].split([part.new.count for part in parts])
+        for part, cache, own in zip(parts, caches, states, strict=True):
+            cache.begin(part.new)
+            cache.pending = own
+        wanted = [own[-part.rows :] for part, own in zip(parts, states, strict=True)]
+        logits = self.target.logits(torch.cat(wanted)[None]).split([part.rows for part in parts])
+        return [
+            Output(row, own if part.hidden else None)
+            for part, row, own in zip(parts, logits, wanted, strict=True)
+        ]
+
+    def raise_nan(self, part: Part) -> NoReturn:
+        raise NotANumber(
+            f"{self.name}: its logits are NaN with {self.dtype}; try a wider dtype, or train it anew"
+        )
+
+
+def _states_of(part: Part) -> HeadStates:
+    assert isinstance(part.cache, HeadStates)
+    return part.cache
+
+
+def _generations(parts: Sequence[Part], held: int) -> list[tuple[list[int], list[int]]]:
+    """The tokens of a pass whose parents are held, then their children, and so on; and the parents' rows.
+
+    Args:
+        held: rows of the states that come before those of the pass.
+    """
+    generations: list[tuple[list[int], list[int]]] = []
+    born: list[int] = []  # of each token, its generation
+    behind = 0
+    for part in parts:
+        first, size = len(born), len(part.cache.held)
+        for parent in part.new.parents:
+            if parent < size:
+                row, generation = behind + 1 + parent, 0
+            else:
+                row, generation = held + first + parent - size, 1 + born[first + parent - size]
+            if generation == len(generations):
+                generations.append(([], []))
+            generations[generation][0].append(len(born))
+            generations[generation][1].append(row)
+            born.append(generation)
+        behind += 1 + size
+    return generations
+
+
+class HeadDrafter(ModelDrafter):
+    """A head that proposes below the newest hidden state that its verifier, a level of the target, has left.
+
+    Before the first one there is nothing to go on from, and it proposes nothing. Tokens that come after the
+    state and before the draft (a guessed outcome) go through the head too.
+    """
+
+    wants_hidden = True
+    expected_acceptance = HEAD_ACCEPTANCE
+
+    def __init__(
+        self,
+        model: HeadModel,
+        sampling: Sampling,
+        nominal_pass_ms: Callable[[int, int], float],
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        nothing = HeadStates(HiddenState(0, torch.empty(0)))
+        verifier = Verifier(HEAD, model, nothing, NoDrafter(), sampling, nominal_pass_ms)
+        super().__init__(verifier, CHAIN, stop_tokens)
+        self._verified: HiddenState | None = None
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        self._verified = None
+        yield from super().prefill(view)
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        assert round.hidden is not None
+        self._verified = HiddenState(len(view) - 1, round.hidden[-1])
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        known = view.state or self._verified
+        if known is None:
+            return Complete()
+        # A draft keeps its states to itself: they are few, and others may begin at another state.
+        own = self.verifier.over(HeadStates(known))
+        return ModelDrafter(own, self.below, self.stop_tokens).proposal(view, shape)
+
+
+class Heads:
+    """Those of one target, by their files; each is read once."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, HeadModel] = {}
+
+    def of(self, config: HeadConfig, target: CausalModel) -> HeadModel:
+        """The one that a config names; for what may be wrong with it see `heads.load_head`."""
+        path = Path(config.path) if config.path else DEMO_HEAD
+        if path not in self._read:
+            self._read[path] = HeadModel(load_head(path, target), target, f"head {path}")
+        return self._read[path]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(model.head.weight_bytes for model in self._read.values())

@@ -1,0 +1,54 @@
+"""Our own safetensors files: a kind in their metadata, read or refused by name, written as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offload_rt.errors import UsageError
+
+
+def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, mapped into memory and not read yet, and the file's metadata.
+
+    Args:
+        what: the file should be, as a message calls it.
+        kind: that its metadata must state.
+        remedy: how to make one.
+
+    Raises:
+        UsageError: the file is not there, torn, or of another kind.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            about = stored.metadata() or {}
+            if about.get("kind") != kind:
+                raise UsageError(f"{what} {path}: is no {what}; {remedy}")
+            return {name: stored.get_tensor(name) for name in stored.keys()}, about  # noqa: SIM118
+    except OSError as error:
+        said = error.strerror or "no such file, or a folder"
+        raise UsageError(f"{what} {path}: cannot be read ({said}); {remedy}") from None
+    except SafetensorError as error:
+        raise UsageError(f"{what} {path}: is torn or none ({error}); {remedy}") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """Writes a file as a whole or not at all.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.touch()
+        mode = partial.stat().st_mode  # as files of this user usually have it; safetensors has its own idea
+        save_file(dict(tensors), partial, dict(about))
+        partial.chmod(mode)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

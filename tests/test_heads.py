@@ -1,0 +1,372 @@
+"""Draft heads: what they compute, where their states come from, what they draft, which files are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from enumeration import VOCABULARY, HeadTable, Parts, Text, random_head
+from safetensors.torch import load_file, save_file
+from small_engine import PARAMS, PROMPT, engine_overrides
+from small_engine import plain_tokens as plain_tokens  # a fixture
+from small_engine import target as target
+from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpu_kv import Link, PacedLink
+from offload_rt import LLM, SamplingParams, cli
+from offload_rt.caches.base import NewTokens
+from offload_rt.demo import train_head
+from offload_rt.demo.windows import WindowSampler
+from offload_rt.drafting.base import HiddenState, Proposal, TokenView
+from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.verifier import Sampling
+from offload_rt.errors import UsageError
+from offload_rt.heads import DEMO_HEAD, KIND, Head, load_head, save_head
+from offload_rt.loading import demo_model, load_model
+from offload_rt.model import CausalModel, NotANumber
+from offload_rt.parts import Part
+from offload_rt.passes import run_alone
+from offload_rt.sampling import GeneratorDraws, Sampler
+
+LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def file(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for `target`."""
+    path = tmp_path_factory.mktemp("head") / "head.safetensors"
+    save_head(random_head(64, 96, seed=1), CausalModel(target, "tiny"), path)
+    return path
+
+
+# What a head computes
+
+
+def head_model() -> HeadModel:
+    table: Any = HeadTable(0, VOCABULARY)
+    return HeadModel(random_head(VOCABULARY, 7, seed=0).double(), table, "head")
+
+
+def along(model: HeadModel, state: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The recurrence, one token after the other."""
+    for token in tokens:
+        state = model.head(model.target.embed(torch.tensor([token]))[0, 0], state)
+    return state
+
+
+@torch.inference_mode()
+def test_a_pass_over_trees_of_two_texts_is_the_recurrence_along_every_path() -> None:
+    model, draw = head_model(), random.Random(0)
+    roots = [torch.randn(VOCABULARY, dtype=torch.float64) for _ in range(2)]
+    caches = [HeadStates(HiddenState(9, root)) for root in roots]
+    held: list[list[tuple[int, ...]]] = [[], []]  # the way to every entry
+    for _ in range(40):
+        parts, ways = [], []
+        for cache, entries in zip(caches, held, strict=True):
+            count = draw.randint(1, 5)
+            parents = [draw.randrange(-1, len(entries) + at) for at in range(count)]
+            tokens = [draw.randrange(VOCABULARY) for _ in range(count)]
+            way = list(entries)
+            for parent, token in zip(parents, tokens, strict=True):
+                way.append((*(way[parent] if parent >= 0 else ()), token))
+            ways.append(way[len(entries) :])
+            new = NewTokens.below(cache.held, parents, tokens)
+            parts.append(Part(cache, new, draw.randint(1, count), hidden=True))
+        outputs = model.forward(parts)
+        for part, output, way, root in zip(parts, outputs, ways, roots, strict=True):
+            assert output.hidden is not None
+            expected = torch.stack([along(model, root, one) for one in way[-part.rows :]])
+            torch.testing.assert_close(output.hidden, expected)
+            torch.testing.assert_close(output.logits, model.target.logits(expected[None]))
+        for number, (cache, way, root) in enumerate(zip(caches, ways, roots, strict=True)):
+            kept = sorted(draw.sample(range(len(way)), draw.randint(0, len(way))))
+            kept = [at for at in kept if way[at][:-1] in ((), *held[number], *(way[one] for one in kept))]
+            cache.commit(kept)
+            held[number] += [way[at] for at in kept]
+            if len(held[number]) > 6:
+                entries = [at for at in range(len(held[number])) if len(held[number][at]) == 1]
+                cache.keep(entries)
+                held[number] = [held[number][at] for at in entries]
+            assert len(cache.held) == len(held[number])
+            for state, one in zip(cache.states[1:], held[number], strict=True):
+                torch.testing.assert_close(state, along(model, root, one))
+
+
+def test_training_unrolls_what_drafting_computes() -> None:
+    model, tokens = head_model(), torch.tensor([[1, 4, 0, 2, 3, 1, 2]])
+    states = torch.randn(1, 7, VOCABULARY, dtype=torch.float64)
+    steps = list(train_head.unrolled(model.head, model.target, tokens, states))
+    assert len(steps) == train_head.STEPS
+    for step, found in enumerate(steps, 1):
+        for at in range(step, 7):
+            chain = tokens[0, at - step + 1 : at + 1].tolist()
+            torch.testing.assert_close(found[0, at - step], along(model, states[0, at - step], chain))
+
+
+# Where its states come from
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("levels", [["head"], ["head", "target:retrieved"]], ids=["alone", "hierarchy"])
+def test_drafts_begin_at_the_targets_own_hidden_states(
+    target: PreTrainedModel, file: Path, levels: list[str], link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hierarchy also at those of rounds that are speculation: its middle sees the whole text here."""
+    begun: list[tuple[list[int], HiddenState, bool]] = []
+    proposal = HeadDrafter.proposal
+
+    def noted(drafter: HeadDrafter, view: TokenView, shape: DraftShape) -> Proposal:
+        known = view.state or drafter._verified
+        if known is not None:
+            begun.append((view.part(0), known, view.state is not None))
+        return proposal(drafter, view, shape)
+
+    monkeypatch.setattr(HeadDrafter, "proposal", noted)
+    overrides = engine_overrides(ahead=2) | {"speculation.levels": levels, "head.path": str(file)}
+    overrides |= {"retrieval.budget": 512}
+    with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
+        tokens = llm.generate(PROMPT, PARAMS).tokens
+        assert llm._last is not None
+        rounds = [times for times in llm._last.rounds if times.proposed]
+    assert all(times.accepted == times.proposed for times in rounds) == (len(levels) == 2)
+    reference = CausalModel(target, "tiny")
+    lags = []
+    for text, known, speculated in begun:
+        expected = train_head.target_states(reference, torch.tensor([text]))[0, known.length - 1]
+        torch.testing.assert_close(known.hidden, expected, rtol=1e-3, atol=1e-3)
+        lags.append(len(text) - known.length)
+        assert lags[-1] == 1 or (link == "link" and not speculated)
+    assert len(lags) >= len(tokens) / (6 if len(levels) == 1 else 2) and 1 in lags
+    assert any(speculated for *_, speculated in begun) == (len(levels) == 2)
+
+
+def test_chains_side_by_side_all_begin_at_the_text() -> None:
+    parts, shape = Parts(seed=5), DraftShape.parse("sequences:2").deep(3)
+    sampling = Sampling(Sampler(0.0), GeneratorDraws(0, CPU))
+    composition = parts.full(
+        lambda full, sampling: parts.derived(
+            "retrieved", full, sampling, parts.head_drafter(sampling), CHAIN.deep(1)
+        )
+    )
+    text = Text(composition(sampling), [1, 3, 0, 2], 9, shape)
+    tokens = run_alone(text.verifier.drafter.proposal(text.view, shape).complete()).tokens.known
+    assert len(tokens) == 6 and tokens[:3] == tokens[3:]  # at temperature 0
+
+
+# What it drafts
+
+LEVELS: dict[str, list[object]] = {
+    "chain": ["head"],
+    "tree": [{"model": "head", "draft": "tree:3,2"}],
+    "grown": [{"model": "head", "draft": "grown:12"}],
+    "merged": [{"model": "head", "merge": "suffix"}],
+    "retrieved": ["head", "target:retrieved"],
+    "tree, streaming": [{"model": "head", "draft": "tree:2,2"}, "target:streaming"],
+    "three": ["head", "target:streaming", "target:retrieved"],
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("levels", LEVELS.values(), ids=LEVELS)
+def test_greedy_tokens_are_those_of_plain_decoding(
+    target: PreTrainedModel, plain_tokens: list[int], file: Path, levels: list[object], link: str
+) -> None:
+    overrides = engine_overrides(ahead=2) | {"speculation.levels": levels, "head.path": str(file)}
+    with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
+        result = llm.generate(PROMPT, PARAMS)
+        assert result.tokens == plain_tokens
+        assert llm.rerun(PARAMS, "heads", overrides).tokens == plain_tokens
+    assert result.levels[0].name == "head" and result.levels[0].proposed > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("levels", [LEVELS["tree"], LEVELS["retrieved"]], ids=["tree", "retrieved"])
+def test_members_of_a_batch_are_their_single_runs(
+    target: PreTrainedModel,
+    file: Path,
+    levels: list[object],
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together: set[int] = set()
+    forward = HeadModel.forward
+
+    def counted(model: HeadModel, parts: Sequence[Part], *how: Any) -> Any:
+        together.add(len(parts))
+        return forward(model, parts, *how)
+
+    monkeypatch.setattr(HeadModel, "forward", counted)
+    prompts = [PROMPT, byte_ids(70, start=500), byte_ids(1)]
+    params = [SamplingParams(temperature, max_tokens=8 + 3 * seed, seed=seed) for seed in range(3)]
+    overrides = engine_overrides() | {"speculation.levels": levels, "head.path": str(file)}
+    with LLM.from_models(target, config="heads", overrides=overrides) as llm:
+        alone = [llm.generate(prompt, one).tokens for prompt, one in zip(prompts, params, strict=True)]
+        assert together == {1}
+        assert [member.tokens for member in llm.generate(prompts, params)] == alone
+    assert max(together) == 3
+
+
+def test_the_demo_head_is_often_right() -> None:
+    text = "It was a cold evening, and the old man sat before the fire with his daughter. He had been to"
+    overrides: dict[str, object] = {"speculation.levels": ["head"], "speculation.gamma2": 4}
+    with LLM(config="heads", overrides=overrides | {"speculation.step_down": False}) as llm:
+        result = llm.generate(text, SamplingParams(max_tokens=64, ignore_eos=True))
+        assert llm.plain(SamplingParams(max_tokens=64, ignore_eos=True)).tokens == result.tokens
+    assert result.rounds < 36 and DEMO_HEAD.stat().st_size < 2 * 2**20
+
+
+def test_training_teaches(target: PreTrainedModel) -> None:
+    torch.manual_seed(0)
+    model = CausalModel(target, "tiny")
+    target.requires_grad_(False)
+    tokens = torch.tensor(byte_ids(20_000))
+    sampler = WindowSampler([tokens], 0, 256, 2, 8192, torch.Generator().manual_seed(0))
+    head, evaluated = train_head.new_head(64), [tokens[:200], tokens[900:1100]]
+    before = train_head.acceptance(head, model, evaluated)
+    train_head.train(head, model, sampler, [(step, 0.0) for step in range(60)])
+    after = train_head.acceptance(head, model, evaluated)
+    assert all(late > early + 0.05 for late, early in zip(after, before, strict=True)), (before, after)
+
+
+def test_the_script_trains_a_head_for_any_model(
+    target: PreTrainedModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # it would hold for all tests
+    model, corpus, out = tmp_path / "model", tmp_path / "corpus", tmp_path / "head.safetensors"
+    target.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    corpus.mkdir()
+    (corpus / "text.txt").write_text(real_text()[:20_000])
+    arguments = ["--corpus", str(corpus), "--eval", str(corpus), "--model", str(model), "--minutes", "0.01"]
+    assert train_head.main([*arguments, "--out", str(out), "--device", "cpu"]) == 0
+    assert "acceptance by depth 0." in capsys.readouterr().out
+    overrides: dict[str, object] = {"head.path": str(out), "speculation.levels": ["head"]}
+    with LLM(model, config="heads", overrides=overrides) as llm:
+        assert llm.generate("It was", SamplingParams(max_tokens=8)).levels[0].name == "head"
+    with pytest.raises(SystemExit) as refused:
+        train_head.main([*arguments, "--out", str(corpus)])
+    assert refused.value.code == 2 and "is a folder; name a file in it" in capsys.readouterr().err
+
+
+# Which files are refused
+
+
+def test_a_head_knows_its_target_in_any_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        head = load_head(DEMO_HEAD, CausalModel(load_model(demo_model("target"), CPU, dtype), "demo"))
+        assert head.join.weight.dtype == dtype
+
+
+def changed(**tensors: Tensor | None) -> Callable[[Path, Path], None]:
+    """The file with other tensors, or without some."""
+
+    def write(file: Path, path: Path) -> None:
+        stored = load_file(file) | {name.replace("_", "."): value for name, value in tensors.items()}
+        kept = {name: value for name, value in stored.items() if value is not None}
+        save_file(kept, path, {"kind": KIND, "model": "tiny"})
+
+    return write
+
+
+def torn(file: Path, path: Path) -> None:
+    path.write_bytes(file.read_bytes()[:-9])
+
+
+REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "missing": (lambda file, path: None, "cannot be read (no such file, or a folder); train one"),
+    "torn": (
+        torn,
+        "is torn or none",
+    ),
+    "another kind": (lambda file, path: save_file(load_file(file), path), "is no head; train one"),
+    "narrower": (
+        changed(target=torch.zeros(5, 8)),
+        "whose hidden states here are [5, 8], and those of LlamaFor",
+    ),
+    "a scalar": (changed(target=torch.tensor(1.0)), "whose hidden states here are []"),
+    "no probe": (changed(target=None), "was trained for tiny"),
+    "other sizes": (
+        changed(join_weight=torch.zeros(64, 64)),
+        "join.weight is [64, 64] and should be [64, 128]",
+    ),
+    "inner": (changed(up_weight=torch.zeros(9, 64)), "up.weight is [9, 64] and should be [96, 64]"),
+    "lacks": (changed(gate_weight=None), "gate.weight is missing"),
+    "more": (changed(bias=torch.zeros(1)), "bias has no place in a head"),
+    "NaN": (changed(down_weight=torch.full((64, 96), torch.nan)), "down.weight has NaN or infinite entries"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_are_no_head_are_refused(
+    target: PreTrainedModel, file: Path, tmp_path: Path, name: str
+) -> None:
+    harm, message = REFUSED[name]
+    path = tmp_path / "harmed.safetensors"
+    harm(file, path)
+    with pytest.raises(UsageError) as refused:
+        LLM.from_models(target, config="heads", overrides={"head.path": str(path)})
+    assert message in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="was trained for tiny, and Llama.* is another model .* head.path"):
+        LLM.from_models(tiny_target("llama-gqa", seed=5), config="heads", overrides={"head.path": str(file)})
+    with pytest.raises(UsageError, match=r"trained for demo, whose hidden states here are \[5, 256\]"):
+        LLM.from_models(target, config="heads")
+    with LLM.from_models(target, config="plain") as llm:
+        llm.generate(PROMPT, SamplingParams(max_tokens=4))
+        with pytest.raises(UsageError, match="trained for demo"):
+            llm.rerun(PARAMS, "heads")
+        assert llm.plain(SamplingParams(max_tokens=4)).tokens == llm.last_result.tokens
+
+
+def test_the_command_line_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--config", "heads", "--prompt", "It was", "--set", "head.path=none.safetensors"]
+    assert cli.main([*arguments, "-n", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "head none.safetensors: cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        (["head", "draft:streaming"], "put a level of the target there"),
+        (["lookup", "head"], "has no model that could verify what the level below drafts"),
+        ([{"model": "head", "layers": "skip:1"}], "must be all for head"),
+        ([{"model": "head", "cache": "retrieved"}], "is not a level"),
+    ],
+)
+def test_levels_that_a_head_does_not_go_with(
+    target: PreTrainedModel, levels: list[object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        LLM.from_models(target, config="heads", overrides={"speculation.levels": levels})
+
+
+def test_nan_is_told() -> None:
+    model = head_model()
+    with pytest.raises(NotANumber, match="head: its logits are NaN"):
+        model.raise_nan(Part(HeadStates(HiddenState(1, torch.zeros(VOCABULARY))), NewTokens.chain(1), 1))
+
+
+def test_a_plan_counts_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import json
+
+    out = tmp_path / "plan.json"
+    flags = "plan --model llama2-7b --context 60000 --gpu rtx4090 --json"
+    assert cli.main([*flags.split(), str(out), "--config", "heads"]) == 0
+    report = json.loads(out.read_text())
+    assert report["memory"]["gpus"][0]["head_weights"] == 2 * 14 * 4096**2
+    assert report["predicted"]["draft_ms"] > 0 and "head 0." in capsys.readouterr().out
+    assert Head(4096, 4 * 4096).weight_bytes == 4 * (14 * 4096**2 + 3 * 4096)
