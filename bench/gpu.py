@@ -32,13 +32,11 @@ from torch.profiler import ProfilerActivity
 from bench import inputs, machine, report
 from bench.attention import attended, exact
 from bench.offload.cases import ON_GPU
-from bench.offload.engine import EngineText, Run
-from bench.offload.gpu import capped, planned_for, random_prompt, shares_of
+from bench.offload.gpu import capped, planned_for, shares_of
 from bench.offload.held import Hold
-from bench.offload.overlap import busy, length, link_use, on_lane
 from bench.offload.random_models import random_model
-from bench.offload.references import room, warm_up
-from bench.offload.rows import WARM_UP_ROUNDS, steady
+from bench.offload.rows import WARM_UP_ROUNDS, busy, length, link_use, on_lane, steady
+from bench.offload.text import Run, Subject, Text
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
@@ -233,7 +231,9 @@ def attention(
 
 
 @contextmanager
-def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tuple[EngineText, Plan]]:
+def opened(
+    device: torch.device, context: int, *, streamed: bool, random_kv: bool
+) -> Iterator[tuple[Text, Plan]]:
     """A text on a card capped at 24 GiB, placed as planned or streamed; nothing is read or filled yet."""
     hardware = capped(inspect().hardware, device)  # before the weights take memory
     target = GraphedModel(random_model(SHAPE, device, torch.bfloat16), SHAPE, inputs.say)
@@ -243,16 +243,16 @@ def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tu
     config, ring = plan.request.config, plan.placement.ring_buffers
     config = dataclasses.replace(config, store=dataclasses.replace(config.store, ring_buffers=ring))
     shares = EVERYTHING_STREAMED if streamed else shares_of(plan)
-    prompt, link = random_prompt(target, sizes), CudaLink(device)
-    with closing(EngineText(target, None, link, config, prompt, room(sizes), shares)) as text:
+    subject = dataclasses.replace(Subject.random(target, context), random_kv=random_kv)
+    with closing(Text(subject, CudaLink(device), config, sizes.room, shares)) as text:
         yield text, plan
 
 
 def prefill(device: torch.device, context: int) -> Found:
     """Peak device memory of a prefill at 32K and 128K beside the plan's, of 24 GiB."""
-    with opened(device, context, streamed=False) as (text, plan):
+    with opened(device, context, streamed=False, random_kv=False) as (text, plan):
         torch.cuda.reset_peak_memory_stats(device)
-        milliseconds, _ = text.read_prompt()
+        milliseconds = text.read()
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     planned = {name: size / GIB for name, size in plan.gpus[0].items()}
     found = {"context": context, "seconds": milliseconds / 1e3, "planned": planned}
@@ -262,9 +262,9 @@ def prefill(device: torch.device, context: int) -> Found:
 
 def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -> Found:
     """Link use, gaps, verdicts and calls of some rounds at 128K, with a trace of them beside the JSON."""
-    with opened(device, context, streamed=streamed) as (text, plan):
-        text.fill()
-        text.run(plan.request.config, warm_up(ON_GPU), HELD)
+    with opened(device, context, streamed=streamed, random_kv=True) as (text, plan):
+        text.read()
+        text.run(plan.request.config, ON_GPU.warm_up, HELD)
         run = text.run(plan.request.config, NEW_TOKENS, HELD)
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             traced = text.run(plan.request.config, NEW_TOKENS, HELD)

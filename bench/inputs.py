@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import gc
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +31,11 @@ from offload_rt.loading import (
     load_tokenizer,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Case = TypeVar("Case", bound="DataclassInstance")
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -49,6 +55,13 @@ class Models:
     draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     names: tuple[str, str | None]
+
+
+def command(commands: Any, name: str, run: Callable[..., int | None], about: str) -> Any:
+    """Declares a command, which measures what it is `about`; returns its parser."""
+    parser = commands.add_parser(name, help=about, description=f"Measures {about}.", allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
@@ -194,6 +207,13 @@ def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -
 def say(line: str) -> None:
     """Progress, on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def fitted(case: Case, arguments: argparse.Namespace) -> Case:
+    """A declared case, with those of its fields that the command line gives."""
+    fields = [field.name for field in dataclasses.fields(case)]
+    given = {name: value for name in fields if (value := getattr(arguments, name, None)) is not None}
+    return dataclasses.replace(case, **given)
 
 
 def free(device: torch.device) -> None:

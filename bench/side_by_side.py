@@ -85,7 +85,7 @@ def _not_negative(text: str) -> float:
 def run(declared: Case, arguments: argparse.Namespace) -> None:
     """Measures context after context, appends each to the file, and writes the page and the plot."""
     if arguments.plot:
-        report.check_plots()
+        report.pyplot()
     case = _given(declared, arguments)
     overrides = dict(arguments.overrides)
     options = {name: overrides for name in case.systems if name.startswith(OUR_PREFIX)}
