@@ -249,10 +249,10 @@ def test_where_a_loss_rises() -> None:
     steady = torch.full((50,), 2.0, dtype=torch.float64)
     noise = torch.linspace(-1, 1, 50, dtype=torch.float64)
     windows = [1, 2, 3, 4]
-    falling = loss.PairedLoss.of(windows, [steady, steady - 0.1, steady - 0.05 + noise, steady + 2])
-    assert falling.changes == pytest.approx([0, -0.1, 0.05, 2.05])
-    assert falling.without_rise == 3
-    assert loss.PairedLoss.of([1, 2], [steady, steady + 0.01]).without_rise == 1
+    falling = loss.paired(windows, [steady, steady - 0.1, steady - 0.05 + noise, steady + 2])
+    assert falling["changes"] == pytest.approx([0, -0.1, 0.05, 2.05])
+    assert falling["without_rise"] == 3
+    assert loss.paired([1, 2], [steady, steady + 0.01])["without_rise"] == 1
 
 
 def test_a_shorter_window_keeps_the_beginning_of_text() -> None:
