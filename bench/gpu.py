@@ -346,18 +346,13 @@ QUICK |= {name: {"context": 32_768} for name in ("prefill-128k", "rounds-streame
 def add_parser(commands: Any) -> None:
     """Declares the command."""
     said = {name: getattr(check, "func", check).__doc__ for name, check in CHECKS.items()}
-    parser = commands.add_parser(
-        "gpu",
-        help="all that only a CUDA device can tell",
-        description="Checks:\n\n" + "\n".join(f"  {name:16} {text}" for name, text in said.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = inputs.command(commands, "gpu", run, "all that only a CUDA device can tell")
+    parser.description = "Checks:\n\n" + "\n".join(f"  {name:16} {text}" for name, text in said.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", type=inputs.names(CHECKS), default=tuple(CHECKS), metavar="A,B")
     default = inputs.RESULTS / "gpu-checks.json"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE", help="JSON")
     parser.add_argument("--quick", action="store_true", help="less of what takes long")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

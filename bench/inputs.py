@@ -30,6 +30,7 @@ from offload_rt.loading import (
     load_model,
     load_tokenizer,
 )
+from offload_rt.text import encode
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -154,6 +155,14 @@ def read_texts(paths: Sequence[Path]) -> list[Text]:
             raise UsageError(f"text {path}: is empty")
         texts.append(Text(path.name, text))
     return texts
+
+
+def read_tokens(
+    paths: Sequence[Path] | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[int]]:
+    """Names of the files' texts, or of the built-in one, and their tokens, one text behind the other."""
+    texts = read_texts(paths) if paths else [demo_text()]
+    return [text.name for text in texts], encode(tokenizer, "\n".join(text.text for text in texts))
 
 
 def load(arguments: argparse.Namespace) -> Models:

@@ -44,7 +44,6 @@ from bench.offload.timeline_plot import draw
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
 from offload_rt.loading import choose_device
-from offload_rt.text import encode
 
 COLUMNS = {
     "tokens/round": ("tokens_per_round", 2),
@@ -131,8 +130,7 @@ def _on_cpu(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], lis
     declared = (cases.QUICK, cases.SYNTHETIC_QUICK) if arguments.quick else (cases.FULL, cases.SYNTHETIC_FULL)
     real, synthetic = (_given(sizes, arguments) for sizes in declared)
     models = inputs.load(arguments)
-    texts = inputs.read_texts(arguments.text) if arguments.text else [inputs.demo_text()]
-    tokens = encode(models.tokenizer, "\n".join(text.text for text in texts))
+    _, tokens = inputs.read_tokens(arguments.text, models.tokenizer)
     if real.context > len(tokens):
         raise UsageError(f"--context {real.context}: the text has {len(tokens)} tokens; give a longer --text")
     target = GraphedModel(models.target, models.names[0], say)
