@@ -16,7 +16,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, TypeVar
 
 import psutil
@@ -30,9 +29,9 @@ from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBac
 from offload_rt.config import StoreConfig
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB
+from offload_rt.machine.measuring import CPU, seconds
 from offload_rt.native import load_kernel
 
-CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
@@ -169,9 +168,7 @@ def take_turns(calls: Sequence[Callable[[], T]], repeats: int) -> list[tuple[T, 
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, runs in zip(calls, times, strict=True):
-            started = perf_counter()
-            call()
-            runs.append(1e3 * (perf_counter() - started))
+            runs.append(1e3 * seconds(call))
     return list(zip(results, times, strict=True))
 
 

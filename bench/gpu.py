@@ -52,7 +52,7 @@ from offload_rt.loading import choose_device
 from offload_rt.machine.doctor import inspect
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import read_versions
-from offload_rt.machine.measuring import REPEATS, least_seconds, seconds
+from offload_rt.machine.measuring import CPU, REPEATS, least_seconds, seconds
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
 from offload_rt.planning.planner import Plan
@@ -361,12 +361,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("bench gpu: torch sees no CUDA device; install its CUDA build and check nvidia-smi")
     check_writable("--out", arguments.out)
     rows: dict[str, Found] = {}
+    envelope = report.envelope("gpu", arguments, machine.describe(CPU))  # of the card: `versions`
     for name in arguments.only:
         started = perf_counter()
         found = (_in_a_process if len(arguments.only) > 1 else _here)(name, arguments)
         rows[name] = {"wall_s": perf_counter() - started} | found
-        result = {"benchmark": "gpu", "quick": arguments.quick, "checks": rows}
-        report.write_json(arguments.out, result)
+        report.write_json(arguments.out, envelope | {"quick": arguments.quick, "checks": rows})
         print(f"{name}: {_headline(rows[name])}", flush=True)
     failed = [name for name, row in rows.items() if "error" in row]
     print(json.dumps({"checks": len(rows), "failed": failed}))

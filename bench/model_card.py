@@ -120,7 +120,6 @@ def run(arguments: argparse.Namespace) -> None:
         result["needle"] = needle_result(case, readings, model.vocabulary)
     if "acceptance" in parts:
         result["acceptance"] = [acceptance_result(n, case, readings) for n in case.acceptance_contexts]
-    result["host_peak_bytes"] = machine.peak_host_bytes()
     report.finish(out, result, tables(result), result)
 
 

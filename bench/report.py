@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import machine
 from offload_rt import files
 from offload_rt.errors import UsageError
 
@@ -32,6 +33,7 @@ def envelope(benchmark: str, arguments: argparse.Namespace, described: Mapping[s
 
 def finish(path: Path, result: dict[str, Any], tables: Iterable[str], last: object) -> None:
     """Writes a result, prints its tables and, as the last line, what programs read."""
+    result["host_peak_bytes"] = machine.peak_host_bytes()
     write_json(path, result)
     for one in tables:
         print(one, end="\n\n")

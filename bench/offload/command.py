@@ -34,8 +34,7 @@ from bench.inputs import say
 from bench.offload import cases
 from bench.offload.cases import AHEAD, BALANCED, LINK_CASES, SHARES, STREAMED, SYNTHETIC, Sizes
 from bench.offload.gpu import cases_on_gpu
-from bench.offload.measure import Measured
-from bench.offload.paced import paced_cases
+from bench.offload.measure import Measured, paced_cases
 from bench.offload.prediction_accuracy import predict_rows, worst
 from bench.offload.random_models import LARGE_SHAPES, SHAPES, random_model
 from bench.offload.rows import times_as_fast
@@ -121,7 +120,6 @@ def run(arguments: argparse.Namespace) -> None:
         "overrides": {key: str(value) for key, value in arguments.overrides},
         "cases": measured,
         "summary": summary,
-        "host_peak_bytes": machine.peak_host_bytes(),
     }
     report.finish(out, result, map(_table, measured), summary)
 

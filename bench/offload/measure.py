@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
+
+import torch
 
 from bench import inputs
 from bench.inputs import say
@@ -14,7 +17,7 @@ from bench.offload.cases import PLAIN, Sizes, System
 from bench.offload.references import References, Turn
 from bench.offload.rows import draft_token_ms, ms_per_token, row, times_as_fast
 from bench.offload.text import Run, Subject, Text
-from cpu_kv import Link
+from cpu_kv import Link, PacedLink
 from offload_rt.caches.places import Shares
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
@@ -146,3 +149,33 @@ def _check_tokens(name: str, runs: Sequence[Run], expected: Sequence[int]) -> No
                 f"{name}: its tokens are not those of plain decoding; this is a fault of the engine, or two "
                 "logits closer than rounding: try another one"
             )
+
+
+def paced_cases(
+    subject: Subject, sizes: Sizes, cases: Mapping[str, tuple[float, Mapping[str, Sequence[System]]]]
+) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
+    """What a subject does over links on which a stream takes so many times as long as a draft.
+
+    Args:
+        cases: by name, that ratio, and systems by placement.
+    """
+    with one_thread(), closing(References(subject, sizes)) as references:
+        for name, (ratio, systems) in cases.items():
+            references.begin(ratio)
+            rate = references.rate
+            say(f"{name}: a link of {rate / 1e9:.2f} GB/s, paced anew in every turn")
+            placements = {place: (sizes.shares(place), those) for place, those in systems.items()}
+            link = partial(PacedLink, rate)
+            case, measured = measure(name, subject, sizes, placements, link, rate, references)
+            yield case | {"processor": references.processor()}, measured
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread of torch for each thread of ours: pass, drafting and a paced link share the processor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
