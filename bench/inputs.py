@@ -165,6 +165,27 @@ def read_tokens(
     return [text.name for text in texts], encode(tokenizer, "\n".join(text.text for text in texts))
 
 
+Source = str | Path
+"""A folder or a hub id, or, as a `Path`, a model of the demo pair."""
+
+
+def sources(arguments: argparse.Namespace) -> tuple[Source, Source | None]:
+    """Target and draft that the arguments name."""
+    target: Source = demo_model("target") if arguments.model is None else arguments.model
+    named: str | None = getattr(arguments, "draft", NO_DRAFT)
+    if named is None and arguments.model is None:
+        return target, demo_model("draft")
+    return target, None if named == NO_DRAFT else named
+
+
+def model_name(source: Source) -> str:
+    """In reports: a hub id as it is; of a folder the end alone, for a report goes elsewhere."""
+    if isinstance(source, Path):
+        return DEMO
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
+
+
 def load(arguments: argparse.Namespace) -> Models:
     """The models that the arguments name.
 
@@ -172,30 +193,14 @@ def load(arguments: argparse.Namespace) -> Models:
         UsageError: as `loading` does, and where there is no tokenizer.
     """
     device = choose_device(arguments.device)
-    dtype = choose_dtype(arguments.dtype, device)
-    source: str | Path = demo_model("target") if arguments.model is None else arguments.model
-    named: str | None = getattr(arguments, "draft", NO_DRAFT)
-    draft_source: str | Path | None = named
-    if named is None and arguments.model is None:
-        draft_source = demo_model("draft")
-    elif named == NO_DRAFT:
-        draft_source = None
-    target = load_model(source, device, dtype)
+    source, draft_source = sources(arguments)
+    target = load_model(source, device, choose_dtype(arguments.dtype, device))
     draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise UsageError(f"model {source} has no tokenizer, and a text needs one")
-    return Models(
-        target, draft, tokenizer, (_name(source), None if draft_source is None else _name(draft_source))
-    )
-
-
-def _name(source: str | Path) -> str:
-    """A hub id as it is; of a folder the end alone, for a report goes elsewhere."""
-    if isinstance(source, Path):
-        return DEMO
-    path = Path(source)
-    return path.resolve().name if path.exists() else source
+    names = model_name(source), None if draft_source is None else model_name(draft_source)
+    return Models(target, draft, tokenizer, names)
 
 
 def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:

@@ -33,7 +33,7 @@ from offload_rt.config import config_names, load_config
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
-from offload_rt.loading import check_same_tokens, choose_device, demo_model, load_tokenizer, model_config
+from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer, model_config
 from offload_rt.planning.shapes import find_shape
 
 OUR_PREFIX = "ours:"
@@ -47,8 +47,8 @@ def add_parser(commands: Any) -> None:
     """Declares a command for each case."""
     for case in CASES:
         parser = inputs.command(commands, case.name, partial(run, case), case.about)
-        parser.add_argument("--model", type=Path, metavar="FOLDER", help="target (default: the demo pair)")
-        parser.add_argument("--draft", type=Path, metavar="FOLDER", help="small model that drafts")
+        parser.add_argument("--model", metavar="FOLDER", help="target (default: the demo pair)")
+        parser.add_argument("--draft", metavar="FOLDER|none", help="small model that drafts")
         parser.add_argument(
             "--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated"
         )
@@ -96,12 +96,12 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     options = {name: overrides for name in case.systems if name.startswith(OUR_PREFIX)}
     for name in options:
         _check_config(name, overrides)
-    model, draft = _models(arguments)
+    model, draft = _folders(arguments)
     device = _device(arguments.device, case.link_gb_s)
     prompts, answers, texts = _prompts(arguments, model, case.contexts)
     described = machine.describe(device)
     out = _destination(arguments.out or inputs.RESULTS / f"{case.name}-{machine.slug(described)}.jsonl")
-    settings = _settings(case, arguments, described, model, draft) | {"texts": texts}
+    settings = _settings(case, arguments, described, texts)
     held = _held(out, settings, prompts)
     for context, one in held.items():
         say(f"{context} tokens: as measured at {one['date']}, in {out}")
@@ -148,16 +148,19 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
 
 
 def _settings(
-    case: Case, arguments: argparse.Namespace, described: Mapping[str, Any], model: Path, draft: Path | None
+    case: Case, arguments: argparse.Namespace, described: Mapping[str, Any], texts: Sequence[str]
 ) -> dict[str, Any]:
     """What figures of one kind have in common."""
+    sources = inputs.sources(arguments)
+    model, draft = (None if one is None else inputs.model_name(one) for one in sources)
     return {
         "benchmark": case.name,
         "schema": report.SCHEMA,
         "machine": {key: value for key, value in described.items() if key != "load_average"},
-        "model": "demo" if arguments.model is None else model.name,
-        "draft": None if draft is None else "demo" if draft == demo_model("draft") else draft.name,
-        "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder],
+        "model": model,
+        "draft": draft,
+        "checkpoints": [_fingerprint(Path(one)) for one in sources if one is not None],
+        "texts": texts,
         "dtype": arguments.dtype,
         "needles": arguments.needles,
         "temperature": arguments.temperature,
@@ -185,16 +188,13 @@ def _check_config(name: str, overrides: Mapping[str, object]) -> None:
     load_config(config, overrides)
 
 
-def _models(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Folders of target and draft, which have to be there and to have the same tokens."""
-    if arguments.model is None and arguments.draft is None:
-        return demo_model("target"), demo_model("draft")
-    model = demo_model("target") if arguments.model is None else arguments.model.resolve()
-    if arguments.draft is None:
-        return model, None
-    draft = arguments.draft.resolve()
-    model_config(draft)
-    check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Of target and draft, which have to be there and to have the same tokens."""
+    model, draft = (None if one is None else Path(one).resolve() for one in inputs.sources(arguments))
+    assert model is not None
+    if draft is not None:
+        model_config(draft)
+        check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
     return model, draft
 
 
