@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial, wraps
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -35,8 +35,8 @@ from bench.offload.cases import ON_GPU
 from bench.offload.gpu import capped, planned_for, shares_of
 from bench.offload.held import Hold
 from bench.offload.random_models import random_model
-from bench.offload.rows import WARM_UP_ROUNDS, busy, length, link_use, on_lane, steady
-from bench.offload.text import Run, Subject, Text
+from bench.offload.rows import link_figures
+from bench.offload.text import Subject, Text
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
@@ -231,10 +231,8 @@ def attention(
 
 
 @contextmanager
-def opened(
-    device: torch.device, context: int, *, streamed: bool, random_kv: bool
-) -> Iterator[tuple[Text, Plan]]:
-    """A text on a card capped at 24 GiB, placed as planned or streamed; nothing is read or filled yet."""
+def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tuple[Text, Plan]]:
+    """A random text on a card capped at 24 GiB, placed as planned or streamed; nothing is read yet."""
     hardware = capped(inspect().hardware, device)  # before the weights take memory
     target = GraphedModel(random_model(SHAPE, device, torch.bfloat16), SHAPE, inputs.say)
     sizes = dataclasses.replace(ON_GPU, context=context)
@@ -243,16 +241,16 @@ def opened(
     config, ring = plan.request.config, plan.placement.ring_buffers
     config = dataclasses.replace(config, store=dataclasses.replace(config.store, ring_buffers=ring))
     shares = EVERYTHING_STREAMED if streamed else shares_of(plan)
-    subject = dataclasses.replace(Subject.random(target, context), random_kv=random_kv)
-    with closing(Text(subject, CudaLink(device), config, sizes.room, shares)) as text:
+    subject, link = Subject.random(target, context), CudaLink(device)
+    with closing(Text(subject, link, config, sizes.room, shares)) as text:
         yield text, plan
 
 
 def prefill(device: torch.device, context: int) -> Found:
     """Peak device memory of a prefill at 32K and 128K beside the plan's, of 24 GiB."""
-    with opened(device, context, streamed=False, random_kv=False) as (text, plan):
+    with opened(device, context, streamed=False) as (text, plan):
         torch.cuda.reset_peak_memory_stats(device)
-        milliseconds = text.read()
+        milliseconds = text.prefill()
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     planned = {name: size / GIB for name, size in plan.gpus[0].items()}
     found = {"context": context, "seconds": milliseconds / 1e3, "planned": planned}
@@ -262,7 +260,7 @@ def prefill(device: torch.device, context: int) -> Found:
 
 def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -> Found:
     """Link use, gaps, verdicts and calls of some rounds at 128K, with a trace of them beside the JSON."""
-    with opened(device, context, streamed=streamed, random_kv=True) as (text, plan):
+    with opened(device, context, streamed=streamed) as (text, plan):
         text.read()
         text.run(plan.request.config, ON_GPU.warm_up, HELD)
         run = text.run(plan.request.config, NEW_TOKENS, HELD)
@@ -273,24 +271,6 @@ def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -
     found = {"context": context, "trace": trace.name, "planned": dataclasses.asdict(shares_of(plan))}
     found |= link_figures(run, plan.request.hardware.gpus[0].to_device_rate)
     return found | {"calls_a_round": calls_a_round(names, len(traced.rounds))}
-
-
-def link_figures(run: Run, pinned: float) -> Found:
-    """What a run says of its link and its verdicts; times in ms.
-
-    Args:
-        pinned: GB/s of page-locked copies to the device alone.
-    """
-    carried = busy(run.copies)
-    rate = sum(one.byte_count for one in run.copies if not one.to_host) / (length(carried) or 1.0) / 1e9
-    share = link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies)
-    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(carried)]
-    found = {"link_use": share and share * rate / pinned, "link_use_target": 0.90, "link_use_goal": 0.95}
-    found |= {"link_busy": share, "copy_gb_s": rate, "pinned_gb_s": pinned}
-    found |= {"longest_gap_ms": max(gaps, default=0.0), "gap_ms_a_round": sum(gaps) / len(run.rounds)}
-    for name in ("ms", "pass_ms", "verdict_ms"):
-        found[f"round_{name}"] = median(getattr(one, name) for one in steady(run.rounds))
-    return found | {"rounds": len(run.rounds), "gb_a_round": run.bytes_to_device / len(run.rounds) / 1e9}
 
 
 def calls_a_round(names: Iterable[str], rounds: int) -> dict[str, float]:

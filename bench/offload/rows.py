@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -145,3 +146,31 @@ def link_use(passes: Sequence[Interval], copies: Sequence[CopyRecord]) -> float 
         if within:
             shares.append(length(within) / (within[-1][1] - start))
     return middle(shares)
+
+
+def link_figures(run: Run, pinned: float) -> dict[str, Any]:
+    """What a run says of its link and its verdicts; times in ms.
+
+    Args:
+        pinned: GB/s of page-locked copies to the device alone.
+    """
+    carried = busy(run.copies)
+    rate = sum(one.byte_count for one in run.copies if not one.to_host) / (length(carried) or 1.0) / 1e9
+    share = link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies)
+    rounds = steady(run.rounds)
+    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(carried)]
+    return {
+        "link_use": share and share * rate / pinned,
+        "link_use_target": 0.90,
+        "link_use_goal": 0.95,
+        "link_busy": share,
+        "copy_gb_s": rate,
+        "pinned_gb_s": pinned,
+        "longest_gap_ms": max(gaps, default=0.0),
+        "gap_ms_a_round": sum(gaps) / len(run.rounds),
+        "round_ms": median(one.ms for one in rounds),
+        "round_pass_ms": median(one.pass_ms for one in rounds),
+        "round_verdict_ms": median(one.verdict_ms for one in rounds),
+        "rounds": len(run.rounds),
+        "gb_a_round": run.bytes_to_device / len(run.rounds) / 1e9,
+    }

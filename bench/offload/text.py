@@ -106,16 +106,20 @@ class Text:
         return Continuation(Sampling(Sampler(), GeneratorDraws(0, self._device)), new_tokens)
 
     def read(self) -> float:
-        """Takes the prompt; returns ms of its prefill."""
+        """Takes the prompt, or random KV in its place; returns ms of its prefill."""
         if self._random_kv:
             self._fill()
-        else:
-            self._session.prefill()
+            return 0.0
+        return self.prefill()
+
+    def prefill(self) -> float:
+        """Takes the prompt; returns ms."""
+        self._session.prefill()
         return self._session.prefill_ms
 
     @torch.inference_mode()
     def _fill(self) -> None:
-        """Random KV in the place of a prefill: what is in it does not change how long anything takes."""
+        # What is in it does not change how long anything takes.
         full, tokens = self._session.full, self._session.prompt_tokens - 1
         layout = full.layout
         generator = torch.Generator(device=self._device).manual_seed(0)
