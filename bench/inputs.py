@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import datetime
 import gc
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Case = TypeVar("Case", bound="DataclassInstance")
+T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -94,20 +96,6 @@ def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     )
 
 
-def counts(minimum: int) -> Callable[[str], tuple[int, ...]]:
-    """An argument type: whole numbers with commas between them, each once, rising."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        parts = text.split(",")
-        if not all(part.isdecimal() and int(part) >= minimum for part in parts):
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: write whole numbers of at least {minimum}, e.g. 4096,8192"
-            )
-        return tuple(sorted({int(part) for part in parts}))
-
-    return parse
-
-
 def count(minimum: int) -> Callable[[str], int]:
     """An argument type: a whole number."""
 
@@ -119,17 +107,41 @@ def count(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def number(least: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
+    """An argument type: a finite number."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most and math.isfinite(value)):
+            to = "" if most == math.inf else f" and at most {most:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}{to}")
+        return value
+
+    return parse
+
+
+def several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """An argument type: with commas between them, each once."""
+    return lambda text: tuple(dict.fromkeys(map(one, text.split(","))))
+
+
+def counts(minimum: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument type: whole numbers with commas between them, each once, rising."""
+    return lambda text: tuple(sorted(several(count(minimum))(text)))
+
+
 def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """An argument type: known names with commas between them, each once."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        given = tuple(dict.fromkeys(text.split(",")))
-        unknown = next((name for name in given if name not in known), None)
-        if unknown is not None:
-            raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(known)}")
-        return given
+    def parse(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+        return text
 
-    return parse
+    return several(parse)
 
 
 def demo_text() -> Text:

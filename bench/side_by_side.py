@@ -54,12 +54,12 @@ def add_parser(commands: Any) -> None:
         )
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
         inputs.add_overrides(parser, "sets a configuration key of ours")
-        parser.add_argument("--systems", type=_systems, metavar="A,B", help="adapter:system")
+        parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help="adapter:system")
         parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
         parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
         parser.add_argument("--turns", type=inputs.count(1), metavar="N")
-        parser.add_argument("--temperature", type=_not_negative, default=0.0, metavar="T")
-        parser.add_argument("--link", type=_not_negative, dest="link_gb_s", metavar="GB/s")
+        parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T")
+        parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s")
         parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
         parser.add_argument("--device", default="auto", metavar="cpu|cuda")
         parser.add_argument("--quick", action="store_true", help="short prompts, fewer tokens")
@@ -67,22 +67,11 @@ def add_parser(commands: Any) -> None:
         parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a PNG")
 
 
-def _systems(text: str) -> tuple[str, ...]:
-    systems, known = tuple(dict.fromkeys(text.split(","))), adapters()
-    for name in systems:
-        if name.partition(":")[0] not in known or ":" not in name:
-            raise argparse.ArgumentTypeError(f"{name}: write adapter:system; adapters are {', '.join(known)}")
-    return systems
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
+def _system(text: str) -> str:
+    known = adapters()
+    if text.partition(":")[0] not in known or ":" not in text:
+        raise argparse.ArgumentTypeError(f"{text}: write adapter:system; adapters are {', '.join(known)}")
+    return text
 
 
 def run(declared: Case, arguments: argparse.Namespace) -> None:

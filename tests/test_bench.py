@@ -123,7 +123,7 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
     ("arguments", "message"),
     [
         ("speedup --contexts 7000 --text TEXT", "--contexts 7000: the text has 6000 tokens"),
-        ("speedup --contexts 4k", "'4k': write whole numbers of at least 2, e.g. 4096,8192"),
+        ("speedup --contexts 4k", "'4k' is not a whole number of at least 2"),
         ("speedup --systems ours:warp", "no such config; there are easyspec"),
         ("speedup --turns 0", "'0' is not a whole number of at least 1"),
         ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),

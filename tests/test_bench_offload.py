@@ -425,7 +425,7 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
         (["prediction-accuracy", "pyproject.toml"], "is no JSON"),
         (["prediction-accuracy", "bench/results/model-card.json"], "is no result of `bench offload`"),
         (["offload", "--config", "plain"], "name a config that drafts"),
-        (["offload", "--acceptances", "2"], "write rates from 0 to 1"),
+        (["offload", "--acceptances", "2"], "'2' is not a number of at least 0 and at most 1"),
         (["offload", "--shapes", "huge"], "is none of tiny"),
         (["offload", "--context", "9999999", "--device", "cpu"], "give a longer --text"),
     ],

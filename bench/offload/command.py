@@ -75,21 +75,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=inputs.count(1), metavar="N")
     parser.add_argument("--shapes", type=inputs.names(SHAPES), metavar="A,B", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--contexts", type=inputs.counts(64), default=cases.GPU_CONTEXTS, metavar="N,N")
-    parser.add_argument("--acceptances", type=_rates, default=cases.ACCEPTANCES, metavar="A,B")
+    rates = inputs.several(inputs.number(most=1.0))
+    parser.add_argument("--acceptances", type=rates, default=cases.ACCEPTANCES, metavar="A,B")
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument(
         "--plot", action=argparse.BooleanOptionalAction, default=True, help="a timeline as PNG"
     )
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = (-1.0,)
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: write rates from 0 to 1, e.g. 0.8,0.95")
-    return rates
 
 
 def run(arguments: argparse.Namespace) -> None:
