@@ -183,9 +183,9 @@ def _table(case: dict[str, Any]) -> str:
         cells.append(report.number(one["ms_per_token"]["median"]))
         rows.append([*cells, *(report.number(one[key], digits) for key, digits in COLUMNS.values())])
     first = case["rows"][0]
+    prefill = f" Prefill {first['prefill_ms'] / 1e3:.1f} s." if first["prefill_ms"] else ""
     return (
         f"{case['model']}, {case['case']}, {first['context']:,} tokens: carrying the KV once takes "
-        f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s. Prefill "
-        f"{first['prefill_ms'] / 1e3:.1f} s.\n\n"
+        f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s.{prefill}\n\n"
         f"{report.table(['system', 'KV', 'accepted', 'ms/token', *COLUMNS], rows)}"
     )

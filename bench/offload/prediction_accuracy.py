@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         for one in case["rows"]:
             named = {"case": case["case"], "model": case["model"]}
             named |= {key: one[key] for key in ("system", "placement", "context", "gamma", "synthetic")}
-            found = {"pass_ms": one["pass_ms"], "tokens_per_round": one["tokens_per_round"]}
-            found |= {"round_ms": one["round_ms"], "outcome_hit_rate": one["outcome_hit_rate"]}
+            found = {key: one[key] for key in PREDICTED if key != "draft_ms"}
             found |= {"draft_ms": one["draft_alone_ms"], "ms_per_token": one["ms_per_token"]["median"]}
             ratio = one["predicted_over_measured"]
             rows.append(named | {"measured": found, "predicted": one["predicted"], "ratio": ratio})

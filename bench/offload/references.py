@@ -44,7 +44,7 @@ class Turn:
         plain_pass_ms: a pass over the last token, with the KV in place.
         pass_ms: a pass over the last token and a draft, likewise.
         pass_beside_ms: the same while drafts are made, on a link without limit.
-        refresh_ms: to fill the retrieved cache anew, as at the begin of a run.
+        refresh_ms: to choose and copy the entries of the retrieved cache anew.
         verdict_ms: from a pass's logits, and the drafts made beside it, to the committed tokens.
     """
 
@@ -121,6 +121,7 @@ class References:
         """Measures everything once, and paces `link` by it."""
         plain = self._in_place.run(self.sizes.config(), self.sizes.plain_tokens)
         composed = self._run_in_place()
+        refresh_ms = self._in_place.refresh_ms()
         late = steady(self._run_over_link(LATE, self._balanced_rate))
         unlimited = self._run_over_link(AHEAD, self.NO_LIMIT)
         self._balance()
@@ -133,7 +134,7 @@ class References:
             plain_pass_ms=median(one.pass_ms for one in plain.rounds[1:]),
             pass_ms=median(one.pass_ms for one in steady(composed.rounds)),
             pass_beside_ms=mean(one.pass_ms for one in unlimited[1:-2] or unlimited),
-            refresh_ms=composed.refresh_ms,
+            refresh_ms=refresh_ms,
             verdict_ms=median(one.verdict_ms for one in late),
         )
 

@@ -16,6 +16,7 @@ from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.attention import choose_backend
 from offload_rt.caches.full import LAST_QUERIES
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine
@@ -55,7 +56,6 @@ class Run:
     Attributes:
         ms: from the first round's begin to the last one's end.
         spans, copies: what ran when; those of the time between `rounds[0].started` and the end.
-        refresh_ms: to fill the caches that the composition drafts with, before the first round.
     """
 
     tokens: list[int]
@@ -64,7 +64,6 @@ class Run:
     spans: list[Span]
     copies: list[CopyRecord]
     bytes_to_device: int = 0
-    refresh_ms: float = 0.0
 
 
 class Text:
@@ -168,8 +167,16 @@ class Text:
             list(self._timeline.spans),
             [copy for copy in copies if started <= copy.end and copy.start <= ended],
             session.engine.counters.bytes_to_device,
-            session.prefill_ms,
         )
+
+    @torch.inference_mode()
+    def refresh_ms(self) -> float:
+        """ms to choose and copy the entries of the retrieved cache anew; 0 where the last run had none."""
+        full, started = self._session.full, perf_counter()
+        for cache in full.derived:
+            if isinstance(cache, RetrievedCache):
+                cache.build(full.last_queries)
+        return 1e3 * (perf_counter() - started)
 
     def close(self) -> None:
         """Gives everything back, the link too. Idempotent."""
