@@ -253,6 +253,8 @@ def test_where_a_loss_rises() -> None:
     assert falling["changes"] == pytest.approx([0, -0.1, 0.05, 2.05])
     assert falling["without_rise"] == 3
     assert loss.paired([1, 2], [steady, steady + 0.01])["without_rise"] == 1
+    for change, largest in ((0.12, 2), (0.2, 1)):  # of a standard error of 0.083
+        assert loss.paired([1, 2], [steady, steady + change + noise])["without_rise"] == largest
 
 
 def test_a_shorter_window_keeps_the_beginning_of_text() -> None:
