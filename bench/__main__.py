@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(commands)
     try:
-        arguments = parser.parse_args(argv)
+        words = sys.argv[1:] if argv is None else list(argv)
+        arguments = parser.parse_args(words, argparse.Namespace(words=words))
         return arguments.run(arguments) or 0
     except (UsageError, OSError) as error:
         print(f"bench: error: {' '.join(str(error).splitlines())}", file=sys.stderr)

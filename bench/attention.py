@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, TypeVar
 
 import psutil
@@ -31,9 +29,9 @@ from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBac
 from offload_rt.config import StoreConfig
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB
+from offload_rt.machine.measuring import CPU, seconds
 from offload_rt.native import load_kernel
 
-CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
@@ -61,27 +59,17 @@ QUICK = AttentionCase(((4, 64),), tokens=65536, queries=(1, 8, 16, 32, 64), repe
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser(
-        "attention",
-        help="our CPU attention kernel beside torch's",
-        description="Measures our CPU attention kernel beside torch's.",
-        allow_abbrev=False,
-    )
+    parser = inputs.command(commands, "attention", run, "our CPU attention kernel beside torch's")
     parser.add_argument("--tokens", type=inputs.count(1), metavar="N", help="keys a head")
     parser.add_argument("--queries", type=inputs.counts(1), metavar="N,N")
     parser.add_argument("--repeats", type=inputs.count(1), metavar="N")
     parser.add_argument("--quick", action="store_true", help="64K tokens of one shape, fewer repeats")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures, writes the JSON, prints the tables."""
-    given = {key: getattr(arguments, key) for key in ("tokens", "queries", "repeats")}
-    case = dataclasses.replace(
-        QUICK if arguments.quick else FULL,
-        **{key: value for key, value in given.items() if value is not None},
-    )
+    case = inputs.fitted(QUICK if arguments.quick else FULL, arguments)
     check_memory(case)
     kernel = load_kernel()
     if kernel is None:
@@ -92,22 +80,15 @@ def run(arguments: argparse.Namespace) -> None:
     described = machine.describe(CPU)
     out = inputs.destination(arguments.out, "attention", described)
     measured = []
-    for heads, dim in case.shapes:
-        for name in case.dtypes:
-            say(f"{heads} key heads of {dim}, {name}")
-            measured.append(measure(NativeCpuBackend(kernel), heads, dim, getattr(torch, name), case))
-    result = {
-        "benchmark": "attention",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": described,
+    for (heads, dim), name in product(case.shapes, case.dtypes):
+        say(f"{heads} key heads of {dim}, {name}")
+        measured.append(measure(NativeCpuBackend(kernel), heads, dim, getattr(torch, name), case))
+    result = report.envelope("attention", arguments, described) | {
         "kernel": {"lanes": kernel.lanes, "bfloat16_dots": kernel.bfloat16_dots},
         "case": dataclasses.asdict(case),
         "measured": measured,
     }
-    report.write_json(out, result)
-    for part in measured:
-        print(_table(part), end="\n\n")
-    print(json.dumps(result))
+    report.finish(out, result, map(_table, measured), result)
 
 
 def check_memory(case: AttentionCase) -> None:
@@ -187,9 +168,7 @@ def take_turns(calls: Sequence[Callable[[], T]], repeats: int) -> list[tuple[T, 
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, runs in zip(calls, times, strict=True):
-            started = perf_counter()
-            call()
-            runs.append(1e3 * (perf_counter() - started))
+            runs.append(1e3 * seconds(call))
     return list(zip(results, times, strict=True))
 
 
@@ -210,20 +189,10 @@ def _table(part: dict[str, Any]) -> str:
     )
     rows = []
     for row in part["rows"]:
-        ours, theirs = row["ours"], row["torch"]
-        rows.append(
-            [
-                row["queries"],
-                report.number(ours["ms"]["median"]),
-                report.number(theirs["ms"]["median"]),
-                report.number(row["over_torch"]),
-                report.number(ours["gb_s"], 1),
-                report.number(theirs["gb_s"], 1),
-                f"{ours['share_of_read_rate']:.0%}",
-                f"{ours['error']:.1e}",
-                f"{theirs['error']:.1e}",
-            ]
-        )
+        both, number = (row["ours"], row["torch"]), report.number
+        cells = [number(one["ms"]["median"]) for one in both] + [number(row["over_torch"])]
+        cells += [number(one["gb_s"], 1) for one in both] + [f"{row['ours']['share_of_read_rate']:.0%}"]
+        rows.append([row["queries"], *cells, *(f"{one['error']:.1e}" for one in both)])
     header = [
         "queries",
         "ms",

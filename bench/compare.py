@@ -13,18 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import inputs, report
 from offload_rt.errors import UsageError
 
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser(
-        "compare", help="two results of one case, with noise taken into account", description=__doc__
-    )
+    about = "two results of one side-by-side case, with noise taken into account"
+    parser = inputs.command(commands, "compare", run, about)
     parser.add_argument("old", type=Path, metavar="OLD", help="JSON lines of a side-by-side run")
     parser.add_argument("new", type=Path, metavar="NEW")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial, wraps
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -32,13 +32,11 @@ from torch.profiler import ProfilerActivity
 from bench import inputs, machine, report
 from bench.attention import attended, exact
 from bench.offload.cases import ON_GPU
-from bench.offload.engine import EngineText, Run
-from bench.offload.gpu import capped, planned_for, random_prompt, shares_of
+from bench.offload.gpu import capped, planned_for, shares_of
 from bench.offload.held import Hold
-from bench.offload.overlap import busy, length, link_use, on_lane
 from bench.offload.random_models import random_model
-from bench.offload.references import room, warm_up
-from bench.offload.rows import WARM_UP_ROUNDS, steady
+from bench.offload.rows import link_figures
+from bench.offload.text import Subject, Text
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
@@ -54,7 +52,7 @@ from offload_rt.loading import choose_device
 from offload_rt.machine.doctor import inspect
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import read_versions
-from offload_rt.machine.measuring import REPEATS, least_seconds, seconds
+from offload_rt.machine.measuring import CPU, REPEATS, least_seconds, seconds
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
 from offload_rt.planning.planner import Plan
@@ -233,8 +231,8 @@ def attention(
 
 
 @contextmanager
-def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tuple[EngineText, Plan]]:
-    """A text on a card capped at 24 GiB, placed as planned or streamed; nothing is read or filled yet."""
+def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tuple[Text, Plan]]:
+    """A random text on a card capped at 24 GiB, placed as planned or streamed; nothing is read yet."""
     hardware = capped(inspect().hardware, device)  # before the weights take memory
     target = GraphedModel(random_model(SHAPE, device, torch.bfloat16), SHAPE, inputs.say)
     sizes = dataclasses.replace(ON_GPU, context=context)
@@ -243,8 +241,8 @@ def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tu
     config, ring = plan.request.config, plan.placement.ring_buffers
     config = dataclasses.replace(config, store=dataclasses.replace(config.store, ring_buffers=ring))
     shares = EVERYTHING_STREAMED if streamed else shares_of(plan)
-    prompt, link = random_prompt(target, sizes), CudaLink(device)
-    with closing(EngineText(target, None, link, config, prompt, room(sizes), shares)) as text:
+    subject, link = Subject.random(target, context), CudaLink(device)
+    with closing(Text(subject, link, config, sizes.room, shares)) as text:
         yield text, plan
 
 
@@ -252,7 +250,7 @@ def prefill(device: torch.device, context: int) -> Found:
     """Peak device memory of a prefill at 32K and 128K beside the plan's, of 24 GiB."""
     with opened(device, context, streamed=False) as (text, plan):
         torch.cuda.reset_peak_memory_stats(device)
-        milliseconds, _ = text.read_prompt()
+        milliseconds = text.prefill()
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     planned = {name: size / GIB for name, size in plan.gpus[0].items()}
     found = {"context": context, "seconds": milliseconds / 1e3, "planned": planned}
@@ -263,8 +261,8 @@ def prefill(device: torch.device, context: int) -> Found:
 def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -> Found:
     """Link use, gaps, verdicts and calls of some rounds at 128K, with a trace of them beside the JSON."""
     with opened(device, context, streamed=streamed) as (text, plan):
-        text.fill()
-        text.run(plan.request.config, warm_up(ON_GPU), HELD)
+        text.read()
+        text.run(plan.request.config, ON_GPU.warm_up, HELD)
         run = text.run(plan.request.config, NEW_TOKENS, HELD)
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             traced = text.run(plan.request.config, NEW_TOKENS, HELD)
@@ -273,24 +271,6 @@ def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -
     found = {"context": context, "trace": trace.name, "planned": dataclasses.asdict(shares_of(plan))}
     found |= link_figures(run, plan.request.hardware.gpus[0].to_device_rate)
     return found | {"calls_a_round": calls_a_round(names, len(traced.rounds))}
-
-
-def link_figures(run: Run, pinned: float) -> Found:
-    """What a run says of its link and its verdicts; times in ms.
-
-    Args:
-        pinned: GB/s of page-locked copies to the device alone.
-    """
-    carried = busy(run.copies)
-    rate = sum(one.byte_count for one in run.copies if not one.to_host) / (length(carried) or 1.0) / 1e9
-    share = link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies)
-    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(carried)]
-    found = {"link_use": share and share * rate / pinned, "link_use_target": 0.90, "link_use_goal": 0.95}
-    found |= {"link_busy": share, "copy_gb_s": rate, "pinned_gb_s": pinned}
-    found |= {"longest_gap_ms": max(gaps, default=0.0), "gap_ms_a_round": sum(gaps) / len(run.rounds)}
-    for name in ("ms", "pass_ms", "verdict_ms"):
-        found[f"round_{name}"] = median(getattr(one, name) for one in steady(run.rounds))
-    return found | {"rounds": len(run.rounds), "gb_a_round": run.bytes_to_device / len(run.rounds) / 1e9}
 
 
 def calls_a_round(names: Iterable[str], rounds: int) -> dict[str, float]:
@@ -346,18 +326,13 @@ QUICK |= {name: {"context": 32_768} for name in ("prefill-128k", "rounds-streame
 def add_parser(commands: Any) -> None:
     """Declares the command."""
     said = {name: getattr(check, "func", check).__doc__ for name, check in CHECKS.items()}
-    parser = commands.add_parser(
-        "gpu",
-        help="all that only a CUDA device can tell",
-        description="Checks:\n\n" + "\n".join(f"  {name:16} {text}" for name, text in said.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = inputs.command(commands, "gpu", run, "all that only a CUDA device can tell")
+    parser.description = "Checks:\n\n" + "\n".join(f"  {name:16} {text}" for name, text in said.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", type=inputs.names(CHECKS), default=tuple(CHECKS), metavar="A,B")
     default = inputs.RESULTS / "gpu-checks.json"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE", help="JSON")
     parser.add_argument("--quick", action="store_true", help="less of what takes long")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -366,12 +341,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("bench gpu: torch sees no CUDA device; install its CUDA build and check nvidia-smi")
     check_writable("--out", arguments.out)
     rows: dict[str, Found] = {}
+    envelope = report.envelope("gpu", arguments, machine.describe(CPU))  # of the card: `versions`
     for name in arguments.only:
         started = perf_counter()
         found = (_in_a_process if len(arguments.only) > 1 else _here)(name, arguments)
         rows[name] = {"wall_s": perf_counter() - started} | found
-        result = {"benchmark": "gpu", "quick": arguments.quick, "checks": rows}
-        report.write_json(arguments.out, result)
+        report.write_json(arguments.out, envelope | {"quick": arguments.quick, "checks": rows})
         print(f"{name}: {_headline(rows[name])}", flush=True)
     failed = [name for name, row in rows.items() if "error" in row]
     print(json.dumps({"checks": len(rows), "failed": failed}))

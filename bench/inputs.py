@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import gc
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,6 +31,13 @@ from offload_rt.loading import (
     load_model,
     load_tokenizer,
 )
+from offload_rt.text import encode
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Case = TypeVar("Case", bound="DataclassInstance")
+T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -49,6 +58,13 @@ class Models:
     draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     names: tuple[str, str | None]
+
+
+def command(commands: Any, name: str, run: Callable[..., int | None], about: str) -> Any:
+    """Declares a command, which measures what it is `about`; returns its parser."""
+    parser = commands.add_parser(name, help=about, description=f"Measures {about}.", allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
@@ -80,20 +96,6 @@ def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     )
 
 
-def counts(minimum: int) -> Callable[[str], tuple[int, ...]]:
-    """An argument type: whole numbers with commas between them, each once, rising."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        parts = text.split(",")
-        if not all(part.isdecimal() and int(part) >= minimum for part in parts):
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: write whole numbers of at least {minimum}, e.g. 4096,8192"
-            )
-        return tuple(sorted({int(part) for part in parts}))
-
-    return parse
-
-
 def count(minimum: int) -> Callable[[str], int]:
     """An argument type: a whole number."""
 
@@ -105,17 +107,41 @@ def count(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def number(least: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
+    """An argument type: a finite number."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value <= most and math.isfinite(value)):
+            to = "" if most == math.inf else f" and at most {most:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}{to}")
+        return value
+
+    return parse
+
+
+def several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """An argument type: with commas between them, each once."""
+    return lambda text: tuple(dict.fromkeys(map(one, text.split(","))))
+
+
+def counts(minimum: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument type: whole numbers with commas between them, each once, rising."""
+    return lambda text: tuple(sorted(several(count(minimum))(text)))
+
+
 def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """An argument type: known names with commas between them, each once."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        given = tuple(dict.fromkeys(text.split(",")))
-        unknown = next((name for name in given if name not in known), None)
-        if unknown is not None:
-            raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(known)}")
-        return given
+    def parse(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+        return text
 
-    return parse
+    return several(parse)
 
 
 def demo_text() -> Text:
@@ -143,6 +169,35 @@ def read_texts(paths: Sequence[Path]) -> list[Text]:
     return texts
 
 
+def read_tokens(
+    paths: Sequence[Path] | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[int]]:
+    """Names of the files' texts, or of the built-in one, and their tokens, one text behind the other."""
+    texts = read_texts(paths) if paths else [demo_text()]
+    return [text.name for text in texts], encode(tokenizer, "\n".join(text.text for text in texts))
+
+
+Source = str | Path
+"""A folder or a hub id, or, as a `Path`, a model of the demo pair."""
+
+
+def sources(arguments: argparse.Namespace) -> tuple[Source, Source | None]:
+    """Target and draft that the arguments name."""
+    target: Source = demo_model("target") if arguments.model is None else arguments.model
+    named: str | None = getattr(arguments, "draft", NO_DRAFT)
+    if named is None and arguments.model is None:
+        return target, demo_model("draft")
+    return target, None if named == NO_DRAFT else named
+
+
+def model_name(source: Source) -> str:
+    """In reports: a hub id as it is; of a folder the end alone, for a report goes elsewhere."""
+    if isinstance(source, Path):
+        return DEMO
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
+
+
 def load(arguments: argparse.Namespace) -> Models:
     """The models that the arguments name.
 
@@ -150,30 +205,14 @@ def load(arguments: argparse.Namespace) -> Models:
         UsageError: as `loading` does, and where there is no tokenizer.
     """
     device = choose_device(arguments.device)
-    dtype = choose_dtype(arguments.dtype, device)
-    source: str | Path = demo_model("target") if arguments.model is None else arguments.model
-    named: str | None = getattr(arguments, "draft", NO_DRAFT)
-    draft_source: str | Path | None = named
-    if named is None and arguments.model is None:
-        draft_source = demo_model("draft")
-    elif named == NO_DRAFT:
-        draft_source = None
-    target = load_model(source, device, dtype)
+    source, draft_source = sources(arguments)
+    target = load_model(source, device, choose_dtype(arguments.dtype, device))
     draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise UsageError(f"model {source} has no tokenizer, and a text needs one")
-    return Models(
-        target, draft, tokenizer, (_name(source), None if draft_source is None else _name(draft_source))
-    )
-
-
-def _name(source: str | Path) -> str:
-    """A hub id as it is; of a folder the end alone, for a report goes elsewhere."""
-    if isinstance(source, Path):
-        return DEMO
-    path = Path(source)
-    return path.resolve().name if path.exists() else source
+    names = model_name(source), None if draft_source is None else model_name(draft_source)
+    return Models(target, draft, tokenizer, names)
 
 
 def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:
@@ -194,6 +233,13 @@ def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -
 def say(line: str) -> None:
     """Progress, on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def fitted(case: Case, arguments: argparse.Namespace) -> Case:
+    """A declared case, with those of its fields that the command line gives."""
+    fields = [field.name for field in dataclasses.fields(case)]
+    given = {name: value for name in fields if (value := getattr(arguments, name, None)) is not None}
+    return dataclasses.replace(case, **given)
 
 
 def free(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,43 +46,27 @@ def without_rise(values: Sequence[float], contexts: Sequence[int]) -> int:
     return largest
 
 
-@dataclass(frozen=True)
-class PairedLoss:
-    """Losses of the same tokens with contexts of different length before them.
+def paired(windows: Sequence[int], losses: Sequence[Tensor]) -> dict[str, Any]:
+    """Losses of the same tokens with contexts of different length before them, as JSON values.
 
-    Attributes:
+    `changes` are against the window before it, `errors` their standard errors, with tokens taken for
+    independent; `without_rise` is the largest window up to which no change is above two of them.
+
+    Args:
         windows: prompt lengths, the tokens themselves included, rising.
-        means: mean loss with each.
-        changes: mean change against the window before it, 0 for the first.
-        errors: standard error of that change; its tokens are taken for independent.
+        losses: `[tokens]` with each.
     """
-
-    windows: list[int]
-    means: list[float]
-    changes: list[float]
-    errors: list[float]
-
-    @classmethod
-    def of(cls, windows: Sequence[int], losses: Sequence[Tensor]) -> PairedLoss:
-        """From the losses `[tokens]` with each window, the texts behind one another."""
-        changes = [torch.zeros_like(losses[0])]
-        changes += [after - before for before, after in itertools.pairwise(losses)]
-        return cls(
-            list(windows),
-            [float(loss.mean()) for loss in losses],
-            [float(change.mean()) for change in changes],
-            [float(change.std() / len(change) ** 0.5) for change in changes],
-        )
-
-    @property
-    def without_rise(self) -> int:
-        """The largest window up to which no change is above zero by more than two standard errors."""
-        largest = self.windows[0]
-        for window, change, error in zip(self.windows, self.changes, self.errors, strict=True):
-            if change > 2 * error:
-                break
-            largest = window
-        return largest
+    changes = [torch.zeros_like(losses[0])]
+    changes += [after - before for before, after in itertools.pairwise(losses)]
+    means = [float(change.mean()) for change in changes]
+    errors = [float(change.std() / len(change) ** 0.5) for change in changes]
+    largest = windows[0]
+    for window, change, error in zip(windows, means, errors, strict=True):
+        if change > 2 * error:
+            break
+        largest = window
+    found = {"windows": list(windows), "means": [float(loss.mean()) for loss in losses]}
+    return found | {"changes": means, "errors": errors, "without_rise": largest}
 
 
 def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list[int]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,6 +29,7 @@ from offload_rt.model import CausalModel
 from offload_rt.text import encode
 
 PARTS = ("loss", "needle", "acceptance")
+BIN = 16  # tokens behind a refresh that are told together where they are many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,77 +66,61 @@ MODEL_CARD = ModelCardCase()
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser(
-        "model-card",
-        help="loss along a long prompt, needle score, acceptance of small caches",
-        description="Measures whether a target behaves like a long-context model.",
-        allow_abbrev=False,
-    )
+    about = "loss along a long prompt, needle score, acceptance of small caches"
+    parser, case = inputs.command(commands, "model-card", run, about), MODEL_CARD
     inputs.add_arguments(parser, draft=False)
-    parser.add_argument(
-        "--text",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="UTF-8; may be repeated",
-    )
-    case = MODEL_CARD
+    texts = {"action": "append", "required": True, "metavar": "FILE", "help": "UTF-8; may be repeated"}
+    parser.add_argument("--text", type=Path, **texts)
     parser.add_argument("--context", type=inputs.count(64), default=case.context, metavar="N")
-    parser.add_argument(
-        "--step", type=inputs.count(1), metavar="N", help=f"of the loss (default: {case.step})"
-    )
-    parser.add_argument(
-        "--positions", type=inputs.count(1), default=case.positions, metavar="N", help="of acceptance"
-    )
-    parser.add_argument(
-        "--parts", type=inputs.names(PARTS), default=PARTS, metavar="A,B", help=f"default: {','.join(PARTS)}"
-    )
+    parser.add_argument("--step", type=inputs.count(1), metavar="N", help=f"of the loss: {case.step}")
+    parser.add_argument("--positions", type=inputs.count(1), default=case.positions, metavar="N")
+    parser.add_argument("--parts", type=inputs.names(PARTS), default=PARTS, metavar="A,B")
     parser.add_argument("--seed", type=inputs.count(0), default=0, metavar="S", help="of the passages")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures, writes the JSON, prints the tables."""
     transformers_logging.set_verbosity_error()
-    config = load_config("retrieval", dict(arguments.overrides))
+    config, parts = load_config("retrieval", dict(arguments.overrides)), arguments.parts
     case = fitted(arguments.context, arguments.step, arguments.positions, config.retrieval.chunk)
     texts = inputs.read_texts(arguments.text)
     models = inputs.load(arguments)
     described = machine.describe(models.target.device)
     out = inputs.destination(arguments.out, f"model-card-{models.names[0]}", described)
     encoded = {text.name: encode(models.tokenizer, text.text) for text in texts}
-    needed = case.context + (case.positions if "acceptance" in arguments.parts else 0)
-    short = next((name for name, tokens in encoded.items() if len(tokens) < needed), None)
-    if short is not None:
-        raise UsageError(
-            f"text {short}: has {len(encoded[short])} tokens, and {needed} are needed; leave it out, or "
-            "use a shorter --context"
-        )
-    special = set(models.tokenizer.all_special_ids)
-    model = CausalModel(models.target, models.names[0])
-    alphabet = [token for token in range(model.vocabulary) if token not in special]
-    measurement = Measurement(
-        model, config, case, models.tokenizer.bos_token_id, alphabet, arguments.parts, arguments.seed
-    )
+    needed = case.context + (case.positions if "acceptance" in parts else 0)
     for name, tokens in encoded.items():
-        measurement.add(name, tokens)
-    result = {
-        "benchmark": "model-card",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": described,
+        if len(tokens) < needed:
+            raise UsageError(
+                f"text {name}: has {len(tokens)} tokens, and {needed} are needed; leave it out, or use a "
+                "shorter --context"
+            )
+    model = CausalModel(models.target, models.names[0])
+    special, generator = set(models.tokenizer.all_special_ids), torch.Generator().manual_seed(arguments.seed)
+    alphabet = [token for token in range(model.vocabulary) if token not in special]
+    readings = [
+        Reading(name, tokens, model, config, case, models.tokenizer.bos_token_id, parts)
+        for name, tokens in encoded.items()
+    ]
+    result = report.envelope("model-card", arguments, described) | {
         "model": models.names[0],
         "dtype": str(models.target.dtype).removeprefix("torch."),
         "parameters": sum(parameter.numel() for parameter in models.target.parameters()),
         "texts": list(encoded),
         "case": dataclasses.asdict(case),
         "config": {key: str(value) for key, value in dataclasses.asdict(config.retrieval).items()},
-        **measurement.result(),
-        "host_peak_bytes": machine.peak_host_bytes(),
     }
-    report.write_json(out, result)
-    print(tables(result))
-    print(json.dumps(result))
+    for one in readings:
+        one.along()
+        one.shorter_windows()
+        one.needles(alphabet, generator)
+    if "loss" in parts:
+        result["loss"] = loss_result(case, readings)
+    if "needle" in parts:
+        result["needle"] = needle_result(case, readings, model.vocabulary)
+    if "acceptance" in parts:
+        result["acceptance"] = [acceptance_result(n, case, readings) for n in case.acceptance_contexts]
+    report.finish(out, result, tables(result), result)
 
 
 def fitted(context: int, step: int | None, positions: int, chunk: int) -> ModelCardCase:
@@ -176,184 +160,135 @@ def fitted(context: int, step: int | None, positions: int, chunk: int) -> ModelC
     )
 
 
-class Measurement:
-    """What is measured, text by text.
+@dataclasses.dataclass
+class Reading:
+    """What is measured of one text.
 
-    Args:
+    Attributes:
         beginning: the beginning-of-text token.
-        alphabet: tokens that passages are drawn from.
+        losses: of the tokens along the longest prompt; `tails` of its last ones, by window.
+        recall: by needle context and depth.
+        accepted: by context.
     """
 
-    def __init__(
-        self,
-        model: CausalModel,
-        config: Config,
-        case: ModelCardCase,
-        beginning: int | None,
-        alphabet: Sequence[int],
-        parts: Sequence[str],
-        seed: int,
-    ) -> None:
-        self.model = model
-        self.config = config
-        self.case = case
-        self.parts = parts
-        self._beginning = beginning
-        self._alphabet = alphabet
-        self._generator = torch.Generator().manual_seed(seed)
-        self._steps: dict[str, list[float]] = {}
-        self._tails: dict[int, list[Tensor]] = {window: [] for window in case.windows}
-        self._recall: dict[int, list[list[float]]] = {length: [] for length in case.needle_contexts}
-        self._accepted: dict[int, list[dict[tuple[str, str], Tensor]]] = {
-            n: [] for n in case.acceptance_contexts
-        }
+    name: str
+    tokens: Sequence[int]
+    model: CausalModel
+    config: Config
+    case: ModelCardCase
+    beginning: int | None
+    parts: Sequence[str]
+    losses: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
+    tails: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    recall: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    accepted: dict[int, dict[tuple[str, str], Tensor]] = dataclasses.field(default_factory=dict)
 
-    def add(self, name: str, tokens: Sequence[int]) -> None:
-        """Measures one text."""
-        if "loss" in self.parts or "acceptance" in self.parts:
-            self._along(name, tokens)
-        if "loss" in self.parts:
-            self._shorter_windows(name, tokens)
-        if "needle" in self.parts:
-            self._needles(name, tokens)
-
-    def _reader(self, room: int) -> ContextReader:
-        return ContextReader(self.model, self.config, room)
-
-    def _along(self, name: str, tokens: Sequence[int]) -> None:
-        case, accepting = self.case, "acceptance" in self.parts
-        for context in case.acceptance_contexts if accepting else (case.context,):
-            say(f"{name}: reading {tokens_name(context)} tokens")
-            losing = "loss" in self.parts and context == case.context
-            with self._reader(context + case.positions) as reader:
-                hidden = reader.read(tokens[:context], outputs=losing)
-                if hidden is not None:
-                    losses = loss.token_losses(self.model, hidden, tokens[:context])
-                    self._steps[name] = loss.step_means(losses, case.step)
-                    self._tails[context].append(losses[-case.tail :])
-                    say(f"{name}: loss by step {' '.join(f'{value:.3f}' for value in self._steps[name])}")
-                    del hidden
-                if accepting:
-                    say(f"{name}: acceptance at {tokens_name(context)}")
-                    budgets = {f"1/{share}": context // share for share in case.shares}
-                    following = tokens[context : context + case.positions]
-                    self._accepted[context].append(acceptance.acceptance(reader, following, budgets))
-            inputs.free(self.model.device)
-
-    def _shorter_windows(self, name: str, tokens: Sequence[int]) -> None:
-        for window in self.case.windows[:-1]:
-            say(f"{name}: loss with {tokens_name(window)} tokens")
-            prompt = loss.window_of(tokens[: self.case.context], window, self._beginning)
-            with self._reader(len(prompt)) as reader:
-                hidden = reader.read(prompt, outputs=True)
-                assert hidden is not None
-                # Only the tail's rows: the head is dear.
-                rows = self.case.tail + 1
-                losses = loss.token_losses(self.model, hidden[:, -rows:], prompt[-rows:])
-            self._tails[window].append(losses)
-
-    def _needles(self, name: str, tokens: Sequence[int]) -> None:
-        case = self.case
-        for length in case.needle_contexts:
-            say(f"{name}: needles in {tokens_name(length)} tokens")
-            planted = needles.plant(
-                tokens, length, case.depths, case.needles, self._alphabet, self._generator
-            )
-            with self._reader(length) as reader:
-                reader.read(planted.tokens)
-                self._recall[length].append(needles.recall(reader, planted))
+    @contextmanager
+    def _reader(self, what: str, room: int) -> Iterator[ContextReader]:
+        say(f"{self.name}: {what}")
+        with ContextReader(self.model, self.config, room) as reader:
+            yield reader
         inputs.free(self.model.device)
 
-    def result(self) -> dict[str, Any]:
-        """Means over the texts, as JSON values."""
-        found: dict[str, Any] = {}
-        if "loss" in self.parts:
-            found["loss"] = self._loss_result()
-        if "needle" in self.parts:
-            found["needle"] = {
-                "depths": [i / max(self.case.depths - 1, 1) for i in range(self.case.depths)],
-                "chance": 1 / self.model.vocabulary,
-                "contexts": [
-                    {"context": length, "score": _means(scores), "by_text": scores}
-                    for length, scores in self._recall.items()
-                ],
-            }
-        if "acceptance" in self.parts:
-            found["acceptance"] = [
-                self._acceptance_result(context, texts) for context, texts in self._accepted.items()
-            ]
-        return found
+    def along(self) -> None:
+        """Loss and acceptance, by one reading of the prompt for both."""
+        case, accepting = self.case, "acceptance" in self.parts
+        contexts = case.acceptance_contexts if accepting else (case.context,)
+        for context in contexts if accepting or "loss" in self.parts else ():
+            prompt = self.tokens[:context]
+            with self._reader(f"reading {tokens_name(context)} tokens", context + case.positions) as reader:
+                losing = "loss" in self.parts and context == case.context
+                hidden = reader.read(prompt, outputs=losing)
+                if hidden is not None:
+                    self.losses = loss.token_losses(self.model, hidden, prompt)
+                    self.tails[context] = self.losses[-case.tail :]
+                    del hidden
+                if accepting:
+                    budgets = {f"1/{share}": context // share for share in case.shares}
+                    following = self.tokens[context : context + case.positions]
+                    self.accepted[context] = acceptance.acceptance(reader, following, budgets)
 
-    def _loss_result(self) -> dict[str, Any]:
+    def shorter_windows(self) -> None:
+        """Loss of the same tail with less before it."""
+        for window in self.case.windows[:-1] if "loss" in self.parts else ():
+            prompt = loss.window_of(self.tokens[: self.case.context], window, self.beginning)
+            with self._reader(f"loss with {tokens_name(window)} tokens", len(prompt)) as reader:
+                hidden = reader.read(prompt, outputs=True)
+                assert hidden is not None
+                rows = self.case.tail + 1  # no others: the head is dear
+                self.tails[window] = loss.token_losses(self.model, hidden[:, -rows:], prompt[-rows:])
+
+    def needles(self, alphabet: Sequence[int], generator: torch.Generator) -> None:
+        """Recall of passages that are drawn from an alphabet."""
         case = self.case
-        ends = range(case.step, case.context + 1, case.step)
-        means = _means(list(self._steps.values()))
-        paired = loss.PairedLoss.of(case.windows, [torch.cat(self._tails[window]) for window in case.windows])
-        return {
-            "along": {
-                "ends": list(ends),
-                "mean": means,
-                "by_text": self._steps,
-                "without_rise": loss.without_rise(means, ends),
-            },
-            "paired": {**dataclasses.asdict(paired), "tail": case.tail, "without_rise": paired.without_rise},
-        }
-
-    def _acceptance_result(
-        self, context: int, texts: Sequence[dict[tuple[str, str], Tensor]]
-    ) -> dict[str, Any]:
-        rows = []
-        for kind, budget in texts[0]:
-            values = torch.stack([text[kind, budget] for text in texts])
-            row = {
-                "cache": kind,
-                "budget": budget,
-                "entries": context // int(budget.removeprefix("1/")),
-                "mean": float(values.mean()),
-                "by_text": [float(value) for value in values.mean(dim=1)],
-            }
-            stride = kind == acceptance.RETRIEVAL_STRIDE
-            period, width = (acceptance.STRIDE, 16) if stride else (acceptance.ROUND, 1)
-            if values.shape[1] >= period:
-                whole = values[:, : values.shape[1] // period * period].flatten()
-                row["by_distance"] = acceptance.by_distance(whole, period, width)
-                row["distance_width"] = width
-            rows.append(row)
-        return {"context": context, "positions": self.case.positions, "caches": rows}
+        for length in case.needle_contexts if "needle" in self.parts else ():
+            planted = needles.plant(self.tokens, length, case.depths, case.needles, alphabet, generator)
+            with self._reader(f"needles in {tokens_name(length)} tokens", length) as reader:
+                reader.read(planted.tokens)
+                self.recall[length] = needles.recall(reader, planted)
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [mean(column) for column in zip(*rows, strict=True)]
 
 
-def tables(result: dict[str, Any]) -> str:
+def loss_result(case: ModelCardCase, readings: Sequence[Reading]) -> dict[str, Any]:
+    """Loss by steps along the prompt, and of its tail by window."""
+    ends = range(case.step, case.context + 1, case.step)
+    by_text = {one.name: loss.step_means(one.losses, case.step) for one in readings}
+    means = _means(list(by_text.values()))
+    along = {"ends": list(ends), "mean": means, "by_text": by_text}
+    along["without_rise"] = loss.without_rise(means, ends)
+    tails = [torch.cat([one.tails[window] for one in readings]) for window in case.windows]
+    return {"along": along, "paired": loss.paired(case.windows, tails) | {"tail": case.tail}}
+
+
+def needle_result(case: ModelCardCase, readings: Sequence[Reading], vocabulary: int) -> dict[str, Any]:
+    """Recall by context and depth."""
+    by_text = {length: [one.recall[length] for one in readings] for length in case.needle_contexts}
+    return {
+        "depths": [i / max(case.depths - 1, 1) for i in range(case.depths)],
+        "chance": 1 / vocabulary,
+        "contexts": [
+            {"context": length, "score": _means(scores), "by_text": scores}
+            for length, scores in by_text.items()
+        ],
+    }
+
+
+def acceptance_result(context: int, case: ModelCardCase, readings: Sequence[Reading]) -> dict[str, Any]:
+    """Acceptance of every small cache, in the mean and behind a refresh."""
+    rows = []
+    for kind, budget in readings[0].accepted[context]:
+        values = torch.stack([one.accepted[context][kind, budget] for one in readings])
+        row = {"cache": kind, "budget": budget, "entries": context // int(budget.removeprefix("1/"))}
+        row |= {"mean": float(values.mean()), "by_text": values.mean(dim=1).tolist()}
+        stride = kind == acceptance.RETRIEVAL_STRIDE
+        period, width = (acceptance.STRIDE, BIN) if stride else (acceptance.ROUND, 1)
+        if values.shape[1] >= period:
+            whole = values[:, : values.shape[1] // period * period].flatten()
+            row |= {"by_distance": acceptance.by_distance(whole, period, width), "distance_width": width}
+        rows.append(row)
+    return {"context": context, "positions": case.positions, "caches": rows}
+
+
+def tables(result: dict[str, Any]) -> list[str]:
     """The result as markdown, ready for a README."""
-    parts = []
-    if "loss" in result:
-        parts += _loss_tables(result["loss"])
-    if "needle" in result:
-        parts.append(_needle_table(result["needle"]))
-    for case in result.get("acceptance", []):
-        parts += _acceptance_tables(case)
-    return "\n\n".join(parts) + "\n"
+    parts = _loss_tables(result["loss"]) if "loss" in result else []
+    parts += [_needle_table(result["needle"])] if "needle" in result else []
+    return parts + [table for case in result.get("acceptance", []) for table in _acceptance_tables(case)]
 
 
 def _loss_tables(found: dict[str, Any]) -> list[str]:
     along, paired = found["along"], found["paired"]
-    names = list(along["by_text"])
-    rows = [
-        [
-            f"to {tokens_name(end)}",
-            report.number(value, 3),
-            *(report.number(along["by_text"][n][i], 3) for n in names),
-        ]
-        for i, (end, value) in enumerate(zip(along["ends"], along["mean"], strict=True))
-    ]
+    columns = {"mean": along["mean"], **along["by_text"]}
+    steps = zip(along["ends"], *columns.values(), strict=True)
+    rows = [[f"to {tokens_name(end)}", *(f"{value:.3f}" for value in values)] for end, *values in steps]
     windows = zip(paired["windows"], paired["means"], paired["changes"], paired["errors"], strict=True)
     return [
         "Loss along a prompt, nats a token; no step exceeds the first one up to "
         f"**{tokens_name(along['without_rise'])}**.",
-        report.table(["tokens", "mean", *names], rows),
+        report.table(["tokens", *columns], rows),
         f"Loss of the same {paired['tail']:,} tokens at the end of prompts of different length; it does not "
         f"rise with the context up to **{tokens_name(paired['without_rise'])}**.",
         report.table(
@@ -376,20 +311,20 @@ def _needle_table(found: dict[str, Any]) -> str:
 
 
 def _acceptance_tables(case: dict[str, Any]) -> list[str]:
-    context = tokens_name(case["context"])
-    rows, along = [], []
+    places = range(1, acceptance.ROUND + 1)
+    ends = range(BIN, acceptance.STRIDE + 1, BIN)
+    rows, along = list[list[object]](), list[list[object]]()
     for cache in case["caches"]:
-        distances = [report.number(value, 3) for value in cache.get("by_distance", [])]
-        row = [f"{cache['cache']}, {cache['budget']}", cache["entries"], report.number(cache["mean"], 3)]
-        if cache["cache"] == acceptance.RETRIEVAL_STRIDE:
-            along.append([*row, *(distances or ["–"] * (acceptance.STRIDE // 16))])
-        else:
-            rows.append([*row, *(distances or ["–"] * acceptance.ROUND)])
-    bins = [f"–{end}" for end in range(16, acceptance.STRIDE + 1, 16)]
+        stride = cache["cache"] == acceptance.RETRIEVAL_STRIDE
+        distances = cache.get("by_distance", [None] * len(ends if stride else places))
+        row = [f"{cache['cache']}, {cache['budget']}", cache["entries"]]
+        row += [report.number(value, 3) for value in (cache["mean"], *distances)]
+        (along if stride else rows).append(row)
+    header = ["cache", "entries", "mean"]
     return [
-        f"Acceptance at {context} (T = 1, mean over {case['positions']} positions a text); behind a refresh "
-        f"by 1 … {acceptance.ROUND} tokens.",
-        report.table(["cache", "entries", "mean", *map(str, range(1, acceptance.ROUND + 1))], rows),
+        f"Acceptance at {tokens_name(case['context'])} (T = 1, mean over {case['positions']} positions a "
+        f"text); behind a refresh by 1 … {acceptance.ROUND} tokens.",
+        report.table([*header, *map(str, places)], rows),
         f"The same with a refresh every {acceptance.STRIDE} tokens; behind it by up to so many tokens.",
-        report.table(["cache", "entries", "mean", *bins], along),
+        report.table([*header, *(f"–{end}" for end in ends)], along),
     ]

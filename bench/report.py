@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import machine
 from offload_rt import files
 from offload_rt.errors import UsageError
 
@@ -15,6 +18,26 @@ from offload_rt.errors import UsageError
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""
     files.write_json("--out", path, report, indent=1)
+
+
+def envelope(benchmark: str, arguments: argparse.Namespace, described: Mapping[str, Any]) -> dict[str, Any]:
+    """What every result begins with: what was run, when and on which machine, without paths of it."""
+    words = [Path(word).name if "/" in word else word for word in arguments.words]
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m bench", *words]),
+        "machine": described,
+    }
+
+
+def finish(path: Path, result: dict[str, Any], tables: Iterable[str], last: object) -> None:
+    """Writes a result, prints its tables and, as the last line, what programs read."""
+    result["host_peak_bytes"] = machine.peak_host_bytes()
+    write_json(path, result)
+    for one in tables:
+        print(one, end="\n\n")
+    print(json.dumps(last))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -52,12 +75,20 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def check_plots() -> None:
-    """Raises UsageError where plots cannot be drawn."""
+def pyplot() -> Any:
+    """What draws plots into files.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError:
         raise UsageError("plots need matplotlib: pip install 'offload-rt[bench]', or use --no-plot") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 SCHEMA = 2
@@ -147,15 +178,11 @@ def _agreement(row: dict[str, Any]) -> str:
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Tokens a second over context, ms a token by system at the longest one, and what ours goes to."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plots = pyplot()
     contexts = [record["context"] for record in records]
-    figure, (rates, times, parts) = pyplot.subplots(1, 3, figsize=(22, 6), layout="constrained")
+    figure, (rates, times, parts) = plots.subplots(1, 3, figsize=(22, 6), layout="constrained")
     names = list(dict.fromkeys(row["system"] for record in records for row in record["rows"]))
-    rates.set_prop_cycle(color=[pyplot.get_cmap("tab20")(number) for number in range(20)])
+    rates.set_prop_cycle(color=[plots.get_cmap("tab20")(number) for number in range(20)])
     for name in names:
         found = [
             (record["context"], 1e3 / row["ms_per_token"]["median"])
@@ -193,4 +220,4 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     title = f"{records[0]['model']}, {records[0]['dtype']}, {described['processor']}"
     figure.suptitle(f"{title}, {described['threads']} threads")
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plots.close(figure)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -34,9 +33,8 @@ from offload_rt.config import config_names, load_config
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
-from offload_rt.loading import check_same_tokens, choose_device, demo_model, load_tokenizer, model_config
+from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer, model_config
 from offload_rt.planning.shapes import find_shape
-from offload_rt.text import encode
 
 OUR_PREFIX = "ours:"
 CHUNK = 2048
@@ -48,61 +46,56 @@ PAGE, PICTURE = ".md", ".png"
 def add_parser(commands: Any) -> None:
     """Declares a command for each case."""
     for case in CASES:
-        parser = commands.add_parser(
-            case.name, help=case.about, description=f"Measures {case.about}.", allow_abbrev=False
-        )
-        parser.add_argument("--model", type=Path, metavar="FOLDER", help="target (default: the demo pair)")
-        parser.add_argument("--draft", type=Path, metavar="FOLDER", help="small model that drafts")
+        parser = inputs.command(commands, case.name, partial(run, case), case.about)
+        parser.add_argument("--model", metavar="FOLDER", help="target (default: the demo pair)")
+        parser.add_argument("--draft", metavar="FOLDER|none", help="small model that drafts")
         parser.add_argument(
             "--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated"
         )
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
         inputs.add_overrides(parser, "sets a configuration key of ours")
-        parser.add_argument("--systems", default=",".join(case.systems), metavar="A,B", help="adapter:system")
+        parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help="adapter:system")
         parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
         parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
         parser.add_argument("--turns", type=inputs.count(1), metavar="N")
-        parser.add_argument("--temperature", type=_not_negative, default=0.0, metavar="T")
-        parser.add_argument("--link", type=_not_negative, default=case.link_gb_s, metavar="GB/s")
+        parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T")
+        parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s")
         parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
         parser.add_argument("--device", default="auto", metavar="cpu|cuda")
         parser.add_argument("--quick", action="store_true", help="short prompts, fewer tokens")
         parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines; what it holds is kept")
         parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a PNG")
-        parser.set_defaults(run=partial(run, case))
 
 
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return value
+def _system(text: str) -> str:
+    known = adapters()
+    if text.partition(":")[0] not in known or ":" not in text:
+        raise argparse.ArgumentTypeError(f"{text}: write adapter:system; adapters are {', '.join(known)}")
+    return text
 
 
 def run(declared: Case, arguments: argparse.Namespace) -> None:
     """Measures context after context, appends each to the file, and writes the page and the plot."""
     if arguments.plot:
-        report.check_plots()
-    case = _given(declared, arguments)
+        report.pyplot()  # or refuses
+    if arguments.quick:
+        declared = dataclasses.replace(declared, contexts=declared.quick_contexts, new_tokens=QUICK_TOKENS)
+    case = inputs.fitted(declared, arguments)
     overrides = dict(arguments.overrides)
     options = {name: overrides for name in case.systems if name.startswith(OUR_PREFIX)}
     for name in options:
         _check_config(name, overrides)
-    model, draft = _models(arguments)
-    device = _device(arguments)
-    shape = find_shape(model, getattr(torch, arguments.dtype))
+    model, draft = _folders(arguments)
+    device = _device(arguments.device, case.link_gb_s)
     prompts, answers, texts = _prompts(arguments, model, case.contexts)
     described = machine.describe(device)
-    out = arguments.out or inputs.RESULTS / f"{case.name}-{machine.slug(described)}.jsonl"
-    if arguments.out is None:
-        inputs.RESULTS.mkdir(parents=True, exist_ok=True)
-    if out.suffix in (PAGE, PICTURE):
-        raise UsageError(f"--out {out}: is where the page or the plot goes; name it .jsonl")
-    for suffix in (out.suffix, PAGE, PICTURE):
-        check_writable("--out", out.with_suffix(suffix))
+    out = _destination(arguments.out or inputs.RESULTS / f"{case.name}-{machine.slug(described)}.jsonl")
+    settings = _settings(case, arguments, described, texts)
+    held = _held(out, settings, prompts)
+    for context, one in held.items():
+        say(f"{context} tokens: as measured at {one['date']}, in {out}")
+    left = {context: prompt for context, prompt in prompts.items() if context not in held}
+    shape = find_shape(model, getattr(torch, arguments.dtype))
     setup = Setup(
         str(model),
         None if draft is None else str(draft),
@@ -113,51 +106,21 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         chunk=CHUNK,
         work=str(cache_folder() / "bench"),
         temperature=arguments.temperature,
-        link_gb_s=arguments.link,
+        link_gb_s=case.link_gb_s,
     )
-    envelope = {
-        "benchmark": case.name,
-        "schema": report.SCHEMA,
-        "machine": {key: value for key, value in described.items() if key != "load_average"},
-        "model": "demo" if arguments.model is None else model.name,
-        "draft": None if draft is None else "demo" if draft == demo_model("draft") else draft.name,
-        "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder],
-        "dtype": arguments.dtype,
-        "texts": texts,
-        "needles": arguments.needles,
-        "temperature": arguments.temperature,
-        "link_gb_s": arguments.link,
-        "new_tokens": case.new_tokens,
-        "turns": case.turns,
-        "systems": case.systems,
-        "overrides": {key: str(value) for key, value in overrides.items()},
-    }
-    held = _held(out, envelope, prompts)
-    for context, one in held.items():
-        say(f"{context} tokens: as measured at {one['date']}, in {out}")
-    left = {context: prompt for context, prompt in prompts.items() if context not in held}
-    job = Job(
-        setup,
-        case.systems,
-        left,
-        case.new_tokens,
-        case.turns,
-        options,
-        answers,
-        shape.token_bytes,
-        shape.weight_bytes,
-    )
+    sizes = shape.token_bytes, shape.weight_bytes
+    job = Job(setup, case.systems, left, case.new_tokens, case.turns, options, answers, *sizes)
     rate = machine.read_rate(device) if left else 0.0  # while nothing else is in memory
     for context, rows in run_job(job, say):
         kv_bytes = context * shape.token_bytes
         in_memory = 1e3 * (kv_bytes + shape.step_bytes) / (1e9 * rate)
-        held[context] = envelope | {
+        held[context] = report.envelope(case.name, arguments, described) | settings
+        held[context] |= {
             "context": context,
             "prompt": _digest(prompts[context]),
             "load_average": described["load_average"],
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "read_rate_gb_s": rate,
-            "bound_ms": 1e3 * kv_bytes / (1e9 * arguments.link) if arguments.link else in_memory,
+            "bound_ms": 1e3 * kv_bytes / (1e9 * case.link_gb_s) if case.link_gb_s else in_memory,
             "rows": rows,
         }
         _append(out, held[context])
@@ -173,16 +136,37 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     print(json.dumps(records))
 
 
-def _given(case: Case, arguments: argparse.Namespace) -> Case:
-    """The case with what the command line says."""
-    contexts = arguments.contexts or (case.quick_contexts if arguments.quick else case.contexts)
-    new_tokens = arguments.new_tokens or (QUICK_TOKENS if arguments.quick else case.new_tokens)
-    systems, known = tuple(dict.fromkeys(arguments.systems.split(","))), adapters()
-    for name in systems:
-        if name.partition(":")[0] not in known or ":" not in name:
-            raise UsageError(f"--systems {name}: write adapter:system; adapters are {', '.join(known)}")
-    turns = arguments.turns or case.turns
-    return dataclasses.replace(case, systems=systems, contexts=contexts, new_tokens=new_tokens, turns=turns)
+def _settings(
+    case: Case, arguments: argparse.Namespace, described: Mapping[str, Any], texts: Sequence[str]
+) -> dict[str, Any]:
+    """What figures of one kind have in common."""
+    sources = inputs.sources(arguments)
+    model, draft = (None if one is None else inputs.model_name(one) for one in sources)
+    return {
+        "benchmark": case.name,
+        "schema": report.SCHEMA,
+        "machine": {key: value for key, value in described.items() if key != "load_average"},
+        "model": model,
+        "draft": draft,
+        "checkpoints": [_fingerprint(Path(one)) for one in sources if one is not None],
+        "texts": texts,
+        "dtype": arguments.dtype,
+        "needles": arguments.needles,
+        "temperature": arguments.temperature,
+        "link_gb_s": case.link_gb_s,
+        "new_tokens": case.new_tokens,
+        "turns": case.turns,
+        "systems": case.systems,
+        "overrides": {key: str(value) for key, value in arguments.overrides},
+    }
+
+
+def _destination(out: Path) -> Path:
+    if out.suffix in (PAGE, PICTURE):
+        raise UsageError(f"--out {out}: is where the page or the plot goes; name it .jsonl")
+    for suffix in (out.suffix, PAGE, PICTURE):
+        check_writable("--out", out.with_suffix(suffix))
+    return out
 
 
 def _check_config(name: str, overrides: Mapping[str, object]) -> None:
@@ -193,24 +177,21 @@ def _check_config(name: str, overrides: Mapping[str, object]) -> None:
     load_config(config, overrides)
 
 
-def _models(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Folders of target and draft, which have to be there and to have the same tokens."""
-    if arguments.model is None and arguments.draft is None:
-        return demo_model("target"), demo_model("draft")
-    model = demo_model("target") if arguments.model is None else arguments.model.resolve()
-    if arguments.draft is None:
-        return model, None
-    draft = arguments.draft.resolve()
-    model_config(draft)
-    check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
+def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
+    """Of target and draft, which have to be there and to have the same tokens."""
+    model, draft = (None if one is None else Path(one).resolve() for one in inputs.sources(arguments))
+    assert model is not None
+    if draft is not None:
+        model_config(draft)
+        check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
     return model, draft
 
 
-def _device(arguments: argparse.Namespace) -> torch.device:
-    if not arguments.link:
-        return choose_device(arguments.device)
-    if arguments.device not in ("auto", "cpu"):
-        raise UsageError(f"--device {arguments.device}: an emulated link is a processor's; leave out --link")
+def _device(name: str, link_gb_s: float) -> torch.device:
+    if not link_gb_s:
+        return choose_device(name)
+    if name not in ("auto", "cpu"):
+        raise UsageError(f"--device {name}: an emulated link is a processor's; leave out --link")
     return torch.device("cpu")
 
 
@@ -232,11 +213,9 @@ def _prompts(
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UsageError(f"--model {model}: has no tokenizer to read a text with")
-    texts = inputs.read_texts(arguments.text) if arguments.text else [inputs.demo_text()]
-    tokens = encode(tokenizer, "\n".join(text.text for text in texts))
+    names, tokens = inputs.read_tokens(arguments.text, tokenizer)
     if contexts[-1] > len(tokens):
         raise UsageError(f"--contexts {contexts[-1]}: the text has {len(tokens)} tokens; use a longer --text")
-    names = [text.name for text in texts]
     if not arguments.needles:
         return {context: tokens[:context] for context in contexts}, {}, names
     prompts, answers = {}, {}
@@ -264,12 +243,12 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _held(
-    path: Path, envelope: Mapping[str, Any], prompts: Mapping[int, Sequence[int]]
+    path: Path, settings: Mapping[str, Any], prompts: Mapping[int, Sequence[int]]
 ) -> dict[int, dict[str, Any]]:
     """What an earlier run of the same kind has left, by context."""
     held = {}
     for one in report.read_lines("--out", path) if path.exists() else ():
-        same = all(one.get(key) == json.loads(json.dumps(value)) for key, value in envelope.items())
+        same = all(one.get(key) == json.loads(json.dumps(value)) for key, value in settings.items())
         context = one["context"]
         if same and context in prompts and one["prompt"] == _digest(prompts[context]):
             held[context] = one

@@ -91,7 +91,7 @@ def test_kernels_take_turns() -> None:
     ("arguments", "message"),
     [
         ("--tokens 0", "'0' is not a whole number of at least 1"),
-        ("--queries 1,none", "'1,none': write whole numbers of at least 1"),
+        ("--queries 1,none", "'none' is not a whole number of at least 1"),
         ("--tokens 100000000", "--tokens 100000000 needs 572.2 GiB of memory, and 1.5 GiB are free"),
         ("--tokens 10 --out missing/folder.json", "its folder does not exist"),
         ("--tokens 10", "install a C++ compiler"),

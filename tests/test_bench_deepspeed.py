@@ -1,9 +1,8 @@
-"""The rebuilt ZeRO-Inference continues a prompt as transformers does; what DeepSpeed is not asked for."""
+"""The rebuilt ZeRO-Inference continues a prompt as transformers does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
-from bench.systems import Setup, _passes, deepspeed, zero_style
+from bench.systems import Setup, _passes, zero_style
 
 PROMPTS = (byte_ids(90), byte_ids(61, start=500), byte_ids(1))
 NEW_TOKENS = 12
@@ -73,8 +72,3 @@ def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_hold
     assert (keys.data_ptr(), values.data_ptr()) == filled
     with pytest.raises(RuntimeError):
         layer.update(*kv[..., :1, :])
-
-
-def test_deepspeed_has_no_other_cache(setup: Setup) -> None:
-    with pytest.raises(ValueError, match="cache must be one of static, dynamic, not 'paged'"):
-        deepspeed.SYSTEMS["resident"](replace(setup, options={"cache": "paged"}))

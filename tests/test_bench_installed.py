@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -32,12 +32,12 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def checked(system: str, setup: Setup, target: PreTrainedModel) -> str:
-    """What the system calls itself; it yields the target's greedy tokens, whatever was asked before."""
+def check(system: str, setup: Setup, target: PreTrainedModel) -> None:
+    """It yields the target's greedy tokens, whatever was asked before."""
     adapter, _, name = system.partition(":")
     worker = Worker(adapter, setup, patience_s=300.0)
     try:
-        label: str = worker.ask("open", name, asdict(setup))["label"]
+        worker.ask("open", name, asdict(setup))
         for prompt in PROMPTS:
             assert worker.ask("prepare", name, prompt)["ms"] >= 0
             expected = greedy(target, prompt)
@@ -47,7 +47,6 @@ def checked(system: str, setup: Setup, target: PreTrainedModel) -> str:
                 assert run["tokens"] == expected[:count] and run["ms"] > 0 and run["timed"] > 0
     finally:
         worker.close()
-    return label
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +65,9 @@ def saved(folder: Path, arch: str, work: str) -> tuple[Setup, PreTrainedModel]:
 
 @pytest.mark.parametrize("system", EXACT)
 def test_a_system_continues_greedily(system: str, tmp_path: Path, work: str) -> None:
-    checked(system, *saved(tmp_path, "llama-gqa", work))
+    check(system, *saved(tmp_path, "llama-gqa", work))
 
 
 @pytest.mark.parametrize("arch", ["llama", "llama-yarn", "llama3"])
 def test_llama_cpp_has_the_rotary_embedding_of_the_checkpoint(arch: str, tmp_path: Path, work: str) -> None:
-    checked("llamacpp:f32", *saved(tmp_path, arch, work))
-
-
-def test_deepspeed_with_a_cache_that_grows(tmp_path: Path, work: str) -> None:
-    setup, target = saved(tmp_path, "llama-gqa", work)
-    assert "dynamic cache" in checked(
-        "deepspeed:resident", replace(setup, options={"cache": "dynamic"}), target
-    )
+    check("llamacpp:f32", *saved(tmp_path, arch, work))

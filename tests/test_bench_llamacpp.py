@@ -116,25 +116,15 @@ def systems() -> dict[str, Opener]:
     return SYSTEMS
 
 
-def setup(model: Path, **options: object) -> Setup:
-    work = str(model.parent / "work")
-    return Setup(str(model), None, "float32", "cpu", 1, 1000, 4, work, options=options)
-
-
-def test_llama_cpp_says_what_it_rounds(systems: dict[str, Opener], tmp_path: Path) -> None:
+def test_llama_cpp_says_what_it_is_and_rounds(systems: dict[str, Opener], tmp_path: Path) -> None:
     model = saved(tmp_path / "model", tiny_target(layers=1))
+    opened = Setup(str(model), None, "float32", "cpu", 1, 1000, 4, str(tmp_path / "work"))
     for name, rounded in (("f32", ""), ("f16", "attention weights"), ("f16-flash", "sums of values")):
-        system = systems[name](setup(model))
+        system = systems[name](opened)
         assert rounded in " ".join(system.notes)
         assert bool(system.notes) is bool(rounded)
         assert ("flash attention" in system.label) is ("flash" in name)
         system.close()
-
-
-def test_llama_cpp_takes_options_of_its_look_up(systems: dict[str, Opener], tmp_path: Path) -> None:
-    model = saved(tmp_path / "model", tiny_target(layers=1))
-    system = systems["lookup"](setup(model, proposed=3))
-    assert "look-up of 3 tokens" in system.label
+    system = systems["lookup"](opened)
+    assert "look-up of 4 tokens" in system.label
     system.close()
-    with pytest.raises(TypeError, match="proposals"):
-        systems["lookup"](setup(model, proposals=3))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,16 +19,15 @@ from test_bench import text as text
 from tiny_models import byte_ids, tiny_target
 
 import bench.__main__ as command_line
-from bench.offload import gpu, prediction_accuracy, primitives
-from bench.offload.cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
-from bench.offload.engine import EngineText, Run
+from bench.offload import gpu, prediction_accuracy, references
+from bench.offload.cases import ACCEPTANCES, SHARES, Sizes, System, held_systems, paced_systems
 from bench.offload.held import Hold
-from bench.offload.overlap import busy, common, link_use, overlap, union
 from bench.offload.random_models import SHAPES, random_model
-from bench.offload.references import References, Subject, read
-from bench.offload.rows import Limits, acceptance, draft_token_ms, row, times_as_fast
+from bench.offload.references import References
+from bench.offload.rows import acceptance, busy, draft_token_ms, link_use, row, times_as_fast
+from bench.offload.text import Run, Subject, Text
 from bench.offload.timeline_plot import lanes, window
-from cpu_kv import CpuLink, CudaLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEngine
+from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.caches.places import Shares
 from offload_rt.graphs import GraphedModel
@@ -139,13 +138,10 @@ def test_link_use_is_the_busy_share_of_a_pass() -> None:
     assert link_use([(20, 30)], carried) is None
 
 
-def test_overlap_is_the_share_of_drafting_beside_a_busy_link() -> None:
-    spans = [Span("draft", "draft", 0, 4), Span("draft", "ahead", 6, 10), Span("pass", "verify", 0, 10)]
-    assert overlap(spans, copies((3, 7), (9, 20))) == pytest.approx(3 / 8)
-    assert overlap(spans[2:], copies((3, 7))) is None
-    assert union([(4, 5), (0, 2), (1, 3)]) == [(0, 3), (4, 5)]
-    assert common([(0, 2), (1, 3)], [(2, 9)]) == 1
+def test_a_direction_is_busy_while_it_carries_anything() -> None:
+    assert busy(copies((4, 5), (0, 2), (1, 3), (3, 3.5))) == [(0, 3.5), (4, 5)]
     assert busy(copies((0, 1), to_host=True)) == []
+    assert busy(copies((0, 1), to_host=True), to_host=True) == [(0, 1)]
 
 
 def times(
@@ -176,7 +172,7 @@ def times(
 def run_of(rounds: list[RoundTimes], tokens: int, ms: float) -> Run:
     spans = [Span("pass", "verify", one.started, one.started + one.ms / 1e3) for one in rounds]
     carried = [CopyRecord(False, 1, rounds[0].started, rounds[-1].started + 1.0)]
-    return Run([0] * tokens, ms, rounds, spans, carried, 100, 10, 5.0)
+    return Run([0] * tokens, ms, rounds, spans, carried)
 
 
 def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
@@ -187,25 +183,20 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
         times(0.3, 95.0, True, draft=50.0),
         times(0.4, 30.0, None, proposed=1, accepted=1),
     ]
-    one = row([run_of(rounds, 18, 300.0)], Limits(streams=[40.0], compute=20.0, draft_token=10.0))
-    assert one["whole_ms_per_token"]["median"] == pytest.approx(300 / 18)
+    run = run_of(rounds, 18, 300.0)
+    one = row([run], [40.0], compute=20.0, draft_token=10.0)
     assert one["ms_per_token"]["median"] == pytest.approx(300 / 12), "without the first round and the last"
     assert one["tokens_per_round"] == pytest.approx(12 / 3)
     assert one["acceptance"] == pytest.approx(14 / 15), "14 stood, and one that was judged did not"
-    assert one["guesses"] == 4 and one["outcome_hit_rate"] == pytest.approx(3 / 4)
-    assert one["hit_round_ms"] == pytest.approx(45.0) and one["miss_round_ms"] == pytest.approx(95.0)
-    assert one["lost_ms_per_round"] == pytest.approx((95 - 45) / 3)
+    assert one["rounds"] == 5 and one["outcome_hit_rate"] == pytest.approx(3 / 4)
     assert one["round_over_max"] == pytest.approx(45 / 40)
-    assert one["round_over_max_as_run"] == pytest.approx((44 / 44 + 46 / 46) / 2)
     assert one["pass_over_bound"] == pytest.approx(45 / 40)
     assert one["draft_alone_ms"] == pytest.approx(40.0)
     assert one["link_use"] == pytest.approx(1.0)
-    assert draft_token_ms([run_of(rounds, 18, 300.0)]) == pytest.approx(0.0)
-    drafted = Limits(streams=[10.0], compute=None, draft_token=30.0)
-    assert row([run_of(rounds, 18, 300.0)], drafted)["round_over_max"] == pytest.approx(45 / 120)
+    assert draft_token_ms([run]) == pytest.approx(0.0)
+    assert row([run], [10.0], None, draft_token=30.0)["round_over_max"] == pytest.approx(45 / 120)
     # A link that is paced anew: each run is held against its own.
-    paced = Limits(streams=[40.0, 80.0], compute=20.0, draft_token=10.0)
-    two = row([run_of(rounds, 18, 300.0), run_of(rounds, 18, 300.0)], paced)
+    two = row([run, run], [40.0, 80.0], compute=20.0, draft_token=10.0)
     assert two["stream_ms"] == 60.0
     assert two["round_over_max"] == pytest.approx((44 / 40 + 46 / 80) / 2)
     assert acceptance([]) is None
@@ -213,8 +204,7 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
 
 def test_rows_are_compared_and_predicted_turn_by_turn(measured: dict[str, Any]) -> None:
     """On a machine that changes from turn to turn, medians of each side would come from different turns."""
-    slow, fast = ({"ms_per_token": {"runs": runs}} for runs in ([30.0, 10.0, 80.0], [3.0, 2.0, 20.0]))
-    assert times_as_fast(fast, slow) == 5.0
+    assert times_as_fast([3.0, 2.0, 20.0], [30.0, 10.0, 80.0]) == 5.0
     case = copy.deepcopy(measured["result"]["cases"][0])
     one = next(row for row in case["rows"] if row["system"] == "ahead 0")
     turn = one["turns"][0]
@@ -228,30 +218,16 @@ def test_rows_are_compared_and_predicted_turn_by_turn(measured: dict[str, Any]) 
     assert one["predicted"]["ms_per_token"] == pytest.approx(median(predicted))
 
 
-@pytest.mark.parametrize("placement", ["in place", "streamed", "both"])
-def test_a_copied_text_continues_like_one_that_was_read(placement: str) -> None:
+def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    config, shares = TINY.config("retrieval"), Shares(32, 48) if placement == "both" else Shares()
-    subject = Subject(target, None, byte_ids(200))
-    with ExitStack() as opened:
-
-        def text(link: Link, shares: Shares) -> EngineText:
-            made = EngineText(target, None, link, config, subject.prompt, 16, shares)
-            opened.callback(made.close)
-            return made
-
-        source, other = text(PacedLink(1e12), Shares()), text(CpuLink(), Shares())
-        copied = text(CpuLink() if placement == "in place" else PacedLink(1e12), shares)
-        for one in (source, other):
-            read(one, subject)
-        source.run(config, 16)  # what is given is the prompt, whatever came behind it
-        copied.copy(source)
-        given, own = copied._session.full, other._session.full
-        assert given.verified_length == own.verified_length == 199
-        for mine, theirs in zip(given.read(0, 199), own.read(0, 199), strict=True):
-            torch.testing.assert_close(mine, theirs)
-        torch.testing.assert_close(given.last_queries, own.last_queries)
-        assert copied.run(config, 16).tokens == other.run(config, 16).tokens
+    config = TINY.config(System(1))
+    with closing(Text(Subject(target, None, byte_ids(200)), PacedLink(1e12), config, 24)) as text:
+        assert text.read() > 0
+        found = [text.run(config, 16), text.run(TINY.config(), 24), text.run(config, 16)]
+    assert found[0].tokens == found[1].tokens[:16] == found[2].tokens and len(found[1].tokens) == 24
+    for run in found:
+        assert run.rounds and run.spans and run.copies, "of this run"
+        assert all(span.start >= run.rounds[0].started for span in run.spans)
 
 
 # ------------------------------------------------------------------------------------ the synthetic verdict
@@ -266,12 +242,10 @@ def endless_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def decoded(held: Hold, ahead: int, tokens: int) -> Run:
     sizes = dataclasses.replace(TINY, gamma=4)
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    text = EngineText(target, None, PacedLink(1e9), sizes.config("retrieval"), byte_ids(200), tokens)
-    try:
-        text.fill()
-        return text.run(sizes.config("retrieval", ahead=ahead), tokens, held)
-    finally:
-        text.close()
+    config = sizes.config(System(ahead))
+    with closing(Text(Subject.random(target, 200), PacedLink(1e9), config, tokens)) as text:
+        text.read()
+        return text.run(config, tokens, held)
 
 
 def test_a_held_acceptance_is_held_by_its_coins() -> None:
@@ -312,10 +286,10 @@ def test_a_runner_up_is_held_too(runner_up: float) -> None:
 
 
 def test_every_row_of_held_systems_is_labelled() -> None:
-    systems = held_systems(ACCEPTANCES, 4, "streamed", "both")
+    systems = held_systems(ACCEPTANCES)
     assert {system.held.acceptance for system in systems if system.held} == set(ACCEPTANCES)
     assert all((system.held is None) == system.plain for system in systems)
-    assert all(system.held is None for system in paced_systems("retrieval", "balanced", 4))
+    assert all(system.held is None for place in SHARES for system in paced_systems("balanced", place))
 
 
 # ----------------------------------------------------------------------------------------- the commands
@@ -335,8 +309,8 @@ def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(primitives, "READ_BYTES", 2**20)
-        patch.setattr(primitives, "REPEATS", 1)
+        patch.setattr(references, "READ_BYTES", 2**20)
+        patch.setattr(references, "ATTENTION_REPEATS", 1)
         patch.setattr(References, "BALANCING_TURNS", 1)
         patch.setitem(SHAPES, "tiny", SMALLER)
         assert command_line.main(["offload", "--quick", "--device", "cpu", *arguments, *sizes, *given]) == 0
@@ -353,7 +327,8 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
     cases = result["cases"]
     names = ["balanced", "stream-bound", "draft-bound", "synthetic acceptance"]
     assert [case["case"] for case in cases] == names
-    assert set(result["summary"]) == {*SUMMARY, "synthetic", "round_over_max_as_run"}
+    assert result["command"].startswith("python -m bench offload --quick --device cpu --model ")
+    assert set(result["summary"]) == {*SUMMARY, "synthetic"}
     assert all(result["summary"][key] is not None for key in SUMMARY if key not in ("round_over_max",))
     balanced = [(one["system"], one["placement"]) for one in cases[0]["rows"]]
     assert balanced == [
@@ -375,15 +350,15 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
             assert one["rate_bytes_per_second"] == median(rates)
             stream = 1e3 * one["streamed_tokens"] * token_bytes / one["rate_bytes_per_second"]
             assert one["stream_ms"] == pytest.approx(stream)
+            alone = "plain_pass_ms" if one["system"] == "plain" else "pass_ms"
+            assert one["compute_ms"] == median(turn[alone] for turn in one["turns"])
             assert one["predicted_over_measured"] == pytest.approx(
                 one["predicted"]["ms_per_token"] / one["ms_per_token"]["median"]
             )
             real = case["case"] != "synthetic acceptance" or one["system"] == "plain"
             assert (one["synthetic"] is None) == real
             assert 0 < one["link_use"] <= 1
-            assert one["prefill_bytes"] == (
-                160 * token_bytes if case["case"] != "synthetic acceptance" else 0
-            )
+            assert (one["prefill_ms"] > 0) == (case["case"] != "synthetic acceptance")
     plain = cases[0]["rows"][0]["ms_per_token"]["median"]
     for one in cases[0]["rows"][:5]:
         assert one["ratio_over_plain"] == pytest.approx(plain / one["ms_per_token"]["median"])
@@ -450,7 +425,7 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
         (["prediction-accuracy", "pyproject.toml"], "is no JSON"),
         (["prediction-accuracy", "bench/results/model-card.json"], "is no result of `bench offload`"),
         (["offload", "--config", "plain"], "name a config that drafts"),
-        (["offload", "--acceptances", "2"], "write rates from 0 to 1"),
+        (["offload", "--acceptances", "2"], "'2' is not a number of at least 0 and at most 1"),
         (["offload", "--shapes", "huge"], "is none of tiny"),
         (["offload", "--context", "9999999", "--device", "cpu"], "give a longer --text"),
     ],
@@ -468,43 +443,28 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     machine = named_hardware("rtx4090")
     card = dataclasses.replace(machine.gpus[0], memory_bytes=2**30)
     hardware = Hardware(machine.host, (card,), measured=False)
-    case = gpu.measure_context(
-        target, TINY, (1.0,), hardware, lambda: PacedLink(25e9), prefill=True, picture=None
-    )
-    assert case is not None
+    found = gpu.case_on_gpu(target, TINY, (1.0,), hardware, lambda: PacedLink(25e9))
+    assert found is not None
+    case, measured = found
+    assert [one.row for one in measured] == case["rows"]
     assert [(one["system"], one["placement"]) for one in case["rows"]] == [
         (name, place) for place in ("streamed", "planned") for name in ("plain", "ahead 0", "ahead 4")
     ]
     assert case["rows"][-1]["resident_tokens"] > 0
-    assert case["rows"][0]["prefill_bytes"] == 208 * target.layers * 2 * target.kv_heads * target.head_dim * 2
     prediction_accuracy.predict_rows(case)
     assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
-    small = dataclasses.replace(card, memory_bytes=2**20)
-    assert (
-        gpu.measure_context(
-            target,
-            TINY,
-            (1.0,),
-            Hardware(machine.host, (small,), False),
-            lambda: PacedLink(25e9),
-            prefill=False,
-        )
-        is None
-    )
+    small = Hardware(machine.host, (dataclasses.replace(card, memory_bytes=2**20),), False)
+    assert gpu.case_on_gpu(target, TINY, (1.0,), small, lambda: PacedLink(25e9)) is None
 
 
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
     target = GraphedModel(tiny_target("llama-gqa"), "tiny", lambda _: None)
-    config = TINY.config("retrieval", ahead=2)
-    text = EngineText(target, None, PacedLink(1e8), config, byte_ids(200), 24, Shares(cpu_tokens=32))
-    try:
-        text.read_prompt()
+    config, subject = TINY.config(System(2)), Subject(target, None, byte_ids(200))
+    with closing(Text(subject, PacedLink(1e8), config, 24, Shares(cpu_tokens=32))) as text:
+        text.read()
         found = text.run(config, 24)
-    finally:
-        text.close()
     shown = lanes(found)
     assert all(shown.values()), {name: len(times) for name, times in shown.items()}
     start, end = window(found, rounds=2)
     assert found.rounds[0].started <= start < end
     assert sum(start <= one.started < end for one in found.rounds) == 2
-    assert System("plain", "plain").plain

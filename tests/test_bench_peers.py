@@ -307,8 +307,8 @@ def test_results_are_appended_and_not_measured_again(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--systems vllm:plain", "--systems vllm:plain: write adapter:system; adapters are"),
-        ("--systems ours", "--systems ours: write adapter:system"),
+        ("--systems vllm:plain", "argument --systems: vllm:plain: write adapter:system; adapters are"),
+        ("--systems ours", "argument --systems: ours: write adapter:system"),
         ("--systems ours:plain --contexts 100000000", "the text has"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
         ("--systems ours:plain --out {page}", "is where the page or the plot goes; name it .jsonl"),

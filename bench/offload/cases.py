@@ -3,23 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bench.offload.held import Hold
-from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
-from offload_rt.config import Config, load_config
+from offload_rt.caches.places import Shares
+from offload_rt.config import Config, OffloadConfig, load_config
 
 STREAMED = "streamed"
-
 SHARES = {STREAMED: (0.0, 0.0), "resident": (0.25, 0.0), "cpu": (0.0, 0.25), "both": (0.25, 0.25)}
 """Which shares of the context are (resident, attended by the CPU)."""
 
 BALANCED = "balanced"
+SYNTHETIC = "synthetic acceptance"
 LINK_CASES = {BALANCED: 1.0, "stream-bound": 2.0, "draft-bound": 0.5}
 """Paced links: how long a stream takes, over how long a draft does."""
 
-
+AHEAD = OffloadConfig().ahead
+ACCEPTANCES = (0.8, 0.92, 0.97)
 BUDGET_SHARE = 8  # of the context, that the retrieved cache holds where its budget is not set
+WARM_UP_DRAFTS = 3  # of a run that is not reported
+
+
+@dataclass(frozen=True)
+class System:
+    """What is run.
+
+    Attributes:
+        ahead: for how many outcomes of a pass the next round is drafted; None: plain decoding.
+        refresh_from: key of the config, where it is not as for all systems.
+        held: the acceptance is held by a synthetic verdict.
+    """
+
+    ahead: int | None = None
+    refresh_from: str | None = None
+    held: Hold | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Without speculation."""
+        return self.ahead is None
+
+    @property
+    def name(self) -> str:
+        """In reports."""
+        gathered = ", refresh gathered" if self.refresh_from == "store" else ""
+        return "plain" if self.plain else f"ahead {self.ahead}{gathered}"
+
+
+PLAIN = System()
+
+
+def paced_systems(link_case: str, placement: str) -> list[System]:
+    """What is compared over one paced link at one placement."""
+    if placement != STREAMED:
+        return [PLAIN, System(0), System(AHEAD)]
+    # The last one gathers what a refresh wants instead of taking it as it passes by.
+    gathered = [System(AHEAD, "store")] if link_case == BALANCED else []
+    return [PLAIN, *map(System, dict.fromkeys((0, 1, AHEAD))), *gathered]
+
+
+def held_systems(acceptances: tuple[float, ...]) -> list[System]:
+    """Plain decoding, and speculation whose acceptance is held at each value."""
+    return [PLAIN, *(System(ahead, held=Hold(rate)) for rate in acceptances for ahead in (0, AHEAD))]
 
 
 @dataclass(frozen=True)
@@ -31,7 +76,8 @@ class Sizes:
         gamma: drafted for each pass.
         new_tokens: generated a run; `plain_tokens` by plain decoding, which is steady and slow.
         repeats: interleaved runs of every system, after one that is not reported.
-        settings: config keys of every composition.
+        settings: config keys of every system.
+        composition: who drafts.
     """
 
     context: int
@@ -40,15 +86,19 @@ class Sizes:
     plain_tokens: int
     repeats: int
     settings: Mapping[str, object]
+    composition: str = "retrieval"
 
-    def config(self, composition: str, **offload: object) -> Config:
-        """A composition of these sizes, with keys of `offload`."""
-        keys = {f"offload.{key}": value for key, value in offload.items()}
-        return load_config(composition, self.keys | keys)
+    def config(self, system: System = PLAIN) -> Config:
+        """The composition that a system runs."""
+        if system.plain:
+            return load_config("plain", self.keys)
+        keys: dict[str, object] = {"offload.ahead": system.ahead}
+        keys |= {"offload.refresh_from": system.refresh_from} if system.refresh_from else {}
+        return load_config(self.composition, self.keys | keys)
 
     @property
     def keys(self) -> dict[str, object]:
-        """Config keys of every composition."""
+        """Config keys of every system."""
         given: dict[str, object] = {
             "speculation.gamma2": self.gamma,
             "speculation.step_down": False,
@@ -57,11 +107,20 @@ class Sizes:
         }
         return given | dict(self.settings)
 
-    def placement(self, name: str) -> Shares:
-        """Shares by their name in `SHARES`, in whole pages."""
-        page = self.config("plain").store.page
-        resident, cpu = (int(share * self.context) // page * page for share in SHARES[name])
-        return Shares(resident, cpu) if resident or cpu else EVERYTHING_STREAMED
+    @property
+    def warm_up(self) -> int:
+        """Tokens of a run that is not reported."""
+        return WARM_UP_DRAFTS * (self.gamma + 1)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a run may generate."""
+        return max(self.new_tokens, self.plain_tokens, self.warm_up)
+
+    def shares(self, placement: str) -> Shares:
+        """By a name in `SHARES`, in whole pages."""
+        page = self.config().store.page
+        return Shares(*(int(share * self.context) // page * page for share in SHARES[placement]))
 
 
 PACED: dict[str, object] = {
@@ -71,84 +130,15 @@ PACED: dict[str, object] = {
     "store.slab_tokens": 4096,
     "store.ring_buffers": 4,
 }
+LARGE: dict[str, object] = {
+    "retrieval.budget": 4096,
+    "store.slab_tokens": 16_384,
+    "store.segment_tokens": 4096,
+}
 FULL = Sizes(16_384, 12, new_tokens=256, plain_tokens=16, repeats=5, settings=PACED)
 QUICK = Sizes(8192, 12, new_tokens=104, plain_tokens=10, repeats=2, settings=PACED)
 SYNTHETIC_FULL = Sizes(8192, 8, new_tokens=160, plain_tokens=12, repeats=5, settings=PACED)
 SYNTHETIC_QUICK = Sizes(8192, 8, new_tokens=40, plain_tokens=6, repeats=1, settings=PACED)
-ON_GPU = Sizes(
-    16_384,
-    16,
-    new_tokens=128,
-    plain_tokens=8,
-    repeats=3,
-    settings={"retrieval.budget": 4096, "store.slab_tokens": 16_384, "store.segment_tokens": 4096},
-)
+ON_GPU = Sizes(16_384, 16, new_tokens=128, plain_tokens=8, repeats=3, settings=LARGE)
 GPU_CONTEXTS = (16_384, 32_768, 65_536, 131_072)
 GPU_MEMORY_BYTES = 24 * 2**30
-ACCEPTANCES = (0.8, 0.92, 0.97)
-
-
-@dataclass(frozen=True)
-class System:
-    """What is run.
-
-    Attributes:
-        name: in reports.
-        composition: name of its config.
-        placement: name in `SHARES`.
-        offload: keys of the config's section.
-        held: the acceptance is held by a synthetic verdict.
-    """
-
-    name: str
-    composition: str
-    placement: str = STREAMED
-    offload: Mapping[str, object] = field(default_factory=dict)
-    held: Hold | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Without speculation."""
-        return self.composition == "plain"
-
-
-def ahead(composition: str, outcomes: int, placement: str = STREAMED, held: Hold | None = None) -> System:
-    """Speculation, drafted ahead for `outcomes` outcomes of a pass."""
-    return System(f"ahead {outcomes}", composition, placement, {"ahead": outcomes}, held)
-
-
-def gathered(composition: str, outcomes: int) -> System:
-    """The same with a refresh that gathers what it wants instead of taking it as it passes by."""
-    settings = {"ahead": outcomes, "refresh_from": "store"}
-    return System(f"ahead {outcomes}, refresh gathered", composition, STREAMED, settings)
-
-
-def paced_systems(composition: str, link_case: str, outcomes: int) -> list[System]:
-    """What is compared over one paced link; placements are where the link is balanced.
-
-    Args:
-        outcomes: how many are drafted for where nothing else is said.
-    """
-    systems = [System("plain", "plain"), ahead(composition, 0)]
-    systems += [ahead(composition, one) for one in dict.fromkeys((1, outcomes))]
-    if link_case == BALANCED:
-        systems.append(gathered(composition, outcomes))
-        for placement in SHARES:
-            if placement != STREAMED:
-                systems += [
-                    System("plain", "plain", placement),
-                    ahead(composition, 0, placement),
-                    ahead(composition, outcomes, placement),
-                ]
-    return systems
-
-
-def held_systems(acceptances: tuple[float, ...], outcomes: int, *placements: str) -> list[System]:
-    """Plain decoding, and speculation whose acceptance is held at each value."""
-    systems = []
-    for placement in placements:
-        systems.append(System("plain", "plain", placement))
-        for rate in acceptances:
-            for one in (0, outcomes):
-                systems.append(ahead("retrieval", one, placement, Hold(rate)))
-    return systems

@@ -9,22 +9,20 @@ measured anew in every turn, for the machine is not alike from minute to minute.
   costs is real, what is accepted is not.
 
 On a GPU only the latter, in the shapes of 7B and 8B models with memory capped at 24 GiB. All systems of a
-case take turns in one run; times are medians, and ratios of two systems medians of those within a turn. On a
-CPU torch has one thread: pass, drafting and the link share the cores.
+placement take turns in one run; times are medians, and ratios of two systems medians of those within a turn.
+On a CPU torch has one thread: pass, drafting and the link share the cores.
 
 The last line on stdout is one JSON object. `round_over_max`: rounds whose draft had been made while the pass
-before ran, over the longer of carrying the KV once and drafting alone (`round_over_max_as_run`: and drafting
-as it was, beside the pass). `link_use`: what the link carried within a pass, over what it could have.
-`pass_over_bound`: passes of plain decoding over the longer of the stream and their compute. `ahead_speedup`:
-ms a token without drafting ahead, over that with it.
+before ran, over the longer of carrying the KV once and drafting alone. `link_use`: what the link carried
+within a pass, over what it could have. `pass_over_bound`: passes of plain decoding over the longer of the
+stream and their compute. `ahead_speedup`: ms a token without drafting ahead, over that with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,166 +30,146 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from bench import inputs, machine, report
-from bench.offload import gpu, paced
-from bench.offload.cases import (
-    ACCEPTANCES,
-    BALANCED,
-    FULL,
-    GPU_CONTEXTS,
-    QUICK,
-    STREAMED,
-    SYNTHETIC_FULL,
-    SYNTHETIC_QUICK,
-    Sizes,
-)
-from bench.offload.prediction_accuracy import predict_rows
-from bench.offload.random_models import LARGE_SHAPES, SHAPES
+from bench.inputs import say
+from bench.offload import cases
+from bench.offload.cases import AHEAD, BALANCED, LINK_CASES, SHARES, STREAMED, SYNTHETIC, Sizes
+from bench.offload.gpu import cases_on_gpu
+from bench.offload.measure import Measured, paced_cases
+from bench.offload.prediction_accuracy import predict_rows, worst
+from bench.offload.random_models import LARGE_SHAPES, SHAPES, random_model
 from bench.offload.rows import times_as_fast
-from offload_rt.config import OffloadConfig
+from bench.offload.text import Subject
+from bench.offload.timeline_plot import draw
 from offload_rt.errors import UsageError
+from offload_rt.graphs import GraphedModel
 from offload_rt.loading import choose_device
-from offload_rt.text import encode
+
+COLUMNS = {
+    "tokens/round": ("tokens_per_round", 2),
+    "pass": ("pass_ms", 1),
+    "draft": ("draft_ms", 1),
+    "ahead": ("ahead_ms", 1),
+    "round": ("round_ms", 1),
+    "hits": ("outcome_hit_rate", 2),
+    "link use": ("link_use", 2),
+    "pass/bound": ("pass_over_bound", 2),
+    "round/max": ("round_over_max", 2),
+    "× plain": ("ratio_over_plain", 2),
+    "predicted/measured": ("predicted_over_measured", 2),
+}
+"""Of the table: keys of a row, and digits."""
 
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser(
-        "offload",
-        help="the engine over a link: streams, drafting ahead, shares",
-        description="Measures the offload engine against its lower bounds and its own plain decoding.",
-        allow_abbrev=False,
-    )
+    about = "the engine over a link, against its lower bounds and its own plain decoding"
+    parser = inputs.command(commands, "offload", run, about)
     inputs.add_arguments(parser, draft=True)
     parser.add_argument("--text", type=Path, action="append", metavar="FILE", help="UTF-8 text to continue")
     parser.add_argument(
-        "--config", default="retrieval", metavar="NAME", help="who drafts (default: retrieval)"
+        "--config", dest="composition", metavar="NAME", help="who drafts (default: retrieval)"
     )
     parser.add_argument("--context", type=inputs.count(64), metavar="N", help="of the paced link's cases")
     parser.add_argument("--gamma", type=inputs.count(1), metavar="N", help="tokens drafted for a pass")
     parser.add_argument("-n", "--new-tokens", type=inputs.count(4), metavar="N")
     parser.add_argument("--repeats", type=inputs.count(1), metavar="N")
     parser.add_argument("--shapes", type=inputs.names(SHAPES), metavar="A,B", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--contexts", type=inputs.counts(64), default=GPU_CONTEXTS, metavar="N,N")
-    parser.add_argument("--acceptances", type=_rates, default=ACCEPTANCES, metavar="A,B")
+    parser.add_argument("--contexts", type=inputs.counts(64), default=cases.GPU_CONTEXTS, metavar="N,N")
+    rates = inputs.several(inputs.number(most=1.0))
+    parser.add_argument("--acceptances", type=rates, default=cases.ACCEPTANCES, metavar="A,B")
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument(
         "--plot", action=argparse.BooleanOptionalAction, default=True, help="a timeline as PNG"
     )
-    parser.set_defaults(run=run)
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = (-1.0,)
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: write rates from 0 to 1, e.g. 0.8,0.95")
-    return rates
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measures, writes the JSON and the timeline, prints the table."""
     transformers_logging.set_verbosity_error()
     if arguments.plot:
-        report.check_plots()
-    if arguments.config == "plain":
+        report.pyplot()  # or refuses
+    if arguments.composition == "plain":
         raise UsageError("--config plain: plain decoding is measured anyway; name a config that drafts")
     device = choose_device(arguments.device)
     described = machine.describe(device)
-    out = arguments.out
-    if out is None:
-        kind = "cpu" if device.type == "cpu" else machine.slug(described | {"threads": 1}).rsplit("-1-", 1)[0]
-        out = inputs.RESULTS / f"offload-{kind}.json"
-        inputs.RESULTS.mkdir(parents=True, exist_ok=True)
-    out = inputs.destination(out, "offload", described)
-    cases: list[dict[str, Any]]
-    picture = out.with_name(f"{out.stem}-timeline.png") if arguments.plot else None
-    if device.type == "cpu":
-        cases = _on_cpu(arguments, picture)
-    else:
-        shapes = arguments.shapes or (LARGE_SHAPES[-1:] if arguments.quick else LARGE_SHAPES)
-        contexts = arguments.contexts[:1] if arguments.quick else arguments.contexts
-        cases = gpu.measure_shapes(shapes, contexts, arguments.acceptances, device, picture)
-    if not cases:
-        raise UsageError("none of the shapes fits at any of the contexts: see above, and name others")
-    for case in cases:
+    described |= {"threads": 1} if device.type == "cpu" else {}
+    default = inputs.RESULTS / f"offload-{device.type}.json"
+    out = inputs.destination(arguments.out or default, "offload", described)
+    measured: list[dict[str, Any]] = []
+    for case, systems in _on_cpu(arguments) if device.type == "cpu" else _on_gpu(arguments, device):
         predict_rows(case)
-    summary = headline(cases)
-    result = {
-        "benchmark": "offload",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": _command(arguments),
-        "machine": described | {"threads": torch.get_num_threads() if device.type == "cuda" else 1},
+        if arguments.plot and not measured:
+            # The last placement has all shares, so that every resource is at work.
+            shown = [one for one in systems if one.system.ahead == AHEAD][-1]
+            draw(shown, case["model"], out.with_name(f"{out.stem}-timeline.png"))
+        measured.append(case)
+    if not measured:
+        raise UsageError("none of the shapes fits at any of the contexts: see above, and name others")
+    summary = headline(measured)
+    result = report.envelope("offload", arguments, described) | {
         "measured": " ".join((__doc__ or "").split()),
         "overrides": {key: str(value) for key, value in arguments.overrides},
-        "cases": cases,
+        "cases": measured,
         "summary": summary,
-        "host_peak_bytes": machine.peak_host_bytes(),
     }
-    report.write_json(out, result)
-    for case in cases:
-        print(_table(case), end="\n\n")
-    print(json.dumps(summary))
+    report.finish(out, result, map(_table, measured), summary)
 
 
-def _on_cpu(arguments: argparse.Namespace, picture: Path | None) -> list[dict[str, Any]]:
-    real, synthetic = (QUICK, SYNTHETIC_QUICK) if arguments.quick else (FULL, SYNTHETIC_FULL)
-    real, synthetic = _given(real, arguments), _given(synthetic, arguments)
+def _on_cpu(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
+    declared = (cases.QUICK, cases.SYNTHETIC_QUICK) if arguments.quick else (cases.FULL, cases.SYNTHETIC_FULL)
+    real, synthetic = (_given(sizes, arguments) for sizes in declared)
     models = inputs.load(arguments)
-    texts = inputs.read_texts(arguments.text) if arguments.text else [inputs.demo_text()]
-    tokens = encode(models.tokenizer, "\n".join(text.text for text in texts))
+    _, tokens = inputs.read_tokens(arguments.text, models.tokenizer)
     if real.context > len(tokens):
         raise UsageError(f"--context {real.context}: the text has {len(tokens)} tokens; give a longer --text")
-    cases = paced.measure_pair(models, tokens[: real.context], real, arguments.config, picture)
+    target = GraphedModel(models.target, models.names[0], say)
+    draft = None if models.draft is None else GraphedModel(models.draft, models.names[1] or "", say)
+    placements = {name: tuple(SHARES) if name == BALANCED else (STREAMED,) for name in LINK_CASES}
+    systems = {
+        name: (ratio, {place: cases.paced_systems(name, place) for place in placements[name]})
+        for name, ratio in LINK_CASES.items()
+    }
+    yield from paced_cases(Subject(target, draft, tokens[: real.context]), real, systems)
+    held = dict.fromkeys((STREAMED, "both"), cases.held_systems(arguments.acceptances))
     for shape in arguments.shapes or ("tiny",):
-        cases.append(paced.measure_shape(shape, synthetic, arguments.acceptances))
-    return cases
+        random = GraphedModel(random_model(shape, torch.device("cpu"), torch.float32), shape, say)
+        subject = Subject.random(random, synthetic.context)
+        yield from paced_cases(subject, synthetic, {SYNTHETIC: (LINK_CASES[BALANCED], held)})
+
+
+def _on_gpu(
+    arguments: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
+    shapes = arguments.shapes or (LARGE_SHAPES[-1:] if arguments.quick else LARGE_SHAPES)
+    contexts = arguments.contexts[:1] if arguments.quick else arguments.contexts
+    return cases_on_gpu(shapes, contexts, arguments.acceptances, device)
 
 
 def _given(sizes: Sizes, arguments: argparse.Namespace) -> Sizes:
-    given = {
-        key: value
-        for key in ("context", "gamma", "new_tokens", "repeats")
-        if (value := getattr(arguments, key)) is not None
-    }
-    return dataclasses.replace(sizes, settings={**sizes.settings, **dict(arguments.overrides)}, **given)
+    given = inputs.fitted(sizes, arguments)
+    return dataclasses.replace(given, settings={**sizes.settings, **dict(arguments.overrides)})
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    """What to type for the same sizes, without the paths of this machine."""
-    words = ["python -m bench offload"]
-    for name in ("context", "gamma", "new_tokens", "repeats"):
-        value = getattr(arguments, name)
-        words += [] if value is None else [f"--{name.replace('_', '-')} {value}"]
-    return " ".join([*words, *(["--quick"] if arguments.quick else [])])
-
-
-def headline(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def headline(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The acceptance values: of the balanced case with all KV streamed, drafting ahead as by default.
 
     Where nothing is real or balanced, of the first case's highest acceptance. `predicted_over_measured` is
     the worst of all rows.
     """
-    case = next((case for case in cases if case["case"] == BALANCED), cases[0])
+    case = next((case for case in measured if case["case"] == BALANCED), measured[0])
     rows = [one for one in case["rows"] if one["placement"] == STREAMED]
-    plain = next(one for one in rows if one["system"] == "plain")
     held = max((one["synthetic"] for one in rows if one["synthetic"] is not None), default=None)
-    rows = [one for one in rows if one["synthetic"] == held]
-    ahead = next(one for one in rows if one["system"] == f"ahead {OffloadConfig().ahead}")
-    without = next(one for one in rows if one["system"] == "ahead 0")
-    predictions = [one["predicted_over_measured"] for every in cases for one in every["rows"]]
-    known = [ratio for ratio in predictions if ratio is not None]
-    return {
-        "round_over_max": ahead["round_over_max"],
-        "round_over_max_as_run": ahead["round_over_max_as_run"],
-        "link_use": ahead["link_use"],
-        "pass_over_bound": plain["pass_over_bound"],
-        "ahead_speedup": times_as_fast(ahead, without),
-        "outcome_hit_rate": ahead["outcome_hit_rate"],
-        "ratio_over_plain": ahead["ratio_over_plain"],
+    named = {one["system"]: one for one in rows if one["synthetic"] in (held, None)}
+    ahead, without = named[f"ahead {AHEAD}"], named["ahead 0"]
+    ms, other_ms = (one["ms_per_token"]["runs"] for one in (ahead, without))
+    keys = ("round_over_max", "link_use", "outcome_hit_rate", "ratio_over_plain")
+    return {key: ahead[key] for key in keys} | {
+        "pass_over_bound": named["plain"]["pass_over_bound"],
+        "ahead_speedup": times_as_fast(ms, other_ms),
         "ms_per_token": ahead["ms_per_token"]["median"],
-        "predicted_over_measured": max(known, key=lambda ratio: max(ratio, 1 / ratio), default=None),
+        "predicted_over_measured": worst(
+            [one["predicted_over_measured"] for every in measured for one in every["rows"]]
+        ),
         "synthetic": held,
     }
 
@@ -201,52 +179,13 @@ def _table(case: dict[str, Any]) -> str:
     rows = []
     for one in case["rows"]:
         held = "real" if one["synthetic"] is None else f"synthetic {one['synthetic']:g}"
-        rows.append(
-            [
-                one["system"],
-                one["placement"],
-                "–" if one["system"] == "plain" else held,
-                *(
-                    report.number(one[key] if key != "ms_per_token" else one[key]["median"])
-                    for key in ("ms_per_token", "tokens_per_round")
-                ),
-                *(
-                    report.number(one[key], 1)
-                    for key in ("pass_ms", "draft_ms", "ahead_ms", "round_ms", "lost_ms_per_round")
-                ),
-                *(
-                    report.number(one[key])
-                    for key in (
-                        "outcome_hit_rate",
-                        "link_use",
-                        "overlap",
-                        "pass_over_bound",
-                        "round_over_max",
-                        "ratio_over_plain",
-                        "predicted_over_measured",
-                    )
-                ),
-            ]
-        )
-    header = [
-        "system",
-        "KV",
-        "accepted",
-        "ms/token",
-        "tokens/round",
-        "pass",
-        "draft",
-        "ahead",
-        "round",
-        "lost",
-    ]
-    header += ["hits", "link use", "overlap", "pass/bound", "round/max", "× plain", "predicted/measured"]
+        cells = [one["system"], one["placement"], "–" if one["system"] == "plain" else held]
+        cells.append(report.number(one["ms_per_token"]["median"]))
+        rows.append([*cells, *(report.number(one[key], digits) for key, digits in COLUMNS.values())])
     first = case["rows"][0]
-    unlimited = " over a link without limit" if first["turns"] else ""
+    prefill = f" Prefill {first['prefill_ms'] / 1e3:.1f} s." if first["prefill_ms"] else ""
     return (
         f"{case['model']}, {case['case']}, {first['context']:,} tokens: carrying the KV once takes "
-        f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s. Prefill "
-        f"{first['prefill_ms'] / 1e3:.1f} s{unlimited}, {first['prefill_bytes'] / 1e6:,.0f} MB to the "
-        "host.\n\n"
-        f"{report.table(header, rows)}"
+        f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s.{prefill}\n\n"
+        f"{report.table(['system', 'KV', 'accepted', 'ms/token', *COLUMNS], rows)}"
     )

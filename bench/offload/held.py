@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.base import Outcome, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verification, Verifier
 from offload_rt.parts import Output
@@ -40,24 +40,28 @@ class Hold:
 
 
 class HeldVerifier(Verifier):
-    """Runs the passes of the verifier it is made from, and lets coins decide in the place of their logits.
+    """The verifier it is made from, except that coins decide in the place of its logits.
 
     For greedy decoding of chains.
     """
 
     def __init__(self, over: Verifier, held: Hold) -> None:
-        self._guesses = _NotedGuesses(over.drafter)
-        super().__init__(
-            over.stats.name,
-            over.model,
-            over.cache,
-            cast(Drafter, self._guesses),
-            over.sampling,
-            over._nominal_pass_ms,
-            over.plan,
-        )
+        vars(self).update(vars(over))
         self._held = held
         self._coins = torch.Generator().manual_seed(held.seed)
+        self._outcomes: list[Outcome] = []  # that were last drafted for
+
+        def proposal(view: TokenView, shape: DraftShape) -> Any:
+            made = over.drafter.proposal(view, shape)
+
+            def outcomes(most: int, acceptance: float) -> Work[list[Outcome]]:
+                self._outcomes = yield from made.outcomes(most, acceptance)
+                return self._outcomes
+
+            return _Replaced(made, outcomes=outcomes)
+
+        drafter: Any = _Replaced(over.drafter, proposal=proposal)
+        self.drafter = drafter
 
     def verdict(self, view: TokenView, verification: Verification, output: Output) -> Work[Round]:
         drafted = verification.draft.tokens
@@ -67,7 +71,8 @@ class HeldVerifier(Verifier):
 
     def _held_logits(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
         """Logits whose greedy choice after the text and after each drafted token is what the coins say."""
-        guesses = self._guesses.take(drafted)
+        outcomes, self._outcomes = self._outcomes, []
+        guesses = {len(one) - 1: one[-1] for one in outcomes if one[:-1] == tuple(drafted[: len(one) - 1])}
         chosen = []
         for place, proposed in enumerate((*drafted, guesses.pop(len(drafted), None))):
             stands, guessed = self._chance() < self._held.acceptance, self._chance() < self._held.runner_up
@@ -87,35 +92,12 @@ class HeldVerifier(Verifier):
         return float(torch.rand((), generator=self._coins, dtype=torch.float64))
 
 
-class _NotedGuesses:
-    """A drafter that remembers which outcomes were last drafted for; all else is that of `drafter`."""
+class _Replaced:
+    """What `of` is, but for some of its methods."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.outcomes: list[Outcome] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return cast(Proposal, _NotedProposal(self._drafter.proposal(view, shape), self))
-
-    def take(self, drafted: Sequence[int]) -> dict[int, int]:
-        """The tokens that were guessed to follow so many of `drafted`; forgets them."""
-        outcomes, self.outcomes = self.outcomes, []
-        return {len(one) - 1: one[-1] for one in outcomes if one[:-1] == tuple(drafted[: len(one) - 1])}
-
-
-class _NotedProposal:
-    """A proposal whose outcomes are noted; all else is that of `proposal`."""
-
-    def __init__(self, proposal: Proposal, guesses: _NotedGuesses) -> None:
-        self._proposal = proposal
-        self._guesses = guesses
+    def __init__(self, of: object, **methods: object) -> None:
+        self._of = of
+        vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._proposal, name)
-
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        self._guesses.outcomes = yield from self._proposal.outcomes(most, acceptance)
-        return self._guesses.outcomes
+        return getattr(self._of, name)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
+from bench import inputs
 from bench.inputs import say
-from bench.offload.cases import STREAMED, Sizes, System
-from bench.offload.engine import EngineText, Run
-from bench.offload.references import References, Subject, Turn, read, room, warm_up
-from bench.offload.rows import Limits, draft_token_ms, row, times_as_fast
-from cpu_kv import Link
+from bench.offload.cases import PLAIN, Sizes, System
+from bench.offload.references import References, Turn
+from bench.offload.rows import draft_token_ms, ms_per_token, row, times_as_fast
+from bench.offload.text import Run, Subject, Text
+from cpu_kv import Link, PacedLink
 from offload_rt.caches.places import Shares
+from offload_rt.errors import UsageError
+from offload_rt.model import CausalModel
+from offload_rt.planning.shapes import from_config
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A system's runs, and the row of a report that they make."""
+    """A system's runs at a placement, and the row of a report that they make."""
 
     system: System
     runs: list[Run]
@@ -30,110 +34,140 @@ class Measured:
 
 
 def measure(
+    name: str,
     subject: Subject,
     sizes: Sizes,
-    systems: Sequence[System],
+    placements: Mapping[str, tuple[Shares, Sequence[System]]],
     link: Callable[[], Link],
     rate: float,
     references: References | None = None,
-    placements: Mapping[str, Shares] = {},
-) -> list[Measured]:
-    """What the systems do, in their order.
+) -> tuple[dict[str, Any], list[Measured]]:
+    """A case as JSON values, and what was measured of it.
 
-    Every placement has a text and a link of its own; the systems take turns (A B C A B C …), so that a
-    machine that slows down slows all of them.
+    The systems of a placement take turns (A B C A B C …), so that a machine that slows down slows all.
 
     Args:
-        link: opens a link.
-        rate: bytes a second that it carries to the device.
-        references: hold the prompt already; take their turn before each placement's, and pace its link.
-        placements: shares by name, beside those of `SHARES`.
+        placements: shares and systems by name; plain decoding is the first system.
+        link: opens a link, which carries `rate` bytes a second to the device.
+        references: take their turn before each of the systems', and pace the link.
+
+    Raises:
+        UsageError: tokens are not those of the references.
     """
-    names = list(dict.fromkeys(system.placement for system in systems))
-    shares = {name: placements.get(name) or sizes.placement(name) for name in names}
-    first = next((system.composition for system in systems if not system.plain), "plain")
-    runs: list[list[Run]] = [[] for _ in systems]
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
-    with ExitStack() as opened:
-        texts: dict[str, EngineText] = {}
-        prefills: dict[str, tuple[float, int]] = {}
-        for name in names:
-            text = EngineText(
-                subject.target,
-                subject.draft,
-                link(),
-                sizes.config(first),
-                subject.prompt,
-                room(sizes),
-                shares[name],
-            )
-            opened.callback(text.close)
-            if references is None:
-                prefills[name] = read(text, subject)
-            else:
-                references.give(text)
-                prefills[name] = references.prefill
-            texts[name] = text
-        for turn in range(sizes.repeats + 1):
-            say(f"run {turn} of {sizes.repeats}" if turn else "untimed run")
-            for name, group in itertools.groupby(
-                zip(systems, runs, strict=True), key=lambda one: one[0].placement
-            ):
-                if references is not None and turn:
-                    turns[name].append(references.turn(texts[name].link))
-                for system, done in group:
-                    config = sizes.config(system.composition, **system.offload)
-                    count = sizes.plain_tokens if system.plain else sizes.new_tokens
-                    run = texts[name].run(config, count if turn else min(count, warm_up(sizes)), system.held)
-                    done += [run] if turn else []
-        token_bytes = texts[names[0]].token_bytes
-    alone = {
-        (system.placement, system.held): draft_token_ms(done)
-        for system, done in zip(systems, runs, strict=True)
-        if system.offload.get("ahead") == 0
+    measured: list[Measured] = []
+    for placement, (shares, systems) in placements.items():
+        say(f"{subject.target.name}, {sizes.context:,} tokens, {name}, {placement}")
+        with closing(Text(subject, link(), sizes.config(systems[-1]), sizes.room, shares)) as text:
+            prefill_ms = text.read()
+            runs, turns = take_turns(text, sizes, systems, references)
+        inputs.free(subject.target.device)
+        for system, done in runs.items():
+            if references is not None and not subject.random_kv:
+                _check_tokens(f"{system.name} ({placement})", done, references.tokens)
+            one = _described(system, sizes, placement, shares) | {"prefill_ms": prefill_ms}
+            one |= _row(subject, system, runs, turns, one["streamed_tokens"], rate)
+            measured.append(Measured(system, done, one))
+    shapes = [None if one is None else _shape_values(one) for one in (subject.target, subject.draft)]
+    case = {
+        "case": name,
+        "model": subject.target.name,
+        "draft": None if subject.draft is None else subject.draft.name,
+        "device": subject.target.device.type,
+        "shape": shapes[0],
+        "draft_shape": shapes[1],
+        "drafting": sizes.composition,
+        "settings": sizes.keys,
+        "rows": [one.row for one in measured],
     }
-    measured = []
-    for system, done in zip(systems, runs, strict=True):
-        place, page = shares[system.placement], sizes.config(first).store.page
-        streamed = max(0, (len(subject.prompt) - 1) // page * page - place.resident_tokens - place.cpu_tokens)
-        draft = alone.get((system.placement, system.held), alone.get((STREAMED, system.held)))
-        before, compute = turns[system.placement], None
-        if before:
-            compute = median(one.plain_pass_ms if system.plain else one.pass_ms for one in before)
-        rates = [one.rate_bytes_per_second for one in before] or [rate for _ in done]
-        streams = [1e3 * streamed * token_bytes / one for one in rates]
-        limits = Limits(streams, compute, None if system.plain else draft)
-        one = _described(system, sizes, place, streamed) | row(done, limits)
-        one["prefill_ms"], one["prefill_bytes"] = prefills[system.placement]
-        one["rate_bytes_per_second"] = median(rates)
-        one["turns"] = [asdict(turn) for turn in before]
-        measured.append(Measured(system, done, one))
-    _hold_against_plain([one.row for one in measured])
-    return measured
+    return case, measured
 
 
-def _described(system: System, sizes: Sizes, place: Shares, streamed: int) -> dict[str, Any]:
-    config = sizes.config(system.composition, **system.offload)
+def take_turns(
+    text: Text, sizes: Sizes, systems: Sequence[System], references: References | None
+) -> tuple[dict[System, list[Run]], list[Turn]]:
+    """Runs of every system, after one that is not reported, and what was measured before each of them."""
+    runs: dict[System, list[Run]] = {system: [] for system in systems}
+    turns = []
+    for turn in range(sizes.repeats + 1):
+        say(f"run {turn} of {sizes.repeats}" if turn else "untimed run")
+        if references is not None and turn:
+            turns.append(references.turn(text.link))
+        for system, done in runs.items():
+            count = sizes.plain_tokens if system.plain else sizes.new_tokens
+            count = count if turn else min(count, sizes.warm_up)
+            run = text.run(sizes.config(system), count, system.held)
+            done += [run] if turn else []
+    return runs, turns
+
+
+def _row(
+    subject: Subject,
+    system: System,
+    runs: Mapping[System, list[Run]],
+    turns: Sequence[Turn],
+    streamed_tokens: int,
+    rate: float,
+) -> dict[str, Any]:
+    done = runs[system]
+    rates = [one.rate_bytes_per_second for one in turns] or [rate for _ in done]
+    streamed_bytes = streamed_tokens * subject.target.kv_layout().token_bytes
+    compute = median(one.plain_pass_ms if system.plain else one.pass_ms for one in turns) if turns else None
+    alone = None if system.plain else draft_token_ms(runs[replace(system, ahead=0, refresh_from=None)])
+    one = row(done, [1e3 * streamed_bytes / one for one in rates], compute, alone)
+    one |= {"rate_bytes_per_second": median(rates), "turns": [asdict(turn) for turn in turns]}
+    plain = [ms_per_token(run) for run in runs[PLAIN]]  # in the same turns, with the same shares
+    return one | {"ratio_over_plain": times_as_fast(one["ms_per_token"]["runs"], plain)}
+
+
+def _described(system: System, sizes: Sizes, placement: str, shares: Shares) -> dict[str, Any]:
+    config = sizes.config(system)
+    full = (sizes.context - 1) // config.store.page * config.store.page
     return {
         "system": system.name,
-        "composition": system.composition,
+        "composition": config.name,
         "synthetic": None if system.held is None else system.held.acceptance,
-        "placement": system.placement,
+        "placement": placement,
         "context": sizes.context,
         "gamma": 0 if system.plain else sizes.gamma,
-        "ahead": None if system.plain else config.offload.ahead,
+        "ahead": system.ahead,
         "refresh_from": None if system.plain else config.offload.refresh_from,
-        "resident_tokens": place.resident_tokens,
-        "cpu_tokens": place.cpu_tokens,
-        "streamed_tokens": streamed,
+        "resident_tokens": shares.resident_tokens,
+        "cpu_tokens": shares.cpu_tokens,
+        "streamed_tokens": max(0, full - shares.resident_tokens - shares.cpu_tokens),
     }
 
 
-def _hold_against_plain(rows: list[dict[str, Any]]) -> None:
-    """Each row over our plain decoding with the same shares, in the same turns."""
-    plain = {one["placement"]: one for one in rows if one["system"] == "plain"}
-    for one in rows:
-        one["ratio_over_plain"] = times_as_fast(one, plain[one["placement"]])
+def _shape_values(model: CausalModel) -> dict[str, Any]:
+    shape = from_config(model.module.config, model.dtype, model.name)
+    return asdict(shape) | {"dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def _check_tokens(name: str, runs: Sequence[Run], expected: Sequence[int]) -> None:
+    for run in runs:
+        if any(token != other for token, other in zip(run.tokens, expected, strict=False)):
+            raise UsageError(
+                f"{name}: its tokens are not those of plain decoding; this is a fault of the engine, or two "
+                "logits closer than rounding: try another one"
+            )
+
+
+def paced_cases(
+    subject: Subject, sizes: Sizes, cases: Mapping[str, tuple[float, Mapping[str, Sequence[System]]]]
+) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
+    """What a subject does over links on which a stream takes so many times as long as a draft.
+
+    Args:
+        cases: by name, that ratio, and systems by placement.
+    """
+    with one_thread(), closing(References(subject, sizes)) as references:
+        for name, (ratio, systems) in cases.items():
+            references.begin(ratio)
+            rate = references.rate
+            say(f"{name}: a link of {rate / 1e9:.2f} GB/s, paced anew in every turn")
+            placements = {place: (sizes.shares(place), those) for place, those in systems.items()}
+            link = partial(PacedLink, rate)
+            case, measured = measure(name, subject, sizes, placements, link, rate, references)
+            yield case | {"processor": references.processor()}, measured
 
 
 @contextmanager

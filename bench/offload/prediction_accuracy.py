@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,33 +23,30 @@ from bench import inputs, report
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
-from offload_rt.model import CausalModel
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.prediction import Predictor, attention_rate
-from offload_rt.planning.shapes import ModelShape, from_config
+from offload_rt.planning.shapes import ModelShape
 from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 PREDICTED = ("pass_ms", "draft_ms", "round_ms", "tokens_per_round", "outcome_hit_rate", "ms_per_token")
+TABLE = {
+    "pass_ms": "pass",
+    "draft_ms": "draft",
+    "round_ms": "round",
+    "tokens_per_round": "tokens/round",
+    "ms_per_token": "ms/token",
+}
+"""Figures that are printed, predicted and measured."""
 
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser(
-        "prediction-accuracy",
-        help="the planner's predictions beside what was measured",
-        description="Compares the planner's predictions with a result of `bench offload`.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "results",
-        type=Path,
-        nargs="?",
-        default=inputs.RESULTS / "offload-cpu.json",
-        help="JSON of `bench offload` (default: bench/results/offload-cpu.json)",
-    )
+    about = "the planner's predictions beside a result of `bench offload`"
+    parser = inputs.command(commands, "prediction-accuracy", run, about)
+    default = inputs.RESULTS / "offload-cpu.json"
+    parser.add_argument("results", type=Path, nargs="?", default=default, help=f"default: {default.name}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: beside the results)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -57,30 +54,25 @@ def run(arguments: argparse.Namespace) -> None:
     measured = _read(arguments.results)
     out = arguments.out or arguments.results.with_name(f"prediction-accuracy-{arguments.results.name}")
     out = inputs.destination(out, "prediction-accuracy", {})
-    rows, cells = [], []
+    rows = []
     for case in measured["cases"]:
         predict_rows(case)
         for one in case["rows"]:
             named = {"case": case["case"], "model": case["model"]}
             named |= {key: one[key] for key in ("system", "placement", "context", "gamma", "synthetic")}
-            found = {"pass_ms": one["pass_ms"], "tokens_per_round": one["tokens_per_round"]}
-            found |= {"round_ms": one["round_ms"], "outcome_hit_rate": one["outcome_hit_rate"]}
+            found = {key: one[key] for key in PREDICTED if key != "draft_ms"}
             found |= {"draft_ms": one["draft_alone_ms"], "ms_per_token": one["ms_per_token"]["median"]}
             ratio = one["predicted_over_measured"]
             rows.append(named | {"measured": found, "predicted": one["predicted"], "ratio": ratio})
-            cells.append(_cells(rows[-1]))
-    result = {
-        "benchmark": "prediction-accuracy",
+    result = report.envelope("prediction-accuracy", arguments, measured["machine"]) | {
         "of": arguments.results.name,
-        "machine": measured["machine"],
         "worst": worst([one["ratio"] for one in rows]),
         "rows": rows,
     }
-    report.write_json(out, result)
-    header = ["case, system, KV", *(f"{name}: planned" for name in ("pass", "draft", "round"))]
-    header += ["measured pass", "draft", "round", "tokens/round", "measured", "ms/token", "measured", "ratio"]
-    print(report.table(header, cells), end="\n\n")
-    print(json.dumps({"worst": result["worst"], "rows": len(rows)}))
+    # Two columns of a figure: predicted, measured.
+    header = ["case, system, KV", *(word for name in TABLE.values() for word in (name, "measured")), "ratio"]
+    table = report.table(header, [_cells(one) for one in rows])
+    report.finish(out, result, [table], {"worst": result["worst"], "rows": len(rows)})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -102,12 +94,6 @@ def _read(path: Path) -> dict[str, Any]:
 def worst(ratios: list[float]) -> float:
     """The ratio that is furthest from 1, either way."""
     return max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
-
-
-def shape_values(model: CausalModel) -> dict[str, Any]:
-    """A model's shape as JSON values."""
-    shape = from_config(model.module.config, model.dtype, model.name)
-    return asdict(shape) | {"dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def predict_rows(case: dict[str, Any]) -> None:
@@ -177,7 +163,7 @@ def paced_hardware(figures: dict[str, Any], target: ModelShape, link: float) -> 
     """A processor that stands in for a GPU, at the end of a paced link.
 
     Args:
-        figures: of `bench.offload.primitives.processor`.
+        figures: of `References.processor`.
         link: bytes a second.
     """
     rates = tuple(AttentionRate(**rate) for rate in figures["attention"])
@@ -265,19 +251,7 @@ class MeasuredAlone(Predictor):
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
-    planned, found = one["predicted"], one["measured"]
     name = ", ".join((one["case"], one["system"], one["placement"]))
-    if one["synthetic"] is not None:
-        name += f", synthetic {one['synthetic']:g}"
-    times = ("pass_ms", "draft_ms", "round_ms")
-    return [
-        name,
-        *(report.number(planned[key], 1) for key in times),
-        *(report.number(found[key], 1) for key in times),
-        *(
-            report.number(values[key])
-            for key in ("tokens_per_round", "ms_per_token")
-            for values in (planned, found)
-        ),
-        report.number(one["ratio"]),
-    ]
+    name += "" if one["synthetic"] is None else f", synthetic {one['synthetic']:g}"
+    values = [report.number(one[side][key]) for key in TABLE for side in ("predicted", "measured")]
+    return [name, *values, report.number(one["ratio"])]

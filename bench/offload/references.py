@@ -7,37 +7,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from statistics import mean, median
+from time import perf_counter
+from typing import Any
 
-from bench.offload.cases import Sizes
-from bench.offload.engine import EngineText, Run
+import torch
+
+from bench.offload.cases import Sizes, System
 from bench.offload.held import Hold
-from bench.offload.primitives import attention_rates
 from bench.offload.rows import draft_token_ms, steady
+from bench.offload.text import Run, Subject, Text
 from cpu_kv import CpuLink, Link, PacedLink
-from offload_rt.config import Config
+from offload_rt.attention import attend, choose_backend
+from offload_rt.config import StoreConfig
+from offload_rt.machine.hardware import AttentionRate
+from offload_rt.machine.measuring import CPU, compute_rate, memory_rate
 from offload_rt.model import CausalModel
 from offload_rt.pace import RoundTimes
 
-WARM_UP_TOKENS = 3  # times what a round drafts
 STREAM_FOR_DRAFTING = 2.0  # times what a draft takes alone
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is decoded.
-
-    Attributes:
-        prompt: tokens.
-        random_kv: its KV is drawn at random in the place of a prefill.
-    """
-
-    target: CausalModel
-    draft: CausalModel | None
-    prompt: Sequence[int]
-    random_kv: bool = False
+ATTENTION_REPEATS = 7
+READ_BYTES = 2**28
+AHEAD, LATE = System(1), System(0)
 
 
 @dataclass(frozen=True)
@@ -66,61 +59,46 @@ class Turn:
 
 
 class References:
-    """The subject with its KV in place, and over links of two bandwidths; on a CPU.
+    """The subject with its KV in place, and over a link of any bandwidth; on a CPU.
 
     Attributes:
         attention: rates of `attention_rates`.
-        prefill: ms of it over a link without limit, and bytes that went to the host.
         tokens: what plain decoding yields, with the KV in place.
     """
 
     BALANCING_TURNS = 3
     NO_LIMIT = 1e12  # bytes a second
 
-    def __init__(self, subject: Subject, sizes: Sizes, composition: str) -> None:
-        self.subject, self.sizes, self.composition = subject, sizes, composition
+    def __init__(self, subject: Subject, sizes: Sizes) -> None:
+        self.sizes = sizes
         self.attention = attention_rates(subject.target, sizes.context, sizes.gamma)
-        self._plain, self._composed = sizes.config("plain"), sizes.config(composition)
-        self._ahead, self._late = (sizes.config(composition, ahead=outcomes) for outcomes in (1, 0))
         # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
         self._held = Hold(1.0) if subject.random_kv else None
         self._kv_bytes = sizes.context * subject.target.kv_layout().token_bytes
         self._link = PacedLink(self.NO_LIMIT)
         self._ratio = 1.0
         with ExitStack() as opened:
-            self._over_link = self._opened_text(self._link)
-            opened.callback(self._over_link.close)
-            self.prefill = read(self._over_link, subject)
-            self._in_place = self._opened_text(CpuLink())
-            opened.callback(self._in_place.close)
-            # By a prefill of its own: what is held against its tokens has its KV over a link.
-            read(self._in_place, subject)
-            self.tokens = self._in_place.run(self._plain, sizes.new_tokens).tokens
-            token = draft_token_ms([self._run_in_place()])
-            self._opened = opened.pop_all()
-        self._stream_ms = STREAM_FOR_DRAFTING * sizes.gamma * token
-
-    def _opened_text(self, link: Link) -> EngineText:
-        subject, most = self.subject, room(self.sizes)
-        return EngineText(subject.target, subject.draft, link, self._ahead, subject.prompt, most)
-
-    def give(self, text: EngineText) -> None:
-        """Gives another text the prompt's KV, in the place of a prefill."""
-        text.copy(self._over_link)
-
-    def _run_plain(self) -> Run:
-        return self._in_place.run(self._plain, self.sizes.plain_tokens)
+            # Each by a prefill of its own: what is held against the tokens in place has its KV over a link.
+            self._over_link, self._in_place = (
+                opened.enter_context(closing(Text(subject, link, sizes.config(AHEAD), sizes.room)))
+                for link in (self._link, CpuLink())
+            )
+            for text in (self._over_link, self._in_place):
+                text.read()
+            self.tokens = self._in_place.run(sizes.config(), sizes.new_tokens).tokens
+            self._stream_ms = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms([self._run_in_place()])
+            self.close = opened.pop_all().close
 
     def _run_in_place(self) -> Run:
-        return self._in_place.run(self._composed, self.sizes.new_tokens)
+        return self._in_place.run(self.sizes.config(AHEAD), self.sizes.new_tokens)
 
-    def _run_over_link(self, config: Config, rate: float) -> Run:
+    def _run_over_link(self, system: System, rate: float) -> Sequence[RoundTimes]:
         self._link.bytes_per_second = rate
-        return self._over_link.run(config, self.sizes.new_tokens, self._held)
+        return self._over_link.run(self.sizes.config(system), self.sizes.new_tokens, self._held).rounds
 
     def _balance(self) -> None:
         """Comes nearer to the link on which a pass takes as long as drafting beside it."""
-        drafting = _drafting_ms(self._run_over_link(self._ahead, self._balanced_rate).rounds)
+        drafting = _drafting_ms(self._run_over_link(AHEAD, self._balanced_rate))
         self._stream_ms = drafting or self._stream_ms  # 0: no pass was long enough to draft beside
 
     @property
@@ -141,10 +119,11 @@ class References:
 
     def turn(self, link: Link) -> Turn:
         """Measures everything once, and paces `link` by it."""
-        plain, composed = self._run_plain(), self._run_in_place()
-        refresh = self._in_place.refresh_ms()
-        late = steady(self._run_over_link(self._late, self._balanced_rate).rounds)
-        unlimited = self._run_over_link(self._ahead, self.NO_LIMIT).rounds
+        plain = self._in_place.run(self.sizes.config(), self.sizes.plain_tokens)
+        composed = self._run_in_place()
+        refresh_ms = self._in_place.refresh_ms()
+        late = steady(self._run_over_link(LATE, self._balanced_rate))
+        unlimited = self._run_over_link(AHEAD, self.NO_LIMIT)
         self._balance()
         if isinstance(link, PacedLink):
             link.bytes_per_second = self.rate
@@ -155,13 +134,17 @@ class References:
             plain_pass_ms=median(one.pass_ms for one in plain.rounds[1:]),
             pass_ms=median(one.pass_ms for one in steady(composed.rounds)),
             pass_beside_ms=mean(one.pass_ms for one in unlimited[1:-2] or unlimited),
-            refresh_ms=refresh,
+            refresh_ms=refresh_ms,
             verdict_ms=median(one.verdict_ms for one in late),
         )
 
-    def close(self) -> None:
-        """Gives their memory back."""
-        self._opened.close()
+    def processor(self) -> dict[str, Any]:
+        """What it does alone with one thread, as JSON values: what `prediction-accuracy` predicts from."""
+        return {
+            "attention": self.attention,
+            "memory_rate": memory_rate(CPU, READ_BYTES),
+            "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
+        }
 
 
 def _drafting_ms(rounds: Sequence[RoundTimes]) -> float:
@@ -172,19 +155,27 @@ def _drafting_ms(rounds: Sequence[RoundTimes]) -> float:
     return mean(guessed or [one.ahead_ms for one in rounds])
 
 
-def room(sizes: Sizes) -> int:
-    """Tokens that a run may generate."""
-    return max(sizes.new_tokens, sizes.plain_tokens, warm_up(sizes))
+@torch.inference_mode()
+def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[str, float]]:
+    """GB/s at which KV of `context` tokens is attended by 1 query, by a draft of `gamma` tokens, and between.
 
-
-def warm_up(sizes: Sizes) -> int:
-    """Tokens of a run that is not reported."""
-    return WARM_UP_TOKENS * (sizes.gamma + 1)
-
-
-def read(text: EngineText, subject: Subject) -> tuple[float, int]:
-    """Takes the prompt; returns ms of its prefill, and bytes that went to the host."""
-    if subject.random_kv:
-        text.fill()
-        return 0.0, 0
-    return text.read_prompt()
+    Layers take turns, as in a pass, so that no cache holds them. Values of `AttentionRate`, by the queries
+    that a key head has.
+    """
+    queries = (1, 1 + gamma // 2, 1 + gamma)
+    backend, group = choose_backend(model.device), model.heads // model.kv_heads
+    layout = model.kv_layout(StoreConfig.page)
+    shape = (model.layers, *layout.pages_shape(layout.pages(context)))
+    pages = torch.randn(shape, dtype=model.dtype)
+    spent: dict[int, list[float]] = {count: [] for count in queries}
+    for turn in range(ATTENTION_REPEATS + 1):
+        for count, times in spent.items():
+            asked = torch.randn(model.heads, count, model.head_dim, dtype=model.dtype)
+            started = perf_counter()
+            for layer in range(model.layers):
+                attend(backend, asked, pages[layer, :, 0], pages[layer, :, 1], model.head_dim**-0.5)
+            times += [perf_counter() - started] if turn else []
+    return [
+        asdict(AttentionRate(count * group, pages.nbytes / median(times) / 1e9))
+        for count, times in spent.items()
+    ]

@@ -2,42 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from bench import report
-from bench.offload.engine import Run
-from bench.offload.overlap import link_use, on_lane, overlap
+from bench.offload.text import Run
+from cpu_kv.link import CopyRecord
 from offload_rt.pace import RoundTimes
+from offload_rt.timeline import Span
 
 WARM_UP_ROUNDS = 1  # at the beginning of each run, not reported: nothing was streamed or drafted ahead of it
 
+Interval = tuple[float, float]
+"""Begin and end, in seconds."""
 
-@dataclass(frozen=True)
-class Limits:
-    """What a round cannot be faster than, in ms.
 
-    Attributes:
+def row(
+    runs: Sequence[Run], streams: Sequence[float], compute: float | None, draft_token: float | None
+) -> dict[str, Any]:
+    """What several runs of one system say; times in ms, medians over rounds where nothing else is said.
+
+    All is of the steady rounds: without the first, which nothing was streamed or drafted ahead of, and the
+    last, which the end of the text cuts. `round_over_max` is of rounds whose draft had been made while the
+    pass before ran, over the longer of stream and of drafting alone. `pass_over_bound` may be below 1: a part
+    of its stream may have been carried before the pass began.
+
+    Args:
         streams: to carry the streamed share over the link once, in each run.
         compute: a pass over KV that is where it is needed; None where that was not measured.
         draft_token: to draft a token while nothing else goes on; None for plain decoding.
     """
-
-    streams: Sequence[float]
-    compute: float | None
-    draft_token: float | None
-
-    @property
-    def stream(self) -> float:
-        """Median over runs."""
-        return median(self.streams)
+    rounds = [one for run in runs for one in steady(run.rounds)]
+    guesses = [one.guessed for run in runs for one in run.rounds if one.guessed is not None]
+    uses = [link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies) for run in runs]
+    full = max((one.proposed for one in rounds), default=0)
+    draft = full * (draft_token or 0.0)
+    held = list(zip(runs, streams, strict=True))
+    return {
+        "ms_per_token": report.spread([ms_per_token(run) for run in runs]),
+        "tokens_per_round": sum(one.accepted + 1 for one in rounds) / len(rounds),
+        "acceptance": acceptance([one for run in runs for one in run.rounds]),
+        "rounds": sum(len(run.rounds) for run in runs),
+        "outcome_hit_rate": sum(guesses) / len(guesses) if guesses else None,
+        "round_ms": median(one.ms for one in rounds),
+        "pass_ms": median(one.pass_ms for one in rounds),
+        "draft_ms": median(one.draft_ms for one in rounds),
+        "ahead_ms": median(one.ahead_ms for one in rounds),
+        "stream_ms": median(streams),
+        "compute_ms": compute,
+        "draft_alone_ms": None if draft_token is None else draft,
+        "link_use": middle([use for use in uses if use is not None]),
+        "pass_over_bound": middle(
+            [
+                one.pass_ms / bound
+                for run, stream in held
+                for one in steady(run.rounds)
+                if (bound := max(stream, compute or 0.0))
+            ]
+        ),
+        "round_over_max": middle(
+            [
+                one.ms / max(stream, draft)
+                for run, stream in held
+                for before, one in zip(run.rounds, run.rounds[1:-1], strict=False)
+                if before.guessed and one.proposed == full
+            ]
+        ),
+    }
 
 
 def middle(values: Sequence[float]) -> float | None:
     """The median; None of nothing."""
     return median(values) if values else None
+
+
+def steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
+    """Without the first rounds, and without the last, which is cut short by the end of the text."""
+    return rounds[WARM_UP_ROUNDS:-1] if len(rounds) > WARM_UP_ROUNDS + 1 else rounds[-1:]
+
+
+def ms_per_token(run: Run) -> float:
+    """From the begin of the second round to that of the last one."""
+    if len(run.rounds) <= WARM_UP_ROUNDS + 1:
+        return run.ms / len(run.tokens)
+    rounds = steady(run.rounds)
+    tokens = sum(one.accepted + 1 for one in rounds)
+    return 1e3 * (run.rounds[-1].started - rounds[0].started) / tokens
 
 
 def acceptance(rounds: Sequence[RoundTimes]) -> float | None:
@@ -55,100 +107,70 @@ def draft_token_ms(runs: Sequence[Run]) -> float:
     return median(one.draft_ms / one.proposed for run in runs for one in steady(run.rounds) if one.proposed)
 
 
-def row(runs: Sequence[Run], limits: Limits) -> dict[str, Any]:
-    """What several runs of one system say; times in ms, medians over rounds where nothing else is said.
+def times_as_fast(ms: Sequence[float], other_ms: Sequence[float]) -> float:
+    """How many times as fast as others: the median over turns, in which the machine was the same."""
+    return median(other / one for one, other in zip(ms, other_ms, strict=True))
 
-    `hit_round_ms` is of rounds whose draft had been made while the pass before ran, `miss_round_ms` of those
-    that had to draft anew; `lost_ms_per_round` is what the latter took longer, spread over all rounds.
-    `round_over_max` is of the former, over the longer of stream and of drafting alone;
-    `round_over_max_as_run` over the longer of stream and of drafting as long as it took beside the pass.
-    `pass_over_bound` may be below 1: a part of its stream may have been carried before the pass began.
-    `ms_per_token` and `tokens_per_round` are of the steady rounds: without the first, which nothing was
-    streamed or drafted ahead of, and the last, which the end of the text cuts; `whole_ms_per_token` is of
-    all.
+
+def busy(copies: Iterable[CopyRecord], *, to_host: bool = False) -> list[Interval]:
+    """When a direction of the link was carrying something: intervals that do not touch, in their order."""
+    joined: list[Interval] = []
+    for start, end in sorted((copy.start, copy.end) for copy in copies if copy.to_host == to_host):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds in all, for intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def on_lane(spans: Iterable[Span], lane: str) -> list[Interval]:
+    """When something ran on a lane of a timeline."""
+    return [(span.start, span.end) for span in spans if span.lane == lane]
+
+
+def link_use(passes: Sequence[Interval], copies: Sequence[CopyRecord]) -> float | None:
+    """Median over passes: bytes that the link carried to the device in a pass, over what it could have.
+
+    A pass counts from its first copy to its last, the beginning of the next pass's stream among them: that
+    is, from its begin where the link goes on at once, and to its end where it does not run dry before.
     """
-    rounds = [one for run in runs for one in steady(run.rounds)]
-    hits = _after(runs, guessed=True)
-    misses = _after(runs, guessed=False)
-    hit_ms, miss_ms = middle([one.ms for one in hits]), middle([one.ms for one in misses])
-    lost = sum(one.ms - hit_ms for one in misses) if hit_ms is not None else 0.0
-    guesses = [one for run in runs for one in run.rounds if one.guessed is not None]
-    uses = [link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies) for run in runs]
-    drafted = [run for run in runs if any(one.proposed for one in run.rounds)]
-    overlaps = [overlap(run.spans, run.copies) for run in drafted]
-    full = max((one.proposed for one in rounds), default=0)
-    whole = [
-        (one, stream)
-        for run, stream in zip(runs, limits.streams, strict=True)
-        for one in _after([run], guessed=True)
-        if one.proposed == full
-    ]
-    draft = full * (limits.draft_token or 0.0)
-    pass_ms = median(one.pass_ms for one in rounds)
-    return {
-        "ms_per_token": report.spread([steady_ms_per_token(run) for run in runs]),
-        "whole_ms_per_token": report.spread([run.ms / len(run.tokens) for run in runs]),
-        "tokens_per_round": sum(one.accepted + 1 for one in rounds) / len(rounds),
-        "acceptance": acceptance([one for run in runs for one in run.rounds]),
-        "rounds": sum(len(run.rounds) for run in runs),
-        "guesses": len(guesses),
-        "outcome_hit_rate": sum(one.guessed is True for one in guesses) / len(guesses) if guesses else None,
-        "round_ms": median(one.ms for one in rounds),
-        "pass_ms": pass_ms,
-        "draft_ms": median(one.draft_ms for one in rounds),
-        "ahead_ms": median(one.ahead_ms for one in rounds),
-        "verdict_ms": median(one.verdict_ms for one in rounds),
-        "hit_round_ms": hit_ms,
-        "miss_round_ms": miss_ms,
-        "lost_ms_per_round": lost / len(rounds) if misses and hit_ms is not None else None,
-        "stream_ms": limits.stream,
-        "compute_ms": limits.compute,
-        "draft_alone_ms": None if limits.draft_token is None else draft,
-        "link_use": middle([use for use in uses if use is not None]),
-        "overlap": middle([share for share in overlaps if share is not None]),
-        "pass_over_bound": middle(
-            [
-                one.pass_ms / bound
-                for run, stream in zip(runs, limits.streams, strict=True)
-                for one in steady(run.rounds)
-                if (bound := max(stream, limits.compute or 0.0))
-            ]
-        ),
-        "round_over_max": middle([one.ms / max(stream, draft) for one, stream in whole]),
-        "round_over_max_as_run": middle(
-            [one.ms / max(stream, one.draft_ms + one.ahead_ms) for one, stream in whole]
-        ),
-        "wait_ms_per_round": sum(run.wait_ms for run in runs) / sum(len(run.rounds) for run in runs),
-        "bytes_to_device_per_round": sum(run.bytes_to_device for run in runs)
-        / sum(len(run.rounds) for run in runs),
-    }
+    carried = busy(copies)
+    shares = []
+    for start, end in passes:
+        within = [(max(a, start), min(b, end)) for a, b in carried if a < end and b > start]
+        if within:
+            shares.append(length(within) / (within[-1][1] - start))
+    return middle(shares)
 
 
-def steady_ms_per_token(run: Run) -> float:
-    """From the begin of the second round to that of the last one."""
-    if len(run.rounds) <= WARM_UP_ROUNDS + 1:
-        return run.ms / len(run.tokens)
+def link_figures(run: Run, pinned: float) -> dict[str, Any]:
+    """What a run says of its link and its verdicts; times in ms.
+
+    Args:
+        pinned: GB/s of page-locked copies to the device alone.
+    """
+    carried = busy(run.copies)
+    rate = sum(one.byte_count for one in run.copies if not one.to_host) / (length(carried) or 1.0) / 1e9
+    share = link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies)
     rounds = steady(run.rounds)
-    tokens = sum(one.accepted + 1 for one in rounds)
-    return 1e3 * (run.rounds[-1].started - rounds[0].started) / tokens
-
-
-def steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
-    """Without the first rounds, and without the last, which is cut short by the end of the text."""
-    return rounds[WARM_UP_ROUNDS:-1] if len(rounds) > WARM_UP_ROUNDS + 1 else rounds[-1:]
-
-
-def _after(runs: Sequence[Run], *, guessed: bool) -> list[RoundTimes]:
-    """Rounds whose predecessor's verdict had (not) been drafted for; the last of a run is left out."""
-    return [
-        one
-        for run in runs
-        for before, one in zip(run.rounds, run.rounds[1:-1], strict=False)
-        if before.guessed is guessed
-    ]
-
-
-def times_as_fast(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """How many times as fast as another row: the median over turns, in which the machine was the same."""
-    pairs = zip(one["ms_per_token"]["runs"], other["ms_per_token"]["runs"], strict=True)
-    return float(median(other_ms / ms for ms, other_ms in pairs))
+    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(carried)]
+    return {
+        "link_use": share and share * rate / pinned,
+        "link_use_target": 0.90,
+        "link_use_goal": 0.95,
+        "link_busy": share,
+        "copy_gb_s": rate,
+        "pinned_gb_s": pinned,
+        "longest_gap_ms": max(gaps, default=0.0),
+        "gap_ms_a_round": sum(gaps) / len(run.rounds),
+        "round_ms": median(one.ms for one in rounds),
+        "round_pass_ms": median(one.pass_ms for one in rounds),
+        "round_verdict_ms": median(one.verdict_ms for one in rounds),
+        "rounds": len(run.rounds),
+        "gb_a_round": run.bytes_to_device / len(run.rounds) / 1e9,
+    }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from bench.offload.engine import Run
-from bench.offload.overlap import Interval, busy, on_lane
+from bench import report
+from bench.offload.measure import Measured
+from bench.offload.rows import Interval, busy, on_lane
+from bench.offload.text import Run
 
 ROUNDS = 4
 DRAFTING = "draft (device)"
@@ -37,13 +38,10 @@ def window(run: Run, rounds: int = ROUNDS) -> Interval:
     return times[best].started, last.started + last.ms / 1e3
 
 
-def draw(run: Run, title: str, path: Path) -> None:
-    """Writes the picture as PNG; beginnings of rounds are dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(shown: Measured, model: str, path: Path) -> None:
+    """Writes the picture of a system's run of median duration as PNG; beginnings of rounds are dashed."""
+    pyplot = report.pyplot()
+    run = sorted(shown.runs, key=lambda run: run.ms)[len(shown.runs) // 2]
     start, end = window(run)
     figure, axes = pyplot.subplots(figsize=(12, 3.6), layout="constrained")
     named = lanes(run)
@@ -63,11 +61,13 @@ def draw(run: Run, title: str, path: Path) -> None:
     axes.set_ylim(len(named) - 0.5, -0.5)
     axes.set_xlim(0, 1e3 * (end - start))
     axes.set_xlabel("ms; dashed: a round begins")
-    axes.set_title(title, fontsize="medium")
+    row = shown.row
+    axes.set_title(
+        f"{model}, {report.tokens_name(row['context'])} tokens over a link of "
+        f"{row['rate_bytes_per_second'] / 1e9:.2f} GB/s, {row['gamma']} drafted a round, {row['system']}, "
+        f"{row['resident_tokens']:,} tokens resident, {row['cpu_tokens']:,} attended by the CPU: "
+        f"{row['ms_per_token']['median']:.1f} ms a token",
+        fontsize="medium",
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def best_run(runs: Sequence[Run]) -> Run:
-    """The run of median duration."""
-    return sorted(runs, key=lambda run: run.ms)[len(runs) // 2]

@@ -62,7 +62,7 @@ def rewind(cache: Any, length: int) -> None:
     layers: list[Any] = list(cache.layers)
     for layer in layers:
         if type(layer) is not StaticLayer:
-            raise ValueError(f"a {type(layer).__name__} cannot be rewound: choose cache=dynamic")
+            raise ValueError(f"a {type(layer).__name__} cannot be rewound")
         layer.cumulative_length.fill_(length)
 
 

@@ -1,10 +1,8 @@
 """DeepSpeed-ZeRO-Inference: transformers' generation over a model whose weights ZeRO stage 3 holds.
 
 ZeRO stage 3 gathers a module's weights when its forward pass begins. Here all of them stay on the device, or
-all of them stay in CPU memory and cross the link in every pass. The KV cache is transformers' own.
-
-Options:
-    cache: `static` (preallocated) or `dynamic` (each layer's KV is copied whenever it grows).
+all of them stay in CPU memory and cross the link in every pass. The KV cache is transformers' `StaticCache`,
+which is faster than the dynamic one, whose layers are copied whenever they grow.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from bench.systems._passes import load, read, rewind, static_copy
 EVERY_WEIGHT = 10**12
 """More elements than a model has."""
 
-CACHES = ("static", "dynamic")
-
 
 class ZeroInference:
     """DeepSpeed without its launcher, once in a process.
@@ -40,9 +36,6 @@ class ZeroInference:
 
     def __init__(self, setup: Setup, *, offloaded: bool) -> None:
         refuse(setup, "link_gb_s")
-        self._kind = setup.options.get("cache", CACHES[0])
-        if self._kind not in CACHES:
-            raise ValueError(f"cache must be one of {', '.join(CACHES)}, not {self._kind!r}")
         self._setup = setup
         self._device = torch.device(setup.device)
         deepspeed = _deepspeed(setup, self._device)
@@ -54,9 +47,7 @@ class ZeroInference:
         self._cache: Any = None
         self._prompt = torch.empty(1, 0, dtype=torch.long)
         weights = f"weights {'offloaded' if offloaded else 'resident'}"
-        self.label = (
-            f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, {self._kind} cache, generate"
-        )
+        self.label = f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, static cache, generate"
         self.notes: tuple[str, ...] = ()
         if offloaded and self._device.type == "cpu":
             self.notes = ("on a CPU its weights move within the same memory",)
@@ -66,8 +57,8 @@ class ZeroInference:
         self._cache = None  # frees its memory before the next one is filled
         filled = DynamicCache(config=self._model.config)
         self._prompt, read_ms = read(self._model, prompt, filled, self._setup.chunk)
-        started, static = perf_counter(), self._kind == "static"
-        self._cache = static_copy(filled, self._model, self._setup.capacity) if static else filled
+        started = perf_counter()
+        self._cache = static_copy(filled, self._model, self._setup.capacity)
         return read_ms + 1e3 * (perf_counter() - started)
 
     def run(self, new_tokens: int) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,19 +19,9 @@ CONTEXT_STEP = 256
 """llama.cpp rounds contexts up to multiples of it, and the buffers of llama-cpp-python do not follow."""
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """What prompt look-up proposes each round: what followed the first occurrence of the last tokens.
-
-    The defaults were fastest on a CPU behind 16K tokens; for GPUs, llama-cpp-python recommends 10 tokens.
-
-    Attributes:
-        ngram: most tokens that are compared.
-        proposed: most tokens of a round.
-    """
-
-    ngram: int = 3
-    proposed: int = 4
+LOOKUP = (3, 4)
+"""Most tokens that prompt look-up compares, and most that it proposes a round: fastest on a CPU behind 16K
+tokens. For GPUs, llama-cpp-python recommends 10."""
 
 
 class LlamaCpp:
@@ -41,7 +30,7 @@ class LlamaCpp:
     Args:
         kv: type of keys and values: one of `KV_TYPES`.
         flash: whether attention is llama.cpp's flash attention.
-        lookup: None decodes token by token.
+        lookup: what followed the first occurrence of the last tokens is proposed.
         offload_kqv: False leaves KV and attention to the CPU where the weights are a GPU's.
 
     Raises:
@@ -49,12 +38,7 @@ class LlamaCpp:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        kv: str,
-        flash: bool = False,
-        lookup: Lookup | None = None,
-        offload_kqv: bool = True,
+        self, setup: Setup, kv: str, *, flash: bool = False, lookup: bool = False, offload_kqv: bool = True
     ) -> None:
         refuse(setup, "link_gb_s")
         device, _, index = setup.device.partition(":")
@@ -63,8 +47,7 @@ class LlamaCpp:
             raise ImportError(
                 f"llama-cpp-python cannot use {setup.device}: reinstall it with CMAKE_ARGS=-DGGML_CUDA=ON"
             )
-        # llama-cpp-python samples from one batch what it proposed: a round has to fit in.
-        chunk = max(setup.chunk, lookup.proposed + 1 if lookup else 1)
+        chunk = max(setup.chunk, 1 + LOOKUP[1])  # it samples from one batch what it proposed
         self._llama = llama_cpp.Llama(
             str(gguf_file(Path(setup.model), setup.dtype, setup.folder)),
             n_gpu_layers=-1 if on_gpu else 0,
@@ -80,8 +63,8 @@ class LlamaCpp:
             flash_attn=flash,
             offload_kqv=offload_kqv,
             # With a draft, llama-cpp-python keeps logits of all tokens: by this it makes room for them.
-            logits_all=lookup is not None,
-            draft_model=lookup and LlamaPromptLookupDecoding(lookup.ngram, lookup.proposed),
+            logits_all=lookup,
+            draft_model=LlamaPromptLookupDecoding(*LOOKUP) if lookup else None,
             verbose=False,
         )
         self._lookup, self._temperature = lookup, setup.temperature
@@ -91,7 +74,7 @@ class LlamaCpp:
         if flash:
             parts.append("flash attention")
         if lookup:
-            parts.append(f"prompt look-up of {lookup.proposed} tokens")
+            parts.append(f"prompt look-up of {LOOKUP[1]} tokens")
         if on_gpu and not offload_kqv:
             parts.append("attention on the CPU")
         if kv != setup.dtype:
@@ -113,7 +96,7 @@ class LlamaCpp:
     def run(self, new_tokens: int) -> Run:
         # Not reset, it goes on behind `n_tokens`; what is behind that is removed.
         self._llama.n_tokens = len(self._prompt) - 1
-        self._llama._logits_all = self._lookup is not None
+        self._llama._logits_all = self._lookup
         law = {"temp": self._temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         generated = self._llama.generate(self._prompt[-1:], reset=False, **law)
         started = perf_counter()
@@ -124,20 +107,11 @@ class LlamaCpp:
         self._llama.close()
 
 
-def _open(setup: Setup, kv: str, flash: bool = False) -> LlamaCpp:
-    return LlamaCpp(setup, kv, flash, **setup.options)
-
-
-def _open_lookup(setup: Setup) -> LlamaCpp:
-    options = dict(setup.options)
-    offload_kqv = options.pop("offload_kqv", True)
-    return LlamaCpp(setup, "float32", lookup=Lookup(**options), offload_kqv=offload_kqv)
-
-
 SYSTEMS: dict[str, Opener] = {
-    "f16": partial(_open, kv="float16"),
-    "f32": partial(_open, kv="float32"),
-    "f16-flash": partial(_open, kv="float16", flash=True),
-    "f32-flash": partial(_open, kv="float32", flash=True),
-    "lookup": _open_lookup,
+    "f16": partial(LlamaCpp, kv="float16"),
+    "f32": partial(LlamaCpp, kv="float32"),
+    "f16-flash": partial(LlamaCpp, kv="float16", flash=True),
+    "f32-flash": partial(LlamaCpp, kv="float32", flash=True),
+    "f16-host": partial(LlamaCpp, kv="float16", offload_kqv=False),
+    "lookup": partial(LlamaCpp, kv="float32", lookup=True),
 }
