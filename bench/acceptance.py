@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.context import ContextReader
-from cpu_kv import exact_top_k, head_major
+from cpu_kv import KeysValues, exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
 from offload_rt.caches.base import DerivedCache, NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
@@ -46,9 +46,9 @@ class ExactTopKCache(BoundedCache):
     """The entries of the largest true attention mass, for each layer and KV head.
 
     Chosen by the very queries that it then serves, which is known only afterwards: not a system, but the
-    reference for every choice by mass. No bound on acceptance, though: where attention is spread evenly, as in
-    the first layer of many models, its heaviest entries are a biased sample of the whole. `adopt` turns the
-    cache to the tokens *before* those that it is told of.
+    reference for every choice by mass. No bound on acceptance, though: where attention is spread evenly, as
+    in the first layer of many models, its heaviest entries are a biased sample of the whole. `adopt` turns
+    the cache to the tokens *before* those that it is told of.
 
     Args:
         whole: first layers whose KV is attended to in full.
@@ -72,7 +72,7 @@ class ExactTopKCache(BoundedCache):
         if layer >= self._whole:
             return super().attend(layer, queries, keys, values, scale)
         assert self._new is not None
-        history = self._source.sequence.views(layer, 0, self.verified_length)
+        history = _runs(self._source, layer, self.verified_length)
         return _attend_behind(self._source, history, self._new, queries, keys, values, scale)[0]
 
     def adopt(self, verified: Verified) -> None:
@@ -92,9 +92,15 @@ class ExactTopKCache(BoundedCache):
         raise NotImplementedError("chosen anew for every pass")
 
 
+def _runs(source: FullCache, layer: int, length: int) -> list[KeysValues]:
+    """The first tokens of the store, on the device."""
+    device = source.device
+    return [(keys.to(device), values.to(device)) for keys, values in source.sequence.views(layer, 0, length)]
+
+
 def _attend_behind(
     source: FullCache,
-    history: Sequence[tuple[Tensor, Tensor]],
+    history: Sequence[KeysValues],
     new: NewTokens,
     queries: Tensor,
     keys: Tensor,
@@ -103,10 +109,8 @@ def _attend_behind(
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over runs of the store and themselves."""
     mask = folded_mask(source.backend, new.mask(0, keys), queries, len(keys))
-    parts = [
-        attend(source.backend, queries, *(part.to(queries.device) for part in run), scale) for run in history
-    ]
-    return merge([*parts, attend(source.backend, queries, keys, values, scale, mask)])
+    own = attend(source.backend, queries, keys, values, scale, mask)
+    return merge([*(attend(source.backend, queries, *run, scale) for run in history), own])
 
 
 class _Prefix:
@@ -124,10 +128,10 @@ class _Prefix:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         source, attended, at = self._source, self._source.attended, 0
         assert self._new is not None and attended is not None
-        for run in source.sequence.views(layer, 0, self.verified_length):
-            attended.attend(source.backend, at, queries, *(part.to(queries.device) for part in run), scale)
+        history = _runs(source, layer, self.verified_length)
+        for run in history:
+            attended.attend(source.backend, at, queries, *run, scale)
             at += len(run[0]) * run[0].shape[2]
-        history = source.sequence.views(layer, 0, self.verified_length)
         out, lse = _attend_behind(source, history, self._new, queries, keys, values, scale)
         attended.end_layer(layer, lse)
         return out
