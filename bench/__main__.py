@@ -17,14 +17,14 @@ import bench.gpu
 import bench.model_card
 import bench.offload.command
 import bench.offload.prediction_accuracy
-import bench.paper
+import bench.paper.command
 import bench.side_by_side
 from offload_rt.errors import UsageError
 
 COMMANDS = (
     bench.side_by_side,
     bench.compare,
-    bench.paper,
+    bench.paper.command,
     bench.model_card,
     bench.attention,
     bench.offload.command,

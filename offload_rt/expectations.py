@@ -20,3 +20,16 @@ LATER_CHOICES = tuple(
 def expected_tokens(acceptance: float, count: int) -> float:
     """Tokens that verifying `count` drafted ones yields: 1 + α + … + α^γ (arXiv 2211.17192, equation 1)."""
     return sum(acceptance**accepted for accepted in range(count + 1))
+
+
+def ceiling(pass_ms: float, draft_ms: float) -> float:
+    """Most that drafting can bring over plain decoding: every drafted token stands, every pass is hidden.
+
+    TriForce's figure 5, by the time of a plain pass and of a drafted token.
+    """
+    return pass_ms / draft_ms
+
+
+def expected_speedup(pass_ms: float, draft_ms: float, acceptance: float, depth: int) -> float:
+    """Over plain decoding, with drafts of `depth` tokens made between the passes, none ahead of a verdict."""
+    return pass_ms * expected_tokens(acceptance, depth) / (pass_ms + depth * draft_ms)

@@ -10,8 +10,12 @@ import pytest
 from tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
 
 import bench.__main__ as command_line
-from bench import paper
+from bench.paper import command, policies, shapes, tables
+from bench.paper.theory import acceptance_of, expected_of
 from offload_rt.drafting.datastore import build
+from offload_rt.expectations import LATER_CHOICES, expected_speedup
+
+TABLES = ("temperatures", "gammas", "lengths", "budgets", "sources")
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +33,42 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     arguments += f" --out {out} --context 320 --rate 1 --seeds 2 -n 24"
     arguments += " --batch 2 --batch-context 100"
     with pytest.MonkeyPatch.context() as fewer:
-        fewer.setattr(paper, "SHAPES", ("chain@2", "chain@6", "sequences:2@6", "grown:24@6"))
-        fewer.setattr(paper, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
+        fewer.setattr(shapes, "SHAPES", ("chain@2", "chain@6", "sequences:2@6", "grown:24@6"))
+        fewer.setattr(shapes, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
         for name, values in (("TEMPERATURES", (0.0, 1.0)), ("TABLE_2", (2.31, 2.08)), ("GAMMAS", (1, 3))):
-            fewer.setattr(paper, name, values)
+            fewer.setattr(tables, name, values)
         for name, values in (("GAMMA_1", (1.5, 1.6)), ("GAMMA_2", (1.7, 1.8)), ("LENGTHS", (12, 24))):
-            fewer.setattr(paper, name, values)
-        fewer.setattr(paper, "BUDGETS", (8, 2))
+            fewer.setattr(tables, name, values)
+        fewer.setattr(tables, "BUDGETS", (8, 2))
+        fewer.setattr(policies, "DEPTHS", 2)
         assert command_line.main(["paper", *arguments.split()]) == 0
     assert str(folder) not in out.read_text(), "a report goes elsewhere: no paths in it"
     found: dict[str, Any] = json.loads(out.read_text())
+    page = out.with_suffix(".md").read_text()
+    assert all(f"## {part.title}\n" in page for part in command.PARTS.values())
+    assert out.with_suffix(".png").stat().st_size > 10_000
     yield found
+
+
+def test_policies_are_told_apart(report: dict[str, Any]) -> None:
+    rows = {row["cache"]: row for row in report["policies"]}
+    assert rows["exact top-k, first layer whole"]["books"] > rows["exact top-k"]["books"] > 0.2
+    assert rows["mean keys (TriForce)"]["paper_books"] == 0.9649 and rows["retrieval"]["paper_books"] is None
+    assert all(0 < row["needles"] <= 1 for row in rows.values())
+
+
+def test_theory_stands_beside_measurement(report: dict[str, Any]) -> None:
+    for row in report["ceiling"]:
+        assert row["ceiling"] == pytest.approx(row["pass_ms"] / row["draft_token_ms"])
+        assert 0 < row["expected"] < row["ceiling"] + 1 and 0 < row["acceptance"] <= 1
+        assert expected_of("chain", 16, row["acceptance"]) == pytest.approx(row["tokens_at_16"], abs=1e-6)
+
+
+def test_acceptance_is_what_yields_as_many_tokens() -> None:
+    assert acceptance_of(expected_of("chain", 8, 0.7), 8) == pytest.approx(0.7, abs=1e-9)
+    assert expected_speedup(10.0, 1.0, 1.0, 10) == pytest.approx(11 * 10 / 20)
+    # Of two nodes, a second child where that is likelier than a grandchild.
+    assert expected_of("sequoia:2", 2, 0.5) == pytest.approx(1 + 0.5 + max(0.5 * 0.5, 0.5 * LATER_CHOICES[0]))
 
 
 def test_every_shape_yields_what_is_accepted_of_it(report: dict[str, Any]) -> None:
@@ -56,7 +85,7 @@ def test_every_shape_yields_what_is_accepted_of_it(report: dict[str, Any]) -> No
 
 
 def test_the_tables_have_the_papers_rows(report: dict[str, Any]) -> None:
-    rows = {name: {row["variant"]: row for row in report[name]} for name in list(paper.PARTS)[:5]}
+    rows = {name: {row["variant"]: row for row in report[name]} for name in TABLES}
     assert list(rows["temperatures"])[:3] == [
         "triforce, T = 0",
         "triforce, T = 1",
@@ -75,18 +104,26 @@ def test_the_tables_have_the_papers_rows(report: dict[str, Any]) -> None:
 
 
 def test_approximate_layers_cost_acceptance(report: dict[str, Any]) -> None:
-    rows = {(row["layers"], row["calibrated"]): row["accepted"] for row in report["layers"]}
+    chains = [row for row in report["layers"] if row["draft"] == "chain@8"]
+    rows = {(row["layers"], row["calibrated"]): row["accepted"] for row in chains}
+    alike = {row["layers"]: row["likeness"] for row in chains}
+    assert (
+        alike["all"] == pytest.approx(1) == alike["groups:1"]
+        and max(alike["groups:3"], alike["skip:1a,2a,3a"]) < 1
+    )
+    trees = [row for row in report["layers"] if row["draft"] == "grown:20@5"]
+    assert [row["calibrated"] for row in trees] == [True, False]
     assert rows["groups:1", True] == rows["groups:1", False] == rows["all", True] > 0.2
     assert rows["groups:3", True] < rows["all", True]
     assert rows["skip:1a,2a,3a", True] < rows["all", True]
 
 
 def test_batches_are_held_against_the_same_prompts_in_turn(report: dict[str, Any]) -> None:
-    assert [row["config"] for row in report["batch"]] == list(paper.BATCH)
+    assert [row["config"] for row in report["batch"]] == list(shapes.BATCH)
     for row in report["batch"]:
         assert row["prompts"] == 2 and row["context"] == 100 and row["ratio"] > 0
 
 
 def test_a_part_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["paper", "--parts", "shapes,luck"]) == 2
-    assert "'luck' is none of temperatures, gammas" in capsys.readouterr().err
+    assert "'luck' is none of policies, temperatures" in capsys.readouterr().err

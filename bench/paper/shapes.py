@@ -1,0 +1,151 @@
+"""What a draft looks like: its shape, its layers, how many texts are drafted at once."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.acceptance import CACHES, RETRIEVAL
+from bench.context import ContextReader
+from bench.inputs import say
+from bench.paper.runs import Row, Study, base, reader, runs, settings, summary
+from bench.paper.theory import acceptance_of, expected_of
+from cpu_kv import PacedLink
+from offload_rt.api import LLM
+from offload_rt.caches.base import NewTokens
+from offload_rt.config import load_config
+from offload_rt.layers import LayerPlan
+from offload_rt.model import CausalModel
+from offload_rt.parts import Part
+from offload_rt.results import SamplingParams
+
+SHAPES = (
+    "chain@8",
+    "chain@16",
+    "chain@24",
+    "chain@32",
+    "chain@48",
+    "sequences:4@24",
+    "tree:2,2,2@16",
+    "grown:32@16",
+    "grown:64@16",
+    "grown:128@32",
+    "sequoia:32@16",
+    "sequoia:64@16",
+    "sequoia:128@24",
+    "chain@24+suffix",
+    "grown:128@32+suffix",
+)
+"""Shapes, their depths, and what joins them."""
+LAYERS = ("all", "groups:1", "groups:2", "groups:3", "groups:4", "skip:2", "skip:2,3", "skip:1a,2a,3a")
+TREE = "grown:20"
+PROBED = 64
+BATCH = ("plain", "lookup")
+
+
+def shapes(study: Study) -> list[Row]:
+    """`expected`: by the acceptance of the shortest chain, as the planner reckons."""
+    arguments = study.arguments
+    rows: list[Row] = []
+    alpha: float | None = None
+    with reader(study, link=PacedLink(arguments.rate * 1e9)) as llm:
+        for name in arguments.shapes:
+            say(f"shape {name}")
+            shape, _, rest = name.partition("@")
+            depth, _, source = rest.partition("+")
+            overrides = settings(arguments, draft=shape, merge=source) | {"speculation.gamma2": int(depth)}
+            rows.append({"draft": name, **summary(runs(llm, arguments, overrides))})
+            if not source and shape == "chain" and alpha is None:
+                alpha = acceptance_of(rows[-1]["tokens_per_pass"], int(depth))
+            known = alpha is not None and not source and shape.startswith(("chain", "sequoia"))
+            rows[-1]["expected"] = expected_of(shape, int(depth), alpha or 0.0) if known else None
+    chains = [row for row in rows if row["draft"].startswith("chain@") and "+" not in row["draft"]]
+    best = max((row["tokens_per_pass"] for row in chains), default=None)
+    return [row | {"over_best_chain": best and row["tokens_per_pass"] / best} for row in rows]
+
+
+def layers(study: Study) -> list[Row]:
+    arguments, count = study.arguments, study.models.target.config.num_hidden_layers
+    alike = _likeness(study)
+    rows: list[Row] = []
+    either = (True, False)
+    plans = [(name, flag, "chain", 8) for name in LAYERS for flag in either[: 1 + ("groups" in name)]]
+    plans += [("groups:3", flag, TREE, 5) for flag in either]
+    with reader(study) as llm:
+        for name, calibrate, draft, depth in plans:
+            say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
+            overrides = settings(arguments, layers=name, calibrate=calibrate, draft=draft)
+            row = summary(runs(llm, arguments, overrides | {"speculation.gamma2": depth}))
+            kept = {key: row[key] for key in ("tokens_per_pass", "accepted")}
+            token_ms = row["draft_ms_per_pass"] / row["proposed_per_pass"]
+            row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
+            rows.append(row | kept | {"likeness": alike[name], "draft_token_ms": token_ms})
+    by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
+    attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
+    for row in rows:
+        plan = LayerPlan.parse(row["layers"], count)
+        spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
+        row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared
+    return rows
+
+
+@torch.inference_mode()
+def _likeness(study: Study) -> dict[str, float]:
+    """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
+    arguments = study.arguments
+    model = CausalModel(study.models.target, study.models.names[0] or "target")
+    config = load_config("retrieval", base(arguments))
+    context = min(arguments.context, len(study.tokens) - PROBED)
+    with ContextReader(model, config, context + PROBED) as one:
+        one.read(study.tokens[:context])
+        cache = CACHES[RETRIEVAL](one, config.retrieval.budget)
+        cache.build(one.full.last_queries)
+        probed = study.tokens[context : context + PROBED]
+
+        def hidden(plan: LayerPlan | None) -> Tensor:
+            new = NewTokens.below(cache.held, range(-1, PROBED - 1), probed)
+            found = model.forward([Part(cache, new, PROBED, hidden=True)], plan)[0].hidden
+            assert found is not None
+            return found.float()
+
+        exact = hidden(None)
+        plans = {name: LayerPlan.parse(name, model.layers) for name in LAYERS}
+        return {
+            name: float(torch.cosine_similarity(hidden(plan), exact, dim=-1).mean())
+            for name, plan in plans.items()
+        }
+
+
+def batch(study: Study) -> list[Row]:
+    models, tokens, arguments = study.models, study.tokens, study.arguments
+    count, length = arguments.batch, arguments.batch_context
+    step = max(1, (len(tokens) - length) // count)
+    prompts = [tokens[at * step : at * step + length] for at in range(count)]
+    params = SamplingParams(max_tokens=arguments.new_tokens, seed=0, ignore_eos=True)
+    rows = []
+    for config in BATCH:
+        say(f"batch of {count}, {config}")
+        with LLM.from_models(models.target, None, models.tokenizer, config) as llm:
+            turns = []
+            for _ in range(3):
+                alone = [llm.generate(prompt, params) for prompt in prompts]
+                together = llm.generate(prompts, params)
+                assert [one.tokens for one in alone] == [one.tokens for one in together]
+                made = sum(len(one.tokens) for one in alone)
+                turn_ms = sum(one.timings.predicted_ms for one in alone)
+                # Members of a batch end together but for the last rounds.
+                batch_ms = max(one.timings.predicted_ms for one in together)
+                turns.append((1e3 * made / turn_ms, 1e3 * made / batch_ms))
+        rows.append(
+            {
+                "config": config,
+                "prompts": count,
+                "context": length,
+                "in_turn_tokens_per_s": median(one for one, _ in turns),
+                "batch_tokens_per_s": median(one for _, one in turns),
+                "ratio": median(batch / alone for alone, batch in turns),
+            }
+        )
+    return rows
