@@ -196,13 +196,15 @@ CACHES: dict[str, Callable[[ContextReader, int], DerivedCache]] = {
 }
 """Small caches of a reader's model, with so many entries."""
 
+USUAL = (RETRIEVAL, RETRIEVAL_STRIDE, MEAN_KEYS, TOP_K, TOP_K_FIRST_WHOLE, STREAMING)
+
 
 @torch.inference_mode()
 def acceptance(
     reader: ContextReader,
     tokens: Sequence[int],
     budgets: Mapping[str, int],
-    kinds: Sequence[str] = (RETRIEVAL, RETRIEVAL_STRIDE, MEAN_KEYS, TOP_K, TOP_K_FIRST_WHOLE, STREAMING),
+    kinds: Sequence[str] = USUAL,
     prompt: Sequence[int] = (),
 ) -> dict[tuple[str, str], Tensor]:
     """Acceptance at each of `tokens`, which follow what `reader` has read, by (kind, budget's name).
