@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offload_rt.drafting.merged import joined
 from offload_rt.sampling import Draws, pick
 from offload_rt.trees import ROOT, Tree, forest
 from offload_rt.verification import Draft, Tokens, Verdict, residual, verify, verify_greedy
@@ -100,6 +101,30 @@ def test_deterministic_trees_of_any_shape(seed: int, parents: list[int]) -> None
         texts.append((*(texts[parent] if parent != ROOT else ()), token))
     rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
     assert_follows(given_by, outcome_probs(lambda draws: output(draft, verify(draft, rows, draws))))
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    parents=SHAPES,
+    chain=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=3),
+)
+@settings(derandomize=True, deadline=None, max_examples=40)
+def test_joining_what_a_source_found_is_never_a_loss(seed: int, parents: list[int], chain: list[int]) -> None:
+    """Whatever it is: no number of tokens is less likely to be reached by a pass."""
+    given_by = Distributions(seed)
+
+    def run(draws: Draws, found: list[int]) -> int:
+        draft = joined(drafted(given_by, draws, parents, replacement=False)[0], found)
+        texts: list[tuple[int, ...]] = []
+        for token, parent in zip(draft.tokens.known, draft.tree.parents, strict=True):
+            texts.append((*(texts[parent] if parent != ROOT else ()), token))
+        rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
+        return len(output(draft, verify(draft, rows, draws)))
+
+    alone, merged = (outcome_probs(lambda draws, found=found: run(draws, found)) for found in ([], chain))
+    for least in range(2, 8):
+        wanted, got = (sum(p for n, p in one.items() if n >= least) for one in (alone, merged))
+        assert got >= wanted - 1e-9
 
 
 def assert_follows(given_by: Distributions, found: dict[tuple[int, ...], float]) -> None:
