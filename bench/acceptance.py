@@ -160,6 +160,7 @@ def _retrieved(
     reader: ContextReader, budget: int, policy: str, decay: float | None, rest: bool
 ) -> RetrievedCache:
     full, settings = reader.full, reader.config.retrieval
+    pages = full.layout.pages(reader.room)
     return RetrievedCache(
         full,
         budget=budget,
@@ -167,8 +168,8 @@ def _retrieved(
         recent=min(settings.recent, budget // 4),
         refresh=RefreshPolicy.parse(policy),
         backend=reader.backend,
-        selection=ByMeanKeys(full) if decay is None else ByAttention(full, settings.chunk, decay),
-        room=full.layout.pages(full.verified_length) if rest else 0,
+        selection=ByMeanKeys(full) if decay is None else ByAttention(full, settings.chunk, decay, pages),
+        room=pages if rest else 0,
     )
 
 

@@ -28,6 +28,7 @@ class ContextReader:
     def __init__(self, model: CausalModel, config: Config, room: int) -> None:
         self.model = model
         self.config = config
+        self.room = room
         self.backend = choose_backend(model.device)
         on_gpu = model.device.type == "cuda"
         self._link: Link = CudaLink(model.device) if on_gpu else CpuLink()

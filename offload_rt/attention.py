@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cpu_kv import head_major
 from offload_rt.native import Kernel, load_kernel
+from offload_rt.weighing import Weighed, WeighedByProduct
 
 _HALVES = (torch.float16, torch.bfloat16)
 CORES_FOR_THE_GPU = 3  # of the threads that run a pass, draft, and choose chunks meanwhile
@@ -48,31 +49,13 @@ class AttentionBackend(Protocol):
         """An additive mask `[folded_query, tokens]` as calls with queries of `dtype` take it."""
 
     def weighed(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int, weighed: Weighed
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Out, lse, and how much each query attends to every `unit` tokens.
+        """Out, lse, and how much the weighed queries attend to every `unit` tokens.
 
-        A unit is a part of a page. The last are `[kv_heads, folded_query, units]` in float32; a query's are
+        A unit is a part of a page. The last are `[kv_heads, weighed_query, units]` in float32; a query's are
         one in all.
         """
-
-
-class WeighedByProduct:
-    """`AttentionBackend.weighed` by one more product, over keys that are there anyway."""
-
-    PAGES = 16
-    """Whose scores are in memory at a time."""
-
-    def weighed(
-        self: AttentionBackend, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse = self(queries, keys, values, scale, None)
-        weights = []
-        for pages in keys.split(WeighedByProduct.PAGES):
-            scores = scale * (queries @ pages.mT).to(lse.dtype)
-            weights.append((scores - lse[..., None]).exp_().unflatten(-1, (-1, unit)).sum(-1))
-        units = torch.cat(weights).permute(1, 2, 0, 3).flatten(2)
-        return out, lse, units.float()
 
 
 _Dense = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -186,13 +169,15 @@ class NativeCpuBackend(TorchCpuBackend):
         return super().__call__(queries, keys, values, scale, mask)
 
     def weighed(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int, weighed: Weighed
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel = self._kernel
         if not (kernel.fits(queries, keys, values) and kernel.fits_units(keys, unit)):
-            return super().weighed(queries, keys, values, scale, unit)
-        units = torch.empty(*queries.shape[:2], len(keys) * keys.shape[2] // unit)
-        return *kernel.attend(queries, keys, values, scale, None, self.threads, units), units
+            return super().weighed(queries, keys, values, scale, unit, weighed)
+        rows = queries.shape[1] // weighed.period * -(-weighed.period // weighed.step)
+        units = torch.empty(len(queries), rows, len(keys) * keys.shape[2] // unit)
+        every = (weighed.period, weighed.step)
+        return *kernel.attend(queries, keys, values, scale, None, self.threads, units, *every), units
 
 
 class TorchCudaBackend(WeighedByProduct):
@@ -377,12 +362,13 @@ def attend(
 def attend_weighed(
     backend: AttentionBackend, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend` without a mask, and the queries' weights; see `AttentionBackend.weighed`.
+    """`attend` without a mask, and weights of a few queries (`Weighed.of`); see `AttentionBackend.weighed`.
 
     Keys and values have pages.
     """
-    out, lse, units = backend.weighed(fold(queries, keys.shape[1]), keys, values, scale, unit)
-    return *unfold(out, lse, len(queries)), units
+    heads, kv_heads, weighed = len(queries), keys.shape[1], Weighed.of(queries.shape[1])
+    out, lse, units = backend.weighed(fold(queries, kv_heads), keys, values, scale, unit, weighed)
+    return *unfold(out, lse, heads), units
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -100,7 +100,7 @@ class RefreshPolicy:
         raise InvalidValue("retrieval.refresh", text, rule)
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "every" else f"{self.kind}:{self.value:g}"
+        return self.kind if self.kind == "every" else f"{self.kind}:{self.value}"
 
 
 Selecting = Literal["attention", "heavy_hitters", "mean_keys"]

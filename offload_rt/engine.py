@@ -219,7 +219,8 @@ class Engine:
         token_bytes = layout.token_bytes
         chunks = [one.retrieval.chunk for one in self.configs if TARGET_RETRIEVED in one.speculation.names]
         if chunks:
-            token_bytes += layout.token_bytes // (2 * min(chunks))  # a mean key a chunk
+            # A mean key a chunk, a mean key and a mean value a page.
+            token_bytes += layout.token_bytes // (2 * min(chunks)) + layout.token_bytes // layout.page_size
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from cpu_kv import head_major
 from offload_rt.attention import fold, unfold
+from offload_rt.weighing import WeighedByProduct
 
 
-class ReferenceBackend:
+class ReferenceBackend(WeighedByProduct):
     """Plain matrix products and a softmax; the backends are tested against it, in float64."""
 
     name = "reference"

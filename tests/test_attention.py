@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ from reference_attention import ReferenceBackend, causal_mask
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cpu_kv import head_major
 from offload_rt.attention import (
     AttentionBackend,
     FlashAttnBackend,
@@ -22,6 +24,7 @@ from offload_rt.attention import (
     TorchCudaBackend,
     _cuda_backend,
     attend,
+    attend_weighed,
     choose_backend,
     cpu_share_backend,
     fold,
@@ -213,6 +216,53 @@ def test_pages_of_the_store(
         mask = torch.cat([mask.new_zeros(queries, 4 * page - queries), mask], dim=1)
         hidden = folded(backend, mask, q, k)
         assert_close(attend(backend, q, pages[:, 0], pages[:, 1], SCALE, hidden), q, k, v, mask)
+
+
+@BACKENDS
+@HEADS
+@pytest.mark.parametrize(
+    ("queries", "pages", "page", "unit"),
+    [
+        (1, 8, 256, 8),
+        (3, 7, 24, 8),
+        (6, 1, 2048, 8),
+        (16, 40, 256, 8),
+        (17, 3, 256, 128),
+        (70, 9, 64, 1),
+        (5, 3, 48, 3),
+    ],
+)
+def test_weights_of_some_queries_summed_over_units(
+    made: Made,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    pages: int,
+    page: int,
+    unit: int,
+) -> None:
+    """At most four of a pass's queries, from all over it, the last one among them."""
+    backend = ready(made)
+    q, k, v = random_parts(heads, kv_heads, queries, pages * page, dtype, device, seed=page)
+    k, v = (part.unflatten(1, (pages, page)).transpose(0, 1).contiguous() for part in (k, v))
+    out, lse, units = attend_weighed(backend, q, k, v, SCALE, unit)
+    for found, wanted in zip((out, lse), attend(backend, q, k, v, SCALE), strict=True):
+        assert torch.equal(found, wanted)
+    chosen = sorted(range(queries - 1, -1, -math.ceil(queries / 4)))
+    asking = fold(q, kv_heads).double().unflatten(1, (-1, queries))[:, :, chosen].flatten(1, 2)
+    weights = (SCALE * asking @ head_major(k).double().mT).softmax(-1).unflatten(-1, (-1, unit)).sum(-1)
+    assert len(chosen) <= 4 and units.shape == weights.shape
+    assert float((units - weights).abs().max()) <= 40 * max(
+        torch.finfo(kind).eps for kind in (dtype, torch.float32)
+    ) * float(weights.max())
+
+
+def test_weights_of_large_scores_in_float16() -> None:
+    q, k = torch.full((2, 1, 128), 30.0).half(), torch.full((2, 2, 16, 128), 30.0).half()
+    *_, units = attend_weighed(TorchCpuBackend(), q, k, k, 128**-0.5, 8)
+    assert bool(units.isfinite().all()) and len(set(units.flatten().tolist())) == 1
 
 
 @BACKENDS

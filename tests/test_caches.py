@@ -404,6 +404,12 @@ def test_the_full_cache(
         assert torch.equal(values, plain.values)
 
 
+def weighed(queries: int) -> list[int]:
+    """Of so many, at most four, from all over them and the last one among them."""
+    step = math.ceil(queries / 4)
+    return list(range(queries - 1, -1, -step))
+
+
 class PlainRetrieval:
     """Which tokens a retrieved cache holds for each layer and head, by the words of its docstring.
 
@@ -440,7 +446,7 @@ class PlainRetrieval:
         keys = self.full.keys[:, :, :end].double().repeat_interleave(HEADS // KV_HEADS, 1)
         scores = queries[:, :, -LAST_QUERIES:].double() @ keys.transpose(-1, -2) * SCALE
         self.attended = None
-        self.count_attention(scores.softmax(-1))
+        self.count_attention(scores.softmax(-1)[:, :, weighed(scores.shape[2])])
 
     def count_attention(self, weights: Tensor) -> None:
         """What a pass attended to of the text's whole pages `[layers, heads, queries, tokens]`."""
@@ -456,7 +462,8 @@ class PlainRetrieval:
         end = length // LAYOUT.page_size * LAYOUT.page_size
         # A pass goes over the pages that were whole when the one before it began.
         covered, self.next_covered = end if self.next_covered is None else self.next_covered, end
-        self.count_attention(expected_weights(self.full.keys, forest, len(forest), length)[..., :covered])
+        weights = expected_weights(self.full.keys, forest, len(forest), length)[..., :covered]
+        self.count_attention(weights[:, :, weighed(len(forest))])
 
     def scores(self, queries: Tensor, start: int) -> Tensor:
         """Of the chunks before token `start`, `[layers, kv_heads, chunks]`, as `retrieval.select` says."""
@@ -597,7 +604,7 @@ def test_caches_derived_from_the_full_one(
             recent=recent,
             refresh=parsed,
             backend=TorchCpuBackend(),
-            selection=ByMeanKeys(cache) if decay is None else ByAttention(cache, chunk, decay),
+            selection=ByMeanKeys(cache) if decay is None else ByAttention(cache, chunk, decay, pages=200),
             room=room,
         )
         streaming = streaming_cache(sinks, recent, cache)

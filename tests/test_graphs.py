@@ -26,6 +26,7 @@ from offload_rt.model import CausalModel
 from offload_rt.parts import Part
 from offload_rt.verification import Tokens
 
+PAGES = 5
 SINKS, WINDOW = 2, 14
 
 
@@ -106,6 +107,11 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
     model = CausalModel(tiny_target(arch).to(dtype), arch)
     backend = ReferenceBackend() if dtype == torch.float64 else TorchCpuBackend()
     sliced, fixed = streaming_cache(model, backend), streaming_cache(model, backend)
+    pages = torch.randn(2, *sliced.keys.shape[:2], PAGES, model.head_dim, dtype=dtype)
+    for cache in (sliced, fixed):
+        cache._room = PAGES + 2
+        cache.buffer = cache._take_buffer()
+        cache.buffer.add_pages(*pages)
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
@@ -115,6 +121,7 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         parents = [max(0, at - 2) + held if step % 2 and at > 1 else held + at - 1 for at in range(count)]
         new = NewTokens.below(sliced.held, parents, tokens.tolist())
         positions = torch.tensor([sliced.verified_length + depth - 1 for depth in new.depths])
+        sliced.rest = fixed.rest = step % 3 * 30  # of nothing, no page is seen
         sliced.begin(new)
         expected = model.compute(sliced, tokens, positions, None, range(count))
         fixed.begin(new)

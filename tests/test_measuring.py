@@ -36,10 +36,11 @@ def test_the_processor_is_measured() -> None:
 def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def backend(queries: Any, keys: Any, values: Any, scale: float, mask: Any) -> None:
-        seen.append((queries.shape[1], keys.nbytes + values.nbytes))
+    class Backend:
+        def weighed(self, queries: Any, keys: Any, values: Any, *_: Any) -> None:
+            seen.append((queries.shape[1], keys.nbytes + values.nbytes))
 
-    monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: backend)
+    monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: Backend())
     clock = iter(range(10_000))
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
     kv = measuring.HostKV(5_000_000)

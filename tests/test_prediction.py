@@ -235,7 +235,11 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
     refresh = Predictor(request()).refresh()
     assert refresh.work.ms == pytest.approx(copied)
-    assert refresh.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
+    assert refresh.scoring == pytest.approx(CONTEXT // 8 * 32 * 32 * 4 / 70e6), (
+        "4 bytes a chunk, layer and head"
+    )
+    by_means = Predictor(request({"retrieval.select": "mean_keys"})).refresh()
+    assert by_means.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
     assert refresh.link == pytest.approx(2 * GIB / 25e6)
     # Streamed: the link waits for one layer's part. Attended by the CPU: the card's work comes on top.
     assert longer("every") == pytest.approx(copied / 32)
@@ -268,8 +272,8 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     placement, predicted = planned.placement, planned.check()
     assert (placement.resident_bytes, placement.streamed_bytes, placement.cpu_attended_bytes) == (0, 0, GIB)
     assert predicted.plain_ms_per_token == pytest.approx(31, rel=0.15)
-    mean_keys, copied = GIB / 2 / 8, 2 * 4096 * target.token_bytes
-    refresh_ms = (mean_keys + copied) / 46e6 + 4 * 0.5
+    scores, copied = CONTEXT // 8 * 4 * 4 * 4, 2 * 4096 * target.token_bytes
+    refresh_ms = (scores + copied) / 46e6 + 4 * 0.5
     share = Predictor(asked).refresh_share(predicted.tokens_per_round)
     assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms + share * refresh_ms)
     assert 3 <= Predictor(asked).step(target, 3, 4096).ms <= 5

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend_weighed
+from offload_rt.weighing import Weighed
 
 
 @dataclass(frozen=True)
 class WeighedPart:
-    """How queries attended to the chunks of one segment.
+    """How some queries of a pass attended to the chunks of one segment (`attention.Weighed`).
 
     Attributes:
         lse: `[heads, query]`, of the segment.
-        units: `[kv_heads, folded_query, chunks]`, of each query one in all; or the sum over all queries,
+        units: `[kv_heads, weighed_query, chunks]`, of each query one in all; or the sum over them,
             `[kv_heads, 1, chunks]`.
     """
 
@@ -25,15 +26,17 @@ class WeighedPart:
     units: Tensor
 
     def mass(self, lse: Tensor) -> Tensor:
-        """By all queries together `[kv_heads, chunks]`, where `lse` is of all that they attended to."""
-        weights = (self.lse - lse).exp().reshape(len(self.units), 1, -1).float()
+        """By those queries together `[kv_heads, chunks]`, where `lse` is of all that they attended to."""
+        queries = lse.shape[1]
+        folded = (self.lse - lse).exp().reshape(len(self.units), -1)
+        weights = Weighed.of(queries).rows(folded)[:, None].float()
         if self.units.shape[1] == 1:
             weights = weights.mean(-1, keepdim=True)  # whose share was whose is not known any more
         return (weights @ self.units)[:, 0]
 
 
 class AttendedChunks:
-    """Attention to each chunk, summed over the queries of each pass; what passes saw before counts less.
+    """Attention to each chunk, summed over some queries of each pass; what passes saw before counts less.
 
     Accumulated as in H2O (arXiv 2306.14048), from verifications as in SpecAttn (arXiv 2602.07223). The newest
     tokens, which no stream covers yet, are left out.
@@ -41,28 +44,28 @@ class AttendedChunks:
     Args:
         chunk: tokens of a chunk.
         decay: what is left of a pass's share after another one; 1: all of it.
+        pages: what the text may come to.
 
     Attributes:
-        scores: `[layers, kv_heads, chunks]` float32 on the device; there may be more than the text has.
+        scores: `[layers, kv_heads, chunks]` float32 on the device, of all those pages.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device, chunk: int, decay: float) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device, chunk: int, decay: float, pages: int) -> None:
         self.chunk = chunk
         self.decay = decay
-        self._shape = (layout.layers, layout.kv_heads)
-        self.scores = torch.zeros(*self._shape, 0, device=device)
+        # Once: it is read and written in several threads, on a GPU in streams of their own.
+        chunks = pages * layout.page_size // chunk
+        self.scores = torch.zeros(layout.layers, layout.kv_heads, chunks, device=device)
         self._parts: list[tuple[int, WeighedPart]] = []
 
     def reset(self) -> None:
         """Forgets everything."""
         self.scores.zero_()
-        self._parts.clear()
+        self.drop_layer()
 
-    def reserve(self, tokens: int) -> None:
-        """Makes room for the chunks of so many tokens."""
-        missing = tokens // self.chunk - self.scores.shape[2]
-        if missing > 0:
-            self.scores = torch.nn.functional.pad(self.scores, (0, max(missing, self.scores.shape[2] // 4)))
+    def drop_layer(self) -> None:
+        """Forgets the layer under way."""
+        self._parts.clear()
 
     def attend(
         self,

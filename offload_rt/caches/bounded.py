@@ -83,7 +83,7 @@ def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers
     behind = place - entries
     visible = (place >= -pages) & ((behind < 0) | seen(words, behind))
     wide = torch.promote_types(buffer.keys.dtype, torch.float32)
-    weight = torch.where(place < 0, (rest / pages.clamp(min=1)).log(), 0.0).to(wide)
+    weight = torch.where(place < 0, (rest.to(wide) / pages.clamp(min=1)).log(), 0.0)
     mask = weight.expand(visible.shape).masked_fill(~visible, -torch.inf)
     slots = end + torch.arange(count, device=device)
     return Frame(buffer, backend, slots, buffer.capacity, buffer.room, mask)

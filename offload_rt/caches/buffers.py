@@ -64,6 +64,13 @@ class KVBuffer:
         self.all_values[:, :, start:end].copy_(values.flip(2), non_blocking=True)
         self.pages += keys.shape[2]
 
+    def take_pages(self, other: KVBuffer) -> None:
+        """The means of pages that another buffer of the same room holds, in place of its own."""
+        rest = slice(self.room - other.pages, self.room)
+        self.all_keys[:, :, rest] = other.all_keys[:, :, rest]
+        self.all_values[:, :, rest] = other.all_values[:, :, rest]
+        self.pages = other.pages
+
     def grown(self, extra: int) -> KVBuffer:
         """A copy with room for so many more entries."""
         pad = (0, 0, 0, extra)

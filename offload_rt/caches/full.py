@@ -115,8 +115,6 @@ class FullCache:
             self._mask = torch.nn.functional.pad(mask, (self._tail.tokens, 0))
         shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
-        if self.attended is not None:
-            self.attended.reserve(self.verified_length)
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
         # What is committed never changes: the link goes on into the next pass when this one is copied.
         self._ahead = self._open()
@@ -216,6 +214,8 @@ class FullCache:
                 coverage.stream.close()
         self._new = self._coverage = self._ahead = None
         self._refills = []
+        if self.attended is not None:
+            self.attended.drop_layer()
 
     def close(self) -> None:
         """Forgets a pass that was begun and lets the memory on the device go. Idempotent."""

@@ -122,6 +122,9 @@ class RetrievedCache(BoundedCache):
         self.buffer.pages = 0
         self._selection.restart(queries)
         self.fill(queries)
+        if self._spare is not None:
+            # Then a refresh while decoding sends the new ones alone.
+            self._spare.take_pages(self.buffer)
 
     def fill(self, queries: Tensor) -> None:
         """Fills itself from the full cache, by what is known of the text."""

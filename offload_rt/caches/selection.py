@@ -60,15 +60,18 @@ class ByMeanKeys:
 
 
 class ByAttention:
-    """What verifications have attended to, of all their queries; the newest of the prompt's to begin with.
+    """What verifications have attended to; the newest queries of the prompt to begin with.
 
     It costs a pass a few sums, where mean keys cost a refresh a product; and it sees a chunk that one token
     makes worth holding, which a mean hides.
+
+    Args:
+        pages: what the text may come to.
     """
 
-    def __init__(self, source: FullCache, chunk: int, decay: float) -> None:
+    def __init__(self, source: FullCache, chunk: int, decay: float, pages: int) -> None:
         self._source = source
-        self._attended = AttendedChunks(source.layout, source.device, chunk, decay)
+        self._attended = AttendedChunks(source.layout, source.device, chunk, decay, pages)
         source.attended = self._attended
 
     def restart(self, queries: Tensor) -> None:
@@ -76,7 +79,6 @@ class ByAttention:
         page, device = source.layout.page_size, source.device
         end = source.verified_length // page * page
         attended.reset()
-        attended.reserve(end)
         source.engine.flush()
         asking = queries[:, :, -LAST_QUERIES:].cpu()
         backend = choose_backend(asking.device)  # where the store is
@@ -92,6 +94,5 @@ class ByAttention:
                 attended.end_layer(layer, merge(seen)[1].to(device))
 
     def asked(self, queries: Tensor) -> Scores:
-        self._attended.reserve(self._source.verified_length)
         arriving = Arriving(self._attended.scores)
         return lambda layer: arriving.wait()[layer]

@@ -86,7 +86,8 @@ def _selection(parts: Parts) -> Selection:
     retrieval = parts.config.retrieval
     if retrieval.select == "mean_keys":
         return ByMeanKeys(parts.full)
-    return ByAttention(parts.full, retrieval.chunk, DECAY if retrieval.select == "attention" else 1.0)
+    decay = DECAY if retrieval.select == "attention" else 1.0
+    return ByAttention(parts.full, retrieval.chunk, decay, parts.pages)
 
 
 def open_datastore(config: Config) -> Datastore:

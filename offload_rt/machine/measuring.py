@@ -21,6 +21,7 @@ from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Host
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
+from offload_rt.weighing import Weighed
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
@@ -39,6 +40,7 @@ LAYERS = 8  # of the model that is launched
 REPEATS = 7
 
 _HEAD_DIM = 128
+_CHUNK = 8
 _KV_HEADS = 4
 _ENTRIES = 256
 _PAGE = 256  # tokens, as in the store
@@ -69,7 +71,9 @@ class HostKV:
     def attend(self, queries: int) -> None:
         """Attention of `queries` tokens a key head over everything."""
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
-        self._backend(asked, self._pages[:, 0], self._pages[:, 1], _HEAD_DIM**-0.5, None)
+        # With the weights by which chunks are chosen, as most configurations want them.
+        every = Weighed.of(queries)
+        self._backend.weighed(asked, self._pages[:, 0], self._pages[:, 1], _HEAD_DIM**-0.5, _CHUNK, every)
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""

@@ -50,7 +50,19 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Pages) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "units")),
-        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim", "threads", "unit")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "heads",
+                "count",
+                "tokens",
+                "dim",
+                "threads",
+                "unit",
+                "period",
+                "step",
+            )
+        ),
         ("scale", ctypes.c_float),
     ]
 
@@ -96,6 +108,8 @@ class Kernel:
         mask: Tensor | None,
         threads: int | None = None,
         units: Tensor | None = None,
+        period: int = 1,
+        step: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """Queries `[heads, query, dim]` over keys `[pages, heads, tokens, dim]` under a mask `[query, all]`.
 
@@ -104,8 +118,9 @@ class Kernel:
 
         Args:
             threads: the size of the team (default: torch's for the calling thread).
-            units: to be filled with what each query attends to every few tokens, as `fits_units` takes it;
-                then every query sees some key.
+            units: `[heads, weighed, units]`, to be filled with what queries attend to every few tokens, as
+                `fits_units` takes it; then every query sees some key.
+            period, step: of every `period` queries each `step`th one is weighed, the last one among them.
         """
         heads, count, dim = queries.shape
         tokens = keys.shape[0] * keys.shape[2]
@@ -127,6 +142,8 @@ class Kernel:
             dim,
             torch.get_num_threads() if threads is None else threads,
             1 if units is None else tokens // units.shape[2],
+            period,
+            step,
             scale,
         )
         self._entry[queries.dtype](ctypes.byref(call))

@@ -103,20 +103,25 @@ template <typename T> struct Pages {
 
 // What a caller hands over (`_Call` in __init__.py): queries, keys of `tokens` tokens and values alike;
 // out [heads, count, dim], lse [heads, count] and mask [count, tokens], or none, are contiguous. So are `units`
-// [heads, count, tokens / unit], or none: what each query attends to every `unit` tokens, of one in all. A unit is
-// a power of two, at most BLOCK, and lies within a page.
+// [heads, weighed, tokens / unit], or none: what some of the queries attend to every `unit` tokens, of one in all.
+// A unit is a power of two, at most BLOCK, and lies within a page. Of every `period` queries each `step`th one is
+// weighed, the last one among them.
 template <typename T> struct Call {
     Pages<T> queries, keys, values;
     T* out;
     float* lse;
     const float* mask;
     float* units;
-    int64_t heads, count, tokens, dim, threads, unit;
+    int64_t heads, count, tokens, dim, threads, unit, period, step;
     float scale;
 
-    // Where the units of one query from a token on stand.
-    float* units_at(int64_t head, int64_t row, int64_t token) const {
-        return units ? units + ((head * count + row) * tokens + token) / unit : nullptr;
+    // Where the units of query `row` of all heads from a token on stand; none where it is not weighed.
+    float* units_at(int64_t row, int64_t token) const {
+        const int64_t before_last = period - 1 - row % period;
+        if (!units || before_last % step) return nullptr;
+        const int64_t weighed = (period + step - 1) / step;
+        const int64_t at = row / period * weighed + weighed - 1 - before_last / step;
+        return units + (at * tokens + token) / unit;
     }
 
     // One row of the result, from its sums (not divided), its largest score and its mass. A query that sees
@@ -127,11 +132,10 @@ template <typename T> struct Call {
         lse[at] = (peak + std::log2(mass)) * LN2;
     }
 
-    // Scales the units of tokens first .. last of the query in row `at` of the result.
-    void scale_units(int64_t at, int64_t first, int64_t last, float factor) const {
-        if (!units) return;
-        float *from = units + (at * tokens + first) / unit, *to = units + (at * tokens + last) / unit;
-        for (; from < to; ++from) *from *= factor;
+    // Scales the units of tokens first .. last of a query.
+    void scale_units(int64_t row, int64_t first, int64_t last, float factor) const {
+        if (float* from = units_at(row, first))
+            for (int64_t at = 0; at < (last - first) / unit; ++at) from[at] *= factor;
     }
 };
 
@@ -172,7 +176,7 @@ static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>
                 // One after the other: the peaks of all queries do not wait for each other, nor the weights for
                 // a peak.
                 const auto units = [&](int r) {
-                    return Units{call.units_at(head, task.row + r, task.first), (at - task.first) / call.unit,
+                    return Units{call.units_at(head * call.count + task.row + r, task.first), (at - task.first) / call.unit,
                                  call.unit};
                 };
                 for (int r = 0; r < count; ++r)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-
 from cpu_kv import TransferEngine
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.buffers import room_for_means
@@ -36,7 +34,9 @@ from offload_rt.expectations import (
 from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.model import CausalModel
 from offload_rt.planning.shapes import ModelShape, head_shape
+from offload_rt.weighing import Weighed
 
+SCORE_BYTES = 4  # of a chunk, a layer and a KV head: float32
 NODES_A_STEP = 4  # of a grown tree whose depth is chosen as it runs
 PADDING = 0.01  # of a vocabulary
 LONGEST_DRAFT = max(DRAFT_LENGTHS)
@@ -331,7 +331,10 @@ def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
         memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
         if config.retrieval.select != "mean_keys":
             scores = tokens // config.retrieval.chunk * target.layers * target.kv_heads
-            memory["scores"] = scores * torch.float32.itemsize // parts
+            memory["scores"] = scores * SCORE_BYTES // parts
+            # What a pass keeps of them until its layer ends.
+            weighed = Weighed.MOST * target.heads * (tokens // config.retrieval.chunk)
+            memory["scores"] += weighed * SCORE_BYTES // parts
     # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
     # of the chunks of it that are packed into pages and written.
     attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
-from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape
 from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
 
@@ -199,9 +199,12 @@ class Predictor:
         return EXCHANGE_MS + sent / gpu.to_host_rate / 1e6 + (sent + received) / gpu.to_device_rate / 1e6
 
     def refresh(self) -> Refresh:
-        """A refresh of the retrieved cache: mean keys are read, entries are read and written."""
+        """A refresh of the retrieved cache: scores or mean keys are read, entries are read and written."""
         host, retrieval, token_bytes = self.host, self.config.retrieval, self.target.token_bytes
-        scoring = self.request.context // retrieval.chunk * token_bytes / 2 / host.memory_rate / 1e6
+        chunk_bytes = self.target.layers * self.target.kv_heads * SCORE_BYTES
+        if retrieval.select == "mean_keys":
+            chunk_bytes = token_bytes // 2
+        scoring = self.request.context // retrieval.chunk * chunk_bytes / host.memory_rate / 1e6
         entries = retrieval.budget * token_bytes / 1e6
         if self.request.in_place:
             copying = Work(2 * entries / host.memory_rate, self.target.layers * host.launch_ms)
