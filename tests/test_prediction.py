@@ -235,9 +235,7 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
     refresh = Predictor(request()).refresh()
     assert refresh.work.ms == pytest.approx(copied)
-    assert refresh.scoring == pytest.approx(CONTEXT // 8 * 32 * 32 * 4 / 70e6), (
-        "4 bytes a chunk and head"
-    )
+    assert refresh.scoring == pytest.approx(CONTEXT // 8 * 32 * 32 * 4 / 70e6), "4 bytes a chunk and head"
     by_means = Predictor(request({"retrieval.select": "mean_keys"})).refresh()
     assert by_means.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
     assert refresh.link == pytest.approx(2 * GIB / 25e6)
