@@ -72,8 +72,10 @@ class ExactTopKCache(BoundedCache):
         if layer >= self._whole:
             return super().attend(layer, queries, keys, values, scale)
         assert self._new is not None
-        history = _runs(self._source, layer, self.verified_length)
-        return _attend_behind(self._source, history, self._new, queries, keys, values, scale)[0]
+        source = self._source
+        runs = _runs(source, layer, self.verified_length)
+        history = [attend(source.backend, queries, *run, scale) for run in runs]
+        return merge([*history, _own(source, self._new, queries, keys, values, scale)])[0]
 
     def adopt(self, verified: Verified) -> None:
         source = self._source
@@ -98,19 +100,12 @@ def _runs(source: FullCache, layer: int, length: int) -> list[KeysValues]:
     return [(keys.to(device), values.to(device)) for keys, values in source.sequence.views(layer, 0, length)]
 
 
-def _attend_behind(
-    source: FullCache,
-    history: Sequence[KeysValues],
-    new: NewTokens,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
+def _own(
+    source: FullCache, new: NewTokens, queries: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens over runs of the store and themselves."""
+    """Attention of a pass's new tokens over themselves."""
     mask = folded_mask(source.backend, new.mask(0, keys), queries, len(keys))
-    own = attend(source.backend, queries, keys, values, scale, mask)
-    return merge([*(attend(source.backend, queries, *run, scale) for run in history), own])
+    return attend(source.backend, queries, keys, values, scale, mask)
 
 
 class _Prefix:
@@ -128,11 +123,11 @@ class _Prefix:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         source, attended, at = self._source, self._source.attended, 0
         assert self._new is not None and attended is not None
-        history = _runs(source, layer, self.verified_length)
-        for run in history:
-            attended.attend(source.backend, at, queries, *run, scale)
+        parts = [_own(source, self._new, queries, keys, values, scale)]
+        for run in _runs(source, layer, self.verified_length):
+            parts.append(attended.attend(source.backend, at, queries, *run, scale))
             at += len(run[0]) * run[0].shape[2]
-        out, lse = _attend_behind(source, history, self._new, queries, keys, values, scale)
+        out, lse = merge(parts)
         attended.end_layer(layer, lse)
         return out
 

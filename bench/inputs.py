@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import machine
 from offload_rt.api import NO_DRAFT
+from offload_rt.commands.generate import add_overrides
 from offload_rt.commands.prompts import built_in
-from offload_rt.config import parse_override
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.loading import (
@@ -81,19 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
     add_overrides(parser, "sets a configuration key of every composition")
-
-
-def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    """Keys of configurations, as `overrides`."""
-    parser.add_argument(
-        "--set",
-        type=parse_override,
-        action="append",
-        dest="overrides",
-        default=[],
-        metavar="section.key=value",
-        help=help,
-    )
 
 
 def count(minimum: int) -> Callable[[str], int]:

@@ -29,6 +29,7 @@ from bench.inputs import say
 from bench.runner import Job
 from bench.runner import run as run_job
 from bench.systems import Setup
+from offload_rt.commands.generate import add_overrides
 from offload_rt.config import config_names, load_config
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
@@ -53,7 +54,7 @@ def add_parser(commands: Any) -> None:
             "--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated"
         )
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
-        inputs.add_overrides(parser, "sets a configuration key of ours")
+        add_overrides(parser, "sets a configuration key of ours")
         parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help="adapter:system")
         parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
         parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")

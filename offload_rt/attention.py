@@ -174,7 +174,7 @@ class NativeCpuBackend(TorchCpuBackend):
         kernel = self._kernel
         if not (kernel.fits(queries, keys, values) and kernel.fits_units(keys, unit)):
             return super().weighed(queries, keys, values, scale, unit, weighed)
-        rows = queries.shape[1] // weighed.period * -(-weighed.period // weighed.step)
+        rows = queries.shape[1] // weighed.period * weighed.count
         units = torch.empty(len(queries), rows, len(keys) * keys.shape[2] // unit)
         every = (weighed.period, weighed.step)
         return *kernel.attend(queries, keys, values, scale, None, self.threads, units, *every), units

@@ -117,7 +117,7 @@ class RetrievalConfig:
         refresh: when the entries are chosen anew.
         select: what chunks are chosen by: what verifications have attended to, the newest ones counting most
             (`attention`) or all alike (`heavy_hitters`, as H2O); or the newest queries' attention to chunks'
-            `mean_keys` (TriForce).
+            `mean_keys` (TriForce, which has no `rest`).
         rest: whether pages stand for what is not held, as their mean keys and values.
     """
 

@@ -26,6 +26,11 @@ class Weighed:
         """A few of so many tokens, from all over them: more tell hardly more, and each costs its sums."""
         return cls(queries, -(-queries // cls.MOST))
 
+    @property
+    def count(self) -> int:
+        """How many of `period` queries."""
+        return -(-self.period // self.step)
+
     def rows(self, queries: Tensor) -> Tensor:
         """Of folded queries `[kv_heads, folded_query, …]`, or of anything alike, the weighed ones."""
         apart: Tensor = queries.unflatten(1, (-1, self.period))

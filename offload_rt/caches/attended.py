@@ -14,7 +14,7 @@ from offload_rt.weighing import Weighed
 
 @dataclass(frozen=True)
 class WeighedPart:
-    """How some queries of a pass attended to the chunks of one segment (`attention.Weighed`).
+    """How some queries of a pass attended to the chunks of one segment (`weighing.Weighed`).
 
     Attributes:
         lse: `[heads, query]`, of the segment.

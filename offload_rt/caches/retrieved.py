@@ -179,12 +179,17 @@ class RetrievedCache(BoundedCache):
             *(torch.stack([side.means(n)[:, new] for n in layers]) for side in sequence.page_means)
         )
 
+    def _ask(self, length: int, queries: Tensor, buffer: KVBuffer) -> tuple[_Extent, Scores]:
+        """How a text of `length` tokens will fill a buffer, which takes its means, and chunks' scores."""
+        self._source.engine.flush()  # tokens are summarised when they have arrived
+        extent, scores = self._extent(length), self._selection.asked(queries)
+        self._take_pages(buffer, extent)
+        return extent, scores
+
     def _choose(self, length: int, queries: Tensor) -> None:
-        source, extent = self._source, self._extent(length)
-        source.engine.flush()  # chunks are summarised when they have arrived
-        scores = self._selection.asked(queries)
+        source = self._source
+        extent, scores = self._ask(length, queries, self.buffer)
         end = extent.chosen_end
-        self._take_pages(self.buffer, extent)
         self.rest = extent.rest
         for layer in range(source.layout.layers):
             chunks = self._best_chunks(layer, extent, scores)
@@ -250,10 +255,8 @@ class RetrievedCache(BoundedCache):
         self._refill = None
         if self._wanted is not None:
             queries, self._wanted = self._wanted, None
-            self._source.engine.flush()  # chunks are summarised when they have arrived
             assert self._spare is not None
-            extent, scores = self._extent(self.verified_length), self._selection.asked(queries)
-            self._take_pages(self._spare, extent)
+            extent, scores = self._ask(self.verified_length, queries, self._spare)
             self._refill = RetrievedRefill(self, self._source, extent, scores, self._spare, self._choices)
         return self._refill
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
@@ -118,6 +118,22 @@ def add_distribution(sampling: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_overrides(parser: argparse._ActionsContainer, help: str) -> None:
+    """Adds the flag for any key of a configuration."""
+    parser.add_argument(
+        "--set",
+        type=parse_override,
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="section.key=value",
+        help=help,
+    )
+
+
+ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"
+
+
 def _add_configuration(generate: argparse.ArgumentParser) -> None:
     config = generate.add_argument_group("configuration")
     config.add_argument(
@@ -161,14 +177,7 @@ def _add_configuration(generate: argparse.ArgumentParser) -> None:
             metavar=metavar,
             help=f"{meaning}; sets {key}",
         )
-    config.add_argument(
-        "--set",
-        type=parse_override,
-        action="append",
-        dest="overrides",
-        metavar="section.key=value",
-        help="sets any configuration key (default: the config's values); the last value given wins",
-    )
+    add_overrides(config, ANY_KEY)
     generate.set_defaults(overrides=[])
 
 
@@ -176,42 +185,50 @@ def _override(key: str) -> Callable[[str], tuple[str, object]]:
     return lambda value: parse_override(f"{key}={value}")
 
 
+def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
+    """What the flags of `add_distribution` say, and how many tokens."""
+    from offload_rt.results import SamplingParams
+
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        max_tokens=arguments.max_new_tokens,
+        **others,
+    )
+
+
+def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int) -> LLM:
+    """The models of `add_model` in a configuration; it tells `console` how far it is."""
+    from offload_rt.api import LLM
+
+    return LLM(
+        arguments.model,
+        draft=arguments.draft,
+        config=arguments.config,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        overrides=dict(arguments.overrides),
+        on_progress=console.progress,
+        on_notice=console.notice,
+        size_hint=(prompt_tokens, arguments.max_new_tokens),
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     # Check what needs no model first: importing the runtime alone takes seconds.
     if arguments.json is not None:
         check_writable("--json", arguments.json)
     text = prompts.read(arguments)
-    from offload_rt.api import LLM
-    from offload_rt.loading import demo_model, load_tokenizer
-    from offload_rt.results import SamplingParams
-
-    params = SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        max_tokens=arguments.max_new_tokens,
-        stop=tuple(arguments.stop),
-        seed=int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed,
-        ignore_eos=arguments.ignore_eos,
-    )
+    seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
+    params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
     console = Console(arguments.quiet)
     with machine_errors_in_a_line():
-        tokenizer = load_tokenizer(arguments.model or demo_model("target"))
-        prompt = prompts.encode(tokenizer, text, arguments, console)
+        prompt = prompts.tokens(text, arguments, console)
         console.tokens["decode"] = params.max_tokens
     with (
         machine_errors_in_a_line(),
-        LLM(
-            arguments.model,
-            draft=arguments.draft,
-            config=arguments.config,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            overrides=dict(arguments.overrides),
-            on_progress=console.progress,
-            on_notice=console.notice,
-            size_hint=(len(prompt), params.max_tokens),
-        ) as llm,
+        open_llm(arguments, console, len(prompt)) as llm,
     ):
         as_tokens = arguments.prompt_tokens is not None
         status, failure = write_text(llm, prompt, params, console, as_tokens)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
-from offload_rt.config import AUTO, load_configs, parse_override, possible, uses_small_model
+from offload_rt.commands.generate import add_overrides
+from offload_rt.config import AUTO, load_configs, possible, uses_small_model
 from offload_rt.errors import UsageError
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.files import check_writable, write_json
@@ -50,22 +51,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add("--new-tokens", type=int, default=256, metavar="N", help="tokens to generate (default: 256)")
 
-    add = plan.add_argument_group("configuration").add_argument
+    configuration = plan.add_argument_group("configuration")
+    add = configuration.add_argument
     add(
         "--config",
         default=AUTO,
         metavar="NAME|FILE",
         help="a name, a TOML file, or auto: the fastest of all (default: auto)",
     )
-    add(
-        "--set",
-        type=parse_override,
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="section.key=value",
-        help="sets any configuration key (default: the config's values); speculation.gamma2 is chosen by the"
-        " plan where it is 0",
+    add_overrides(
+        configuration,
+        "sets any configuration key (default: the config's values); speculation.gamma2 is chosen by the plan"
+        " where it is 0",
     )
     same, small = "of tokens the target drafts itself", "of the small model's tokens"
     for flag, default, help in (

@@ -125,6 +125,14 @@ def _token_ids(source: str, text: str) -> list[int]:
     return [int(entry) for entry in entries]
 
 
+def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Console) -> list[int]:
+    """As `encode`, by the tokenizer of the model that the arguments name."""
+    from offload_rt.loading import demo_model, load_tokenizer
+
+    tokenizer = load_tokenizer(arguments.model or demo_model("target"))
+    return encode(tokenizer, prompt, arguments, console)
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase | None,
     prompt: str | list[int],

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import status_of
-from offload_rt.commands.generate import add_distribution, add_model, machine_errors_in_a_line
-from offload_rt.config import AUTO, Config, load_config, parse_override
+from offload_rt.commands.generate import (
+    ANY_KEY,
+    add_distribution,
+    add_model,
+    add_overrides,
+    distribution,
+    machine_errors_in_a_line,
+    open_llm,
+)
+from offload_rt.config import AUTO, Config, load_config
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
 from offload_rt.layers import EXACT
@@ -63,15 +71,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="composition in which the target drafts for itself (default: retrieval)",
     )
-    group.add_argument(
-        "--set",
-        type=parse_override,
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="section.key=value",
-        help="sets any configuration key (default: the config's values); the last value given wins",
-    )
+    add_overrides(group, ANY_KEY)
     group.add_argument(
         "--trials",
         type=prompts.positive,
@@ -100,23 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     base = _checked(arguments)
     text = prompts.read(arguments)
-    from offload_rt.api import LLM
-    from offload_rt.loading import DEMO, demo_model, load_tokenizer
+    from offload_rt.loading import DEMO
     from offload_rt.planning.shapes import find_shape
-    from offload_rt.results import SamplingParams
 
-    params = SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        max_tokens=arguments.max_new_tokens,
-        seed=arguments.seed,
-        ignore_eos=True,
-    )
+    params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
     console, overrides = Console(quiet=False), dict(arguments.overrides)
     with machine_errors_in_a_line():
-        tokenizer = load_tokenizer(arguments.model or demo_model("target"))
-        prompt = prompts.encode(tokenizer, text, arguments, console)
+        prompt = prompts.tokens(text, arguments, console)
     if len(prompt) < SHORTEST:
         raise UsageError(f"the sample text has {len(prompt)} tokens; give one of at least {SHORTEST}")
     name = arguments.model or DEMO
@@ -124,17 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     trials = arguments.trials or TRIALS_A_LAYER * layers
     with (
         machine_errors_in_a_line(),
-        LLM(
-            arguments.model,
-            draft=arguments.draft,
-            config=arguments.config,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            overrides=overrides,
-            on_progress=console.progress,
-            on_notice=console.notice,
-            size_hint=(len(prompt), params.max_tokens),
-        ) as llm,
+        open_llm(arguments, console, len(prompt)) as llm,
     ):
         llm.generate(prompt, params)
         found = _search(Sample(llm, base, arguments.config, overrides, params), layers, trials, console)
