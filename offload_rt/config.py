@@ -27,6 +27,7 @@ HEAD = "head"
 DRAFT_STREAMING = "draft:streaming"
 TARGET_STREAMING = "target:streaming"
 TARGET_RETRIEVED = "target:retrieved"
+TARGET_SHARED = "target:shared"
 
 LONGEST_MATCH = 64
 """Tokens by which a datastore's suffixes are sorted: more are never compared."""
@@ -34,7 +35,7 @@ LONGEST_MATCH = 64
 SOURCES = (LOOKUP, SUFFIX, DATASTORE)
 """Levels without a model: what followed the text's end elsewhere."""
 
-LEVELS = (*SOURCES, HEAD, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
+LEVELS = (*SOURCES, HEAD, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED, TARGET_SHARED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
 
 
@@ -154,7 +155,7 @@ class LevelConfig:
     Attributes:
         model: `draft` (the small model), `target`, `head` (one on the target's hidden states), or one of
             `SOURCES` (no model at all).
-        cache: `streaming` or `retrieved`; nothing without a model, or for a head.
+        cache: `streaming`, `retrieved` or `shared` (the full one); nothing without a model, or for a head.
         layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
             (see `layers.LayerPlan`).
         calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.

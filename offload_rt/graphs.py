@@ -154,8 +154,8 @@ class GraphedModel(CausalModel):
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
         part, cache = parts[0], parts[0].cache
         told = len(cache.held) + part.new.count <= FIXED_SPECULATION
-        short = part.new.count <= self.LONGEST and told
-        if self._capture is None or len(parts) > 1 or not isinstance(cache, BoundedCache) or not short:
+        alone = len(parts) == 1 and part.new.count <= self.LONGEST and told
+        if self._capture is None or not alone or not isinstance(cache, BoundedCache) or not cache.recordable:
             return super().forward(parts, plan)
         cache.begin(part.new)
         numbers = to_device([*part.positions, *cache.numbers(part.new)], self.device)
@@ -172,7 +172,7 @@ class GraphedModel(CausalModel):
     @torch.inference_mode()
     def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
         # A capture waits for the whole device and gives its free memory back: not in the middle of a text.
-        for count in counts if self._capture is not None else ():
+        for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(
                     [0] * (2 * count + NUMBERS) + NewTokens.chain(count).words(WORDS), self.device

@@ -23,6 +23,7 @@ from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import ByAttention, ByMeanKeys
+from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import RefreshPolicy
 from offload_rt.prefill import PromptAttention
@@ -341,8 +342,9 @@ class PlainFull:
         del self.tokens[length:]
         self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
-    def attention(self, forest: Forest) -> list[Tensor]:
-        return expected_attention(self.keys, self.values, forest, len(forest), len(self.tokens))
+    def attention(self, forest: Forest, new: int | None = None) -> list[Tensor]:
+        new = len(forest) if new is None else new
+        return expected_attention(self.keys, self.values, forest, new, len(self.tokens))
 
 
 def read_prompt(cache: FullCache, plain: PlainFull, tokens: list[Token]) -> Tensor:
@@ -566,6 +568,12 @@ DERIVED_OPERATIONS = st.one_of(
     st.tuples(st.just("draft"), st.builds(Pass, TREES, st.none()), st.none()),
     st.tuples(st.just("keep"), st.lists(st.booleans(), max_size=20), st.none()),
 )
+
+
+class SmallSharedCache(SharedCache):
+    PORTION = 3
+
+
 SIZES = [(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]
 
 
@@ -608,10 +616,11 @@ def test_caches_derived_from_the_full_one(
             room=room,
         )
         streaming = streaming_cache(sinks, recent, cache)
+        shared = SmallSharedCache(cache, TorchCpuBackend())
         retrieval = PlainRetrieval(full, budget, chunk, recent, parsed, decay, room)
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
-        cache.derived += [retrieved, streaming]
+        cache.derived += [retrieved, streaming, shared]
         if prompt:  # else there is nothing to build from: everything comes by adoption
             cache.build_derived()
             retrieval.restart(queries)
@@ -635,31 +644,34 @@ def test_caches_derived_from_the_full_one(
                 queries = rotated_queries(kept, range(length, length + len(kept)))
                 retrieval.adopt(len(kept), len(checked) - 1, queries)
                 forest = forest.after(kept)
-                assert streaming.held.parents == forest.parents
+                assert streaming.held.parents == shared.held.parents == forest.parents
                 if retrieval.due is not None:  # what is to choose anew keeps no speculation
                     forest = Forest()
                     streaming.keep([])
+                    shared.keep([])
             elif name == "draft":
                 assert isinstance(argument, Pass)
                 grown = forest.with_new(source.tokens(argument.count), argument.parents(held))
                 window.verified = list(full.tokens)
                 check(run(streaming, grown, argument.count), window.attention(grown, argument.count))
+                attended = run(shared, grown, argument.count)
+                check(attended, full.attention(grown, argument.count))
                 attended = run(retrieved, grown, argument.count)
                 if retrieval.due is not None:
                     retrieval.build(retrieval.due)
                 check(attended, retrieval.attention(grown, argument.count))
                 indices = argument.kept(grown)
-                streaming.commit(indices)
-                retrieved.commit(indices)
+                for derived in (streaming, retrieved, shared):
+                    derived.commit(indices)
                 forest = grown.only([*range(held), *(held + index for index in indices)])
             else:
                 assert isinstance(argument, list)
                 entries = forest.closed(argument)
-                streaming.keep(entries)
-                retrieved.keep(entries)
+                for derived in (streaming, retrieved, shared):
+                    derived.keep(entries)
                 forest = forest.only(entries)
             check_retrieved(retrieved, retrieval, full)
-            for derived in (streaming, retrieved):
+            for derived in (streaming, retrieved, shared):
                 assert derived.verified_length == len(full.tokens)
                 assert derived.held.parents == forest.parents
                 assert derived.entries <= derived.budget

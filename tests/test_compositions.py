@@ -40,6 +40,7 @@ def run(
 LEVELS: dict[str, Callable[[str], Tables]] = {
     "retrieved": lambda shape: [{"model": "target", "cache": "retrieved", "draft": shape}],
     "streaming": lambda shape: [{"model": "target", "cache": "streaming", "draft": shape}],
+    "shared": lambda shape: [{"model": "target", "cache": "shared", "draft": shape}],
     "draft": lambda shape: [{"model": "draft", "cache": "streaming", "draft": shape}],
     "both": lambda shape: [
         {"model": "draft", "cache": "streaming", "draft": shape},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from bench.inputs import Models
@@ -71,10 +71,13 @@ def runs(
 
 
 def summary(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """What the texts come to; `error` is the standard error of `tokens_per_pass`, over the texts."""
+    yields = [len(one.tokens) / one.rounds for one in results]
     tokens, rounds = sum(len(one.tokens) for one in results), sum(one.rounds for one in results)
     proposed = sum(one.timings.draft_n for one in results)
     return {
         "tokens_per_pass": tokens / rounds,
+        "error": stdev(yields) / len(yields) ** 0.5 if len(yields) > 1 else None,
         "proposed_per_pass": proposed / rounds,
         "accepted": sum(one.timings.draft_n_accepted for one in results) / max(1, proposed),
         "draft_ms_per_pass": sum(one.levels[0].ms for one in results) / rounds,

@@ -29,14 +29,13 @@ SHAPES = (
     "chain@48",
     "sequences:4@24",
     "tree:2,2,2@16",
-    "grown:32@16",
     "grown:64@16",
     "grown:128@32",
-    "sequoia:32@16",
     "sequoia:64@16",
-    "sequoia:128@24",
-    "chain@24+suffix",
-    "grown:128@32+suffix",
+    "sequoia:128@32",
+    "sequoia:256@32",
+    "chain@32+suffix",
+    "sequoia:256@32+suffix",
 )
 """Shapes, their depths, and what joins them."""
 LAYERS = ("all", "groups:1", "groups:2", "groups:3", "groups:4", "skip:2", "skip:2,3", "skip:1a,2a,3a")

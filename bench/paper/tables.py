@@ -20,7 +20,6 @@ BUDGETS = (128, 64, 32, 16, 8)
 """One over the share of the text that the retrieved cache holds."""
 
 STREAMING_HIERARCHY = ["draft:streaming", "target:streaming"]
-WITHOUT_LAYERS = [{"model": "target", "cache": "retrieved", "layers": "skip:2"}]
 TABLE_2 = (2.31, 2.25, 2.20, 2.19, 2.08, 2.08, 2.02)
 ABLATIONS: dict[str, tuple[str, dict[str, object], float]] = {
     "retrieval without hierarchy": ("retrieval", {}, 1.80),
@@ -110,13 +109,17 @@ def sources(study: Study) -> list[Row]:
             "datastore.path": str(study.arguments.datastore),
         }
         variants.append(Variant("REST", "lookup", rest, paper=1.47))
-    skipped: dict[str, object] = {"speculation.levels": WITHOUT_LAYERS}
     if study.models.names[0] == DEMO or "head.path" in dict(study.arguments.overrides):
         variants.append(Variant("a head on hidden states", "heads"))
     variants += [
-        Variant("without a layer", "retrieval", skipped, paper=1.36),
+        Variant("without a layer, retrieved KV", "retrieval", _skipping("retrieved")),
+        Variant("without a layer, all KV", "retrieval", _skipping("shared"), paper=1.36),
         Variant("EasySpec", "easyspec"),
         Variant("trees", "trees"),
         Variant("triforce", "triforce", paper=2.19),
     ]
     return _sweep(study, variants)
+
+
+def _skipping(cache: str) -> dict[str, object]:
+    return {"speculation.levels": [{"model": "target", "cache": cache, "layers": "skip:2"}]}

@@ -60,6 +60,12 @@ class Frame:
     _folded: Tensor | None = None  # the mask, as it is in every layer
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        return self.attend_part(layer, queries, keys, values, scale)[0]
+
+    def attend_part(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention and its log-sum-exp, for what is attended elsewhere to be merged with."""
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
         buffer = self.buffer
@@ -67,7 +73,7 @@ class Frame:
         buffer.values[layer][:, self.slots] = values
         all_seen = slice(buffer.room - self.pages, buffer.room + self.stop)
         seen_keys, seen_values = buffer.all_keys[layer][:, all_seen], buffer.all_values[layer][:, all_seen]
-        return attend(self.backend, queries, seen_keys, seen_values, scale, self._folded)[0]
+        return attend(self.backend, queries, seen_keys, seen_values, scale, self._folded)
 
 
 def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers: Tensor) -> Frame:
@@ -97,6 +103,7 @@ class BoundedCache(ABC):
         room: for means of pages, which stand for what it does not hold.
 
     Attributes:
+        recordable: it attends to nothing but its buffer, so that its passes can be recorded.
         buffer: in use.
         entries: how many verified entries there are; the same for every layer and head.
         held: tokens of the speculative entries.
@@ -104,6 +111,8 @@ class BoundedCache(ABC):
         rest: tokens that the means of `buffer.pages` pages stand for: each has its share of their weight; 0:
             none is seen.
     """
+
+    recordable = True
 
     def __init__(
         self,
@@ -187,12 +196,17 @@ class BoundedCache(ABC):
         if needed > capacity:
             self.buffer = self.buffer.grown(max(needed - capacity, capacity // 4))
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    @property
+    def frame(self) -> Frame:
+        """Of the pass that has begun."""
         if self._new is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._frame is None:
             self._frame = self._sliced(self._new)
-        return self._frame.attend(layer, queries, keys, values, scale)
+        return self._frame
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        return self.frame.attend(layer, queries, keys, values, scale)
 
     def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:

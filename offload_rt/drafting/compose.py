@@ -12,6 +12,7 @@ from offload_rt.caches.buffers import BufferPool, room_for_means
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys, Selection
+from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import DATASTORE, DRAFT_STREAMING, HEAD, SOURCES, SUFFIX, Config, LevelConfig
 from offload_rt.costs import HeadCost, PassCost
@@ -115,9 +116,31 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
         raise ValueError(f"level {level.name} needs a draft model")
     if level.name == DRAFT_STREAMING:
         model = model.for_text(config.draft.sinks + config.draft.window, 0)  # it sees no more at a time
-    cache: StreamingCache | RetrievedCache
+    cache = _cache(level, model, parts)
+    parts.caches.append(cache)
+    plan = model.layer_plan(level.layers)
+    first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
+    # Of the text the last token is missing, and where all was accepted perhaps the one before it.
+    recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
+    for order in dict.fromkeys((plan, first or plan)):
+        model.prepare(cache, recurring, order)
+    cost = PassCost(model, None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room)
+    verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
+    if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
+        return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
+    parts.full.derived.append(cache)
+    return ModelDrafter(verifier, shape, parts.stop_tokens, first)
+
+
+def _cache(
+    level: LevelConfig, model: CausalModel, parts: Parts
+) -> StreamingCache | RetrievedCache | SharedCache:
+    """What a level's model attends to."""
+    config = parts.config
+    if level.cache == "shared":
+        return SharedCache(parts.full, parts.backend, parts.pool)
     if level.cache == "streaming":
-        cache = StreamingCache(
+        return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
             sinks=config.draft.sinks,
@@ -126,29 +149,15 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
             source=None if level.name == DRAFT_STREAMING else parts.full,
             pool=parts.pool,
         )
-    else:
-        cache = RetrievedCache(
-            parts.full,
-            budget=config.retrieval.budget,
-            chunk=config.retrieval.chunk,
-            recent=config.retrieval.recent,
-            refresh=config.retrieval.refresh,
-            backend=parts.backend,
-            selection=_selection(parts),
-            room=room_for_means(parts.pages) if config.retrieval.rest else 0,
-            from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,
-            pool=parts.pool,
-        )
-    parts.caches.append(cache)
-    plan = model.layer_plan(level.layers)
-    first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
-    # Of the text the last token is missing, and where all was accepted perhaps the one before it.
-    recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
-    for order in dict.fromkeys((plan, first or plan)):
-        model.prepare(cache, recurring, order)
-    cost = PassCost(model, cache.budget + cache.buffer.room)
-    verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
-    if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
-        return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
-    parts.full.derived.append(cache)
-    return ModelDrafter(verifier, shape, parts.stop_tokens, first)
+    return RetrievedCache(
+        parts.full,
+        budget=config.retrieval.budget,
+        chunk=config.retrieval.chunk,
+        recent=config.retrieval.recent,
+        refresh=config.retrieval.refresh,
+        backend=parts.backend,
+        selection=_selection(parts),
+        room=room_for_means(parts.pages) if config.retrieval.rest else 0,
+        from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,
+        pool=parts.pool,
+    )

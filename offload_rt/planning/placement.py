@@ -13,11 +13,13 @@ from functools import cached_property
 from cpu_kv import TransferEngine
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.buffers import room_for_means
+from offload_rt.caches.shared import SharedCache
 from offload_rt.config import (
     DRAFT_STREAMING,
     HEAD,
     SOURCES,
     TARGET_RETRIEVED,
+    TARGET_SHARED,
     TARGET_STREAMING,
     Config,
     LevelConfig,
@@ -322,6 +324,9 @@ def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
         memory["head_weights"] = head.weight_bytes - head.embedding_parameters * head.dtype.itemsize
     if TARGET_STREAMING in request.levels:
         memory["streaming_cache"] = streaming * target.token_bytes // parts
+    if TARGET_SHARED in request.levels:
+        entries = config.store.page + SharedCache.PORTION + SPECULATIVE_ENTRIES
+        memory["shared_cache"] = entries * target.token_bytes // parts
     if request.retrieves:
         entries, tokens = (
             request.retrieved_entries + SPECULATIVE_ENTRIES,

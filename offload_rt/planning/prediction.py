@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED
+from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
 from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
@@ -107,6 +107,10 @@ class Predictor:
         request, config = self.request, self.config
         if request.levels[index] == HEAD:
             return self.step(head_shape(request.target), queries, split=False)
+        if request.levels[index] == TARGET_SHARED:  # the CPU attends to all of the text
+            exchange = 0.0 if request.in_place else request.target.layers * self._exchange_ms(queries)
+            over_text = self._cpu_attention(request.context, queries) + exchange
+            return self.step(request.target, queries) + Work(over_text)
         small = request.draft if request.levels[index] == DRAFT_STREAMING else None
         bounded = config.draft.sinks + config.draft.window
         entries = request.retrieved_entries if request.levels[index] == TARGET_RETRIEVED else bounded

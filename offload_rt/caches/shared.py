@@ -1,0 +1,92 @@
+"""The target's full cache, lent to drafts: what Draft & Verify (arXiv 2309.08168) drafts over."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload_rt.attention import AttentionBackend, attend, cpu_share_backend, merge
+from offload_rt.caches.base import Verified
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.places import CpuShare
+
+
+class SharedCache(BoundedCache):
+    """All of the text, and speculation behind it: exact where the draft has all of the target's layers.
+
+    The text's full pages are attended where they lie in the store, by the CPU; the entries are the tokens
+    behind them, so that a pass of the full cache may run meanwhile. Layers left out are not read.
+
+    Args:
+        source: the full cache of the same model.
+    """
+
+    recordable = False
+    PORTION = 64
+    """Verified tokens that it takes at once; then it leaves full pages to the store."""
+
+    def __init__(self, source: FullCache, backend: AttentionBackend, pool: BufferPool | None = None) -> None:
+        entries = source.layout.page_size + self.PORTION
+        super().__init__(source.layout, source.device, entries, backend, pool)
+        self._source = source
+        self._paged = 0  # tokens in the full pages
+        self._cpu: CpuShare | None = None
+        if source.device.type != "cpu":
+            self._cpu = CpuShare(cpu_share_backend(source.device), source.device)
+
+    def release(self) -> None:
+        if self._cpu is not None:
+            self._cpu.close()
+        super().release()
+
+    def build(self, queries: Tensor) -> None:
+        """Reads the end of the text from the store; `queries` are not needed."""
+        self.held.clear()
+        length, page = self._source.verified_length, self._layout.page_size
+        self._paged = self.verified_length = length // page * page
+        self.entries = 0
+        if length > self._paged:
+            self._take(*self._source.read(self._paged, length))
+
+    def catch_up(self) -> None:
+        """Nothing to do: it adopts all that is verified."""
+
+    def refill(self) -> None:
+        """Nothing to take: it reads the store."""
+
+    def adopt(self, verified: Verified) -> None:
+        kept = self._still_right(verified.tokens)
+        self._take(verified.keys, verified.values)
+        self._put_behind(*kept)
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        if not self._paged:
+            return super().attend(layer, queries, keys, values, scale)
+        runs = self._source.sequence.views(layer, 0, self._paged)
+        if self._cpu is None:
+            parts = [attend(self.backend, queries, *run, scale) for run in runs]
+            return merge([*parts, self.frame.attend_part(layer, queries, keys, values, scale)])[0]
+        by_cpu = self._cpu.start(queries, runs, scale)
+        own = self.frame.attend_part(layer, queries, keys, values, scale)
+        out, lse = self._cpu.finish(by_cpu)
+        return merge([own, (out, lse)])[0]
+
+    def _take(self, keys: Tensor, values: Tensor) -> None:
+        for start in range(0, keys.shape[2], self.PORTION):
+            portion = slice(start, start + self.PORTION)
+            self._leave_pages_to_the_store()
+            super()._take(keys[:, :, portion], values[:, :, portion])
+
+    def _leave_pages_to_the_store(self) -> None:
+        page = self._layout.page_size
+        gone = self.entries // page * page
+        if gone:
+            self._paged += gone
+            if self._source.sequence.length < self._paged:
+                self._source.engine.flush()
+            self._move(range(gone, self.entries), 0)
+            self.entries -= gone
+
+    def _victims(self, count: int) -> list[int]:
+        return []  # `_take` has made room for all
