@@ -372,7 +372,7 @@ def test_caches_are_refreshed_as_their_policy_says(
     monkeypatch.setattr(
         RetrievedCache,
         "fill",
-        lambda self, queries: (refreshes.append(str(self._policy)), build(self, queries))[1],
+        lambda self, queries: (refreshes.append(str(self.refresh.policy)), build(self, queries))[1],
     )
     text = byte_ids(512 + 256)
     model = CausalModel(target, "tiny")

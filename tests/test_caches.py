@@ -21,6 +21,7 @@ from cpu_kv import CpuLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEng
 from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.caches.refresh import Refresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import ByAttention, ByMeanKeys
 from offload_rt.caches.shared import SharedCache
@@ -438,7 +439,7 @@ class PlainRetrieval:
         self.refreshes = 0
         self.always: list[int] = []  # tokens that are not overwritten
         self.chosen: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
-        self.rounds: deque[tuple[int, int]] = deque(maxlen=RetrievedCache.ROLLING_ROUNDS)
+        self.rounds: deque[tuple[int, int]] = deque(maxlen=Refresh.ROUNDS)
         self.since = 0
         self.due: Tensor | None = None
 
@@ -680,7 +681,7 @@ def test_caches_derived_from_the_full_one(
 def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFull) -> None:
     """The verified entries are the KV of exactly the tokens that should be held."""
     length = len(full.tokens)
-    assert cache.refreshes == plain.refreshes
+    assert cache.refresh.count == plain.refreshes
     if plain.due is not None:
         return  # what it holds now, nobody will see
     for layer in range(LAYERS):
@@ -777,10 +778,10 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
         cache.build_derived()
         found = []
         for number in range(1, 13):
-            before = retrieved.refreshes
+            before = retrieved.refresh.count
             run(cache, Forest(source.tokens(3), [-1, 0, 1]), 3)
             cache.commit(range(1 + accepted))
             run(retrieved, Forest(source.tokens(1), [-1]), 1)
-            if retrieved.refreshes > before:
+            if retrieved.refresh.count > before:
                 found.append(number)
         assert found == refreshed

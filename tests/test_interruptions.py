@@ -226,11 +226,11 @@ def test_a_text_given_up_while_chunks_are_chosen(
     """The thread that chooses for the next layer is waited for; `no_thread_is_left` looks for it."""
     choosing, choose = threading.Event(), RetrievedCache._best_chunks
 
-    def slow(cache: RetrievedCache, layer: int, *arguments: Any) -> torch.Tensor:
-        if threading.current_thread().name.startswith("offload_rt-choosing") and layer:
+    def slow(cache: RetrievedCache, *arguments: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("offload_rt-choosing") and arguments[-1]:
             choosing.set()
             time.sleep(0.3)
-        return choose(cache, layer, *arguments)
+        return choose(cache, *arguments)
 
     monkeypatch.setattr(RetrievedCache, "_best_chunks", slow)
     overrides = engine_overrides(ahead=2)

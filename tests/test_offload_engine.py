@@ -30,7 +30,8 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import CpuShare, Shares
-from offload_rt.caches.retrieved import RetrievedCache, RetrievedRefill
+from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.engine import Engine
@@ -107,7 +108,7 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 budget=cache.budget,
                 chunk=cache.chunk,
                 recent=cache.recent,
-                refresh=cache._policy,
+                refresh=cache.refresh.policy,
                 backend=cache.backend,
                 selection=cache._selection,
                 room=cache.buffer.room,

@@ -1,0 +1,179 @@
+"""How a retrieved cache is filled from a pass of the full one, as its entries pass by."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpu_kv import Sent, part_of
+from offload_rt.caches.buffers import KVBuffer
+from offload_rt.caches.full import FullCache
+
+_Places = slice | tuple[Tensor, Tensor]
+"""Entries of a layer, for every head alike; or heads and chunks."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How a text of `length` tokens fills the entries: chunks `[0, chosen_end)`, then the recent window.
+
+    What was not chosen before that window is the rest: the means of the first `pages` pages stand for it.
+    """
+
+    length: int
+    recent_start: int
+    chunks: int  # chosen ones, without the first
+    chosen_end: int
+    pages: int
+    rest: int  # tokens
+
+    @property
+    def entries(self) -> int:
+        return self.chosen_end + self.length - self.recent_start
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    """What is on its way to a layer's entries.
+
+    Attributes:
+        sent: `[2, …]`, keys and values.
+        places: where it belongs in the layer's keys `[kv_heads, capacity, head_dim]` and values.
+    """
+
+    sent: Sent
+    layer: int
+    places: _Places
+
+
+class RetrievedRefill:
+    """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
+
+    Which chunks are taken is said once a layer, by the same choice as when they are gathered, in a thread of
+    its own that is ahead of the pass. Nothing here waits for the device.
+
+    Args:
+        chunk: tokens of a chunk.
+        choose: chunks of a layer `[kv_heads, 1 + chunks]`, in the order of their entries; called there.
+        choices: host memory for the chosen chunks, `[layers, 3 * all]` int64.
+
+    Attributes:
+        extent: how the entries lie in `buffer`.
+    """
+
+    def __init__(
+        self,
+        source: FullCache,
+        chunk: int,
+        extent: Extent,
+        choose: Callable[[int], Tensor],
+        buffer: KVBuffer,
+        choices: Tensor,
+    ) -> None:
+        self.extent = extent
+        self.buffer = buffer
+        self._source = source
+        self._chunk = chunk
+        self._best_chunks = choose
+        self._choices = choices
+        self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
+        self._chosen = [self._choosing.submit(self._choose, layer) for layer in range(source.layout.layers)]
+        self._choosing.shutdown(wait=False)  # it ends with the last layer
+        self._layer = -1
+        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # see `_choose`
+        self._numbers: list[int] = []
+        self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
+        self._under_way: deque[_OnItsWay] = deque()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every entry has passed by."""
+        return self._missing == 0
+
+    def finish(self) -> None:
+        """Puts what was sent meanwhile in its place; what is still under way is waited for."""
+        self._put_sent(self._source.layout.layers)
+
+    def close(self) -> None:
+        self._choosing.shutdown(wait=True, cancel_futures=True)
+
+    @torch.inference_mode()  # each thread has its own mode
+    def _choose(self, layer: int) -> Tensor:
+        """Chosen chunks `[3, n]` in page-locked memory: rising numbers, their heads, their places there."""
+        chunks = self._best_chunks(layer)
+        numbers, order = chunks.flatten().sort(stable=True)
+        places = chunks.shape[1]
+        out = self._choices[layer, : 3 * len(numbers)].view(3, -1)
+        return torch.stack([numbers, order // places, order % places], out=out)
+
+    def _put_sent(self, end: int) -> None:
+        """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
+        while self._under_way and self._under_way[0].layer < end:
+            one = self._under_way.popleft()
+            self._put(self._source.engine.await_sent(one.sent), one.layer, one.places)
+
+    def _put(self, parts: Iterable[Tensor], layer: int, places: _Places) -> None:
+        """Keys and values on the device, to the entries at `places`."""
+        for part, memory in zip(parts, (self.buffer.keys, self.buffer.values), strict=True):
+            if isinstance(places, slice):
+                memory[layer, :, places] = part
+            else:
+                chosen = memory[layer, :, : self.extent.chosen_end]
+                chosen.unflatten(1, (-1, self._chunk))[places] = part
+
+    def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
+        if layer != self._layer:
+            self._turn_to(layer)
+        self._take_chunks(layer, start, keys, values, over_link)
+        self._take_recent(layer, start, keys, values, over_link)
+
+    def _turn_to(self, layer: int) -> None:
+        # Two layers' are on their way at most: the pass waits for none, and they take little memory.
+        self._put_sent(layer - 1)
+        self._layer = layer
+        # As chosen: on the host, and on the device.
+        self._chunks = self._chosen[layer].result()
+        self._numbers = self._chunks[0].tolist()
+        self._there = self._chunks.to(self.buffer.keys.device, non_blocking=True)
+
+    def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
+        chunk, (pages, _, tokens, _) = self._chunk, keys.shape
+        first, per_page = start // chunk, tokens // chunk
+        low = bisect_left(self._numbers, first)
+        high = bisect_left(self._numbers, first + pages * per_page)
+        if low == high:
+            return
+        # What lies in host memory is picked by what was chosen there: the device need not be asked.
+        numbers, heads, _ = (self._chunks if over_link else self._there)[:, low:high]
+        page, at = (numbers - first) // per_page, (numbers - first) % per_page
+        parts = (part[:, :, : per_page * chunk].unflatten(2, (per_page, chunk)) for part in (keys, values))
+        picked = [part[page, heads, at] for part in parts]
+        self._missing -= (high - low) * chunk
+        _, heads, places = self._there[:, low:high]
+        (self._send if over_link else self._put)(picked, layer, (heads, places))
+
+    def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
+        extent = self.extent
+        first = max(start, extent.recent_start)
+        last = min(start + len(keys) * keys.shape[2], extent.length)
+        if first >= last:
+            return
+        to = slice(
+            extent.chosen_end + first - extent.recent_start, extent.chosen_end + last - extent.recent_start
+        )
+        parts = [part_of(part, first - start, last - start) for part in (keys, values)]
+        self._missing -= (last - first) * keys.shape[1]
+        (self._send if over_link else self._put)(parts, layer, to)
+
+    def _send(self, parts: list[Tensor], layer: int, places: _Places) -> None:
+        """Keys and values in host memory, to the entries at `places`. The pass does not wait for them."""
+        engine = self._source.engine
+        packed = engine.outgoing(2, *parts[0].shape)
+        torch.stack(parts, out=packed)
+        self._under_way.append(_OnItsWay(engine.start_sending(packed), layer, places))
