@@ -185,7 +185,7 @@ def test_levels_are_names_or_tables(tmp_path: Path) -> None:
 
 
 def test_a_level_may_stand_below_each_dearer_one() -> None:
-    models = ("draft:streaming", "target:streaming", "target:retrieved")
+    models = ("draft:streaming", "target:streaming", "target:retrieved", "target:shared")
     assert (*SOURCES, HEAD, *models) == LEVELS
     assert load_config("plain", {"speculation.levels": [HEAD, *models[1:]]}).speculation.names[0] == HEAD
     for source in SOURCES:
