@@ -46,13 +46,10 @@ class PinnedCopies:
         refusals: list[str] = []
         self._device = device
         self._slabs = SlabAllocator(pin=True, on_warning=refusals.append)
-        self._sources, self._results = (
-            self._slabs.allocate((size,), torch.uint8).result().zero_() for _ in range(2)
-        )
+        slabs = (self._slabs.allocate((size,), torch.uint8) for _ in range(2))
+        self._sources, self._results = (slab.result().zero_() for slab in slabs)
         self.pinned = not refusals
-        self._inwards, self._outwards = (
-            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)
-        )
+        self._inwards, self._outwards = torch.zeros(2, size, dtype=torch.uint8, device=device)
         self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
         torch.cuda.synchronize(device)  # the buffers were filled on another stream
 
