@@ -443,9 +443,10 @@ class Config:
         levels = self.speculation.levels
         return {name for level in levels for name in (level.model, level.merge)} & set(SOURCES)
 
-    def refreshing_from(self, place: RefreshFrom) -> Config:
-        """The same with another `offload.refresh_from`."""
-        return replace(self, offload=replace(self.offload, refresh_from=place))
+    def having(self, key: str, value: object) -> Config:
+        """The same with another value of one key, `section.key`."""
+        section, name = key.split(".")
+        return replace(self, **{section: replace(getattr(self, section), **{name: value})})
 
 
 _CONFIGS = Path(__file__).with_name("configs")

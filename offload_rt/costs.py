@@ -5,9 +5,14 @@ Not a prediction of this machine's speed: a fixed scale, on which passes can be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
+
+Cost = Callable[[int, int], float]
+"""ms of a pass at a text of so many tokens, of so many new ones."""
 
 
 @dataclass(frozen=True)
@@ -33,45 +38,40 @@ NOMINAL = {
 }
 
 
-class PassCost:
-    """Nominal cost of one model's passes over one kind of cache.
+def pass_cost(
+    model: CausalModel, budget: int | None, link_rate: float | None = None, plan: LayerPlan | None = None
+) -> Cost:
+    """Of one model's passes over one kind of cache.
 
     Args:
         budget: entries the cache holds at most; None: the whole text.
         link_rate: bytes per second at which the whole text comes, where that is known.
+        plan: of its layers, where blocks may be left out; None: none is.
     """
+    rates, plan = NOMINAL[model.device.type], plan or LayerPlan.whole(model.layers)
+    attending, mlps = (model.layers - len(left_out) for left_out in (plan.no_attention, plan.no_mlp))
+    store = rates.store if link_rate is None else link_rate / 1e9
+    rate = store if budget is None else rates.memory
+    entry_ms = attending * model.kv_layout().layer_token_bytes / rate / 1e6
+    query_entry_ms = 4 * attending * model.heads * model.head_dim / rates.compute / 1e6
+    dense = _dense(model, (attending + mlps) / 2, model.weight_bytes - model.left_out_bytes(plan))
 
-    def __init__(self, model: CausalModel, budget: int | None, link_rate: float | None = None) -> None:
-        rates = NOMINAL.get(model.device.type, NOMINAL["cpu"])
-        self._budget = budget
-        self._fixed_ms = model.layers * rates.launch_ms + model.weight_bytes / rates.memory / 1e6
-        store = rates.store if link_rate is None else link_rate / 1e9
-        rate = store if budget is None else rates.memory
-        self._entry_ms = model.kv_layout().token_bytes / rate / 1e6
-        self._query_entry_ms = 4 * model.layers * model.heads * model.head_dim / rates.compute / 1e6
-        self._query_ms = 2 * model.weight_bytes / model.dtype.itemsize / rates.compute / 1e6
-
-    def __call__(self, length: int, queries: int) -> float:
-        """ms of a pass of `queries` tokens at a text of `length` tokens."""
-        entries = length if self._budget is None else min(length, self._budget)
+    def cost(length: int, queries: int) -> float:
+        entries = length if budget is None else min(length, budget)
         # Reading and computing overlap; what is slower sets the pace.
-        attention = max(self._entry_ms, self._query_entry_ms * queries) * entries
-        return self._fixed_ms + attention + self._query_ms * queries
+        return dense(length, queries) + max(entry_ms, query_entry_ms * queries) * entries
+
+    return cost
 
 
-class HeadCost:
-    """Nominal cost of passes of a draft head: its block, and the target's output head.
+def head_cost(target: CausalModel, weight_bytes: int) -> Cost:
+    """Of a draft head's passes: its block of so many bytes, and the target's output head."""
+    return _dense(target, 1, weight_bytes + target.vocabulary * target.hidden_size * target.dtype.itemsize)
 
-    Args:
-        weight_bytes: of the block.
-    """
 
-    def __init__(self, target: CausalModel, weight_bytes: int) -> None:
-        rates, itemsize = NOMINAL.get(target.device.type, NOMINAL["cpu"]), target.dtype.itemsize
-        weight_bytes += target.vocabulary * target.hidden_size * itemsize
-        self._fixed_ms = rates.launch_ms + weight_bytes / rates.memory / 1e6
-        self._query_ms = 2 * weight_bytes / itemsize / rates.compute / 1e6
-
-    def __call__(self, length: int, queries: int) -> float:
-        """ms of a pass of `queries` tokens, at any `length`."""
-        return self._fixed_ms + self._query_ms * queries
+def _dense(model: CausalModel, layers: float, weight_bytes: int) -> Cost:
+    """Of reading weights and launching layers, and of the products of each query."""
+    rates = NOMINAL[model.device.type]
+    fixed_ms = layers * rates.launch_ms + weight_bytes / rates.memory / 1e6
+    query_ms = 2 * weight_bytes / model.dtype.itemsize / rates.compute / 1e6
+    return lambda length, queries: fixed_ms + query_ms * queries

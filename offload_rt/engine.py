@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
@@ -104,7 +103,7 @@ class Engine:
         if left == config.speculation.levels:
             return config
         self._on_notice(f"no draft model: {' → '.join(level.name for level in left)} drafts alone")
-        return replace(config, speculation=replace(config.speculation, levels=left))
+        return config.having("speculation.levels", left)
 
     def open(self, prompt: Sequence[int], continuation: Continuation) -> Session:
         """Reads a prompt, so that `step` can continue it. Others may be under way."""
@@ -172,8 +171,7 @@ class Engine:
         if on_gpu:
             planned.check()
             placement, page = planned.placement, config.store.page
-            store = replace(config.store, ring_buffers=placement.ring_buffers)
-            config = replace(config, store=store)
+            config = config.having("store.ring_buffers", placement.ring_buffers)
             resident = -(-placement.resident_tokens // page) * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page

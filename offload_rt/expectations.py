@@ -11,9 +11,7 @@ HEAD_ACCEPTANCE = 0.65  # of a token a head on hidden states drafts
 LOOKUP_ACCEPTANCE = 0.3  # of a token looked up in the context
 SECOND_CHOICE = 0.5  # of a second child that is sampled, once the first one was rejected
 NEXT_CHOICE = 0.8  # of each further child, as a share of that of the one before
-LATER_CHOICES = tuple(
-    SECOND_CHOICE * NEXT_CHOICE**elder for elder in range(7)
-)  # where all before were rejected
+LATER_CHOICES = tuple(SECOND_CHOICE * NEXT_CHOICE**elder for elder in range(7))  # all before were rejected
 
 
 @functools.lru_cache(maxsize=1024)

@@ -84,6 +84,12 @@ class CausalModel:
     def weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.module.parameters())
 
+    def left_out_bytes(self, plan: LayerPlan) -> int:
+        """Of the weights of the blocks that `plan` leaves out."""
+        left_out = [self._blocks[layer].self_attn for layer in plan.no_attention]
+        left_out += [self._blocks[layer].mlp for layer in plan.no_mlp]
+        return sum(p.nbytes for block in left_out for p in block.parameters())
+
     def kv_layout(self, page_size: int = 1) -> KVLayout:
         """How its KV lies in memory, in pages of so many tokens."""
         return KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, page_size)

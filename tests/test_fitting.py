@@ -102,7 +102,7 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(
     def decided(requests: Iterable[PlanRequest]) -> list[Plan]:
         (request,) = requests
         assert request.config.offload.refresh_from == "auto"
-        return [plan(replace(request, config=request.config.refreshing_from(place)))]
+        return [plan(request.having("offload.refresh_from", place))]
 
     def as_on_a_gpu(subject: Engine, *arguments: Any) -> Any:
         subject.target.device = torch.device("cuda")
@@ -129,7 +129,7 @@ def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: p
 
     def smaller(subject: Engine, *arguments: Any) -> Any:
         config, shares = given(subject, *arguments)
-        return replace(config, retrieval=replace(config.retrieval, budget=48)), shares
+        return config.having("retrieval.budget", 48), shares
 
     monkeypatch.setattr(Engine, "_plan", smaller)
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:

@@ -103,15 +103,12 @@ class FakeCopies:
 
     def _begin(self, direction: str, alone: float, both: float) -> Callable[[], float]:
         self.flying.append(direction)
+        self.together = len(self.flying) == 2
 
         def rate() -> float:
-            together = len(set(self.began)) == 2
             self.flying.remove(direction)
-            if not self.flying:
-                self.began = []
-            return both if together else alone
+            return both if self.together else alone
 
-        self.began = list(self.flying)
         return rate
 
     def to_device(self) -> Callable[[], float]:

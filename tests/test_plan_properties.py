@@ -124,7 +124,7 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
 
 
 def refreshed_from(asked: PlanRequest, place: RefreshFrom) -> Plan:
-    return plan(replace(asked, config=asked.config.refreshing_from(place)))
+    return plan(asked.having("offload.refresh_from", place))
 
 
 @quick
@@ -135,8 +135,7 @@ def refreshed_from(asked: PlanRequest, place: RefreshFrom) -> Plan:
 @example(request({"retrieval.budget": 8192}, hardware=gpu(memory_bytes=20 * GIB)), "every")
 def test_the_refresh_that_is_planned_is_the_faster_one(asked: PlanRequest, policy: str) -> None:
     assume(asked.retrieves)
-    retrieval = replace(asked.config.retrieval, refresh=RefreshPolicy.parse(policy))
-    asked = replace(asked, config=replace(asked.config, retrieval=retrieval))
+    asked = asked.having("retrieval.refresh", RefreshPolicy.parse(policy))
     store, stream = refreshed_from(asked, "store"), refreshed_from(asked, "stream")
     planned = plan(asked)
     assert planned in (store, stream)

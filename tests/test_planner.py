@@ -113,7 +113,7 @@ def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     budget = planned.request.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)
-    assert not ring_fits(asked.with_budget(budget + 8), asked.config.store.ring_buffers)
+    assert not ring_fits(asked.having("retrieval.budget", budget + 8), asked.config.store.ring_buffers)
 
 
 @pytest.mark.parametrize(("policy", "faster"), [("every", "stream"), ("stride:64", "store")])
@@ -203,7 +203,7 @@ def test_nearest_plans_of_other_kinds() -> None:
     assert "--dtype bfloat16" in refusal(target=wide, hardware=roomy)
     tight = {"retrieval.budget": 60_000}
     found = re.search(r"--set retrieval.budget=(\d+)", refusal(overrides=tight))
-    assert found is not None and plan(request(tight).with_budget(int(found[1]))).fits
+    assert found is not None and plan(request(tight).having("retrieval.budget", int(found[1]))).fits
     assert "smaller model" in refusal(hardware=gpu(memory_bytes=GIB // 4))
 
 

@@ -295,7 +295,7 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     # A small model's tree takes that model's steps; where its depth is chosen as it runs, 4 nodes a step.
     levels = [{"model": "draft", "cache": "streaming", "draft": "grown:32"}]
     small = Predictor(request({"speculation.levels": levels}, "naive", context=50_000))
-    small_step = small.step(JF68M, 8, 256, split=False, graph=True)
+    small_step = small.step(JF68M, 8, 256, graph=True)
     assert small.draft(32).ms == pytest.approx(4 * small_step.ms)
     unset = {"speculation.levels": levels, "speculation.gamma2": 0}
     assert request(unset, "naive", context=50_000).shape.depth == 8

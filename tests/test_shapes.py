@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from offload_rt.errors import UsageError
 from offload_rt.loading import demo_model, load_model
-from offload_rt.planning.shapes import SHAPE_NAMES, SHAPES, ModelShape, find_shape, from_config
+from offload_rt.planning.shapes import SHAPES, find_shape, from_config
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((arch, {}) for arch in ARCHITECTURES),
@@ -138,10 +138,3 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_what_generate_refuses_has_no_plan(config: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         from_config(config, None, "odd")
-
-
-def test_every_name_is_found() -> None:
-    assert set(SHAPES) < set(SHAPE_NAMES)
-    for name in SHAPE_NAMES:
-        found = find_shape(name, torch.bfloat16)
-        assert isinstance(found, ModelShape) and found.name == name and found.max_positions > 0

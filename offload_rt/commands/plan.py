@@ -19,8 +19,15 @@ from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 if TYPE_CHECKING:
     from offload_rt.planning.planner import Plan, Prediction
 
-HARDWARE_FLAGS = ("gpus", "link", "dram", "ram", "cpu_attention", "vram")
 NO_DRAFT = "none"
+FIGURES = {
+    "--link": ("GB/s", "of each card, each way (default: 25)"),
+    "--dram": ("GB/s", "host memory (default: 70)"),
+    "--ram": ("GiB", "host memory (default: 96)"),
+    "--cpu-attention": ("GB/s", "KV that the CPU attends (default: 0.7 of the memory's)"),
+    "--vram": ("GiB", "of a card to use (default: all)"),
+}
+"""Of a machine, by flag: units and meanings."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,20 +42,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add = plan.add_argument_group("model").add_argument
     add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
-    add(
-        "--draft",
-        metavar="FOLDER|ID|SHAPE|none",
-        help="small model that may draft, e.g. jf68m (default: none)",
-    )
+    drafts = "small model that may draft, e.g. jf68m (default: none)"
+    add("--draft", metavar="FOLDER|ID|SHAPE|none", help=drafts)
     add(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
         help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
     )
-    add(
-        "--context", type=_tokens, required=True, metavar="N", help="tokens of the prompt, e.g. 100000 or 96k"
-    )
+    tokens = "tokens of the prompt, e.g. 100000 or 96k"
+    add("--context", type=_tokens, required=True, metavar="N", help=tokens)
     add("--new-tokens", type=int, default=256, metavar="N", help="tokens to generate (default: 256)")
 
     configuration = plan.add_argument_group("configuration")
@@ -72,28 +75,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         add(flag, type=float, default=default, metavar="A", help=f"{help} (default: {default})")
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
-    _add_hardware(plan)
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE (default: nowhere)")
-
-
-def _add_hardware(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
-    add(
-        "--gpu",
-        metavar="NAME",
-        help="rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine)",
-    )
+    cards = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine)"
+    add("--gpu", metavar="NAME", help=cards)
     add("--gpus", type=int, metavar="N", help="how many of it (default: 1)")
-    add("--link", type=float, metavar="GB/s", help="of each card, each way (default: 25)")
-    add("--dram", type=float, metavar="GB/s", help="host memory (default: 70)")
-    add("--ram", type=float, metavar="GiB", help="host memory (default: 96)")
-    add(
-        "--cpu-attention",
-        type=float,
-        metavar="GB/s",
-        help="KV that the CPU attends (default: 0.7 of the memory's)",
-    )
-    add("--vram", type=float, metavar="GiB", help="of a card to use (default: all)")
+    for flag, (unit, help) in FIGURES.items():
+        add(flag, type=float, metavar=unit, help=help)
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE (default: nowhere)")
 
 
 def _tokens(text: str) -> int:
@@ -134,30 +122,24 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for config in possible(configs, small is not None)
     ]
-    plans = ranked(requests)
-    planned = plans[0]
+    planned, *others = plans = ranked(requests)
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
     lines = list(_report(planned, planned.check()))
-    if len(plans) > 1:
+    if others:
         lines.insert(1, f"config     {comparison(plans)}")
     elif small is not None and len(planned.request.levels) > 1:
-        lines += _without_draft(planned.check(), plan(replace(requests[0], draft=None)))
+        ms = plan(replace(requests[0], draft=None)).ms_per_token
+        if ms < planned.ms_per_token:
+            lines.append(f"draft      makes it slower: {ms:.1f} ms a token without it (--draft none)")
     print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
     return 0
 
 
-def _without_draft(predicted: Prediction, alone: Plan) -> Iterator[str]:
-    """A line where the given draft is a hindrance."""
-    if alone.predicted is not None and alone.predicted.ms_per_token < predicted.ms_per_token:
-        ms = alone.predicted.ms_per_token
-        yield f"draft      makes it slower: {ms:.1f} ms a token without it (--draft none)"
-
-
 def _hardware(arguments: argparse.Namespace) -> Hardware:
     """The machine that the flags describe, or this one."""
-    flags = {name: getattr(arguments, name) for name in HARDWARE_FLAGS}
-    given = {name: value for name, value in flags.items() if value is not None}
+    names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", *FIGURES)]
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.gpu is not None:
         return named_hardware(arguments.gpu, **given)
     if given:

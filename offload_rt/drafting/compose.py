@@ -15,7 +15,7 @@ from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys, Selectio
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import DATASTORE, DRAFT_STREAMING, HEAD, SOURCES, SUFFIX, Config, LevelConfig
-from offload_rt.costs import HeadCost, PassCost
+from offload_rt.costs import head_cost, pass_cost
 from offload_rt.drafting.base import Drafter, NoDrafter
 from offload_rt.drafting.datastore import Datastore
 from offload_rt.drafting.head_drafter import HeadDrafter, Heads
@@ -68,7 +68,7 @@ def compose(parts: Parts) -> Verifier:
         if level.merge:
             drafter = MergedDrafter(drafter, _source(level.merge, parts.config))
         below = own
-    cost = PassCost(parts.target, None, parts.full.engine.link.bytes_per_second)
+    cost = pass_cost(parts.target, None, parts.full.engine.link.bytes_per_second)
     return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, cost)
 
 
@@ -109,8 +109,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
         return _source(level.name, config)
     if level.name == HEAD:
         model_of_head = parts.heads.of(config.head, parts.target)
-        head_cost = HeadCost(parts.target, model_of_head.head.weight_bytes)
-        return HeadDrafter(model_of_head, parts.sampling, head_cost, parts.stop_tokens)
+        cost = head_cost(parts.target, model_of_head.head.weight_bytes)
+        return HeadDrafter(model_of_head, parts.sampling, cost, parts.stop_tokens)
     model = parts.draft if level.name == DRAFT_STREAMING else parts.target
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")
@@ -124,7 +124,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
     for order in dict.fromkeys((plan, first or plan)):
         model.prepare(cache, recurring, order)
-    cost = PassCost(model, None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room)
+    entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room
+    cost = pass_cost(model, entries, plan=plan)
     verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
     if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
         return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)

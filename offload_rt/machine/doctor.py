@@ -8,6 +8,7 @@ import os
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
@@ -37,40 +38,28 @@ STAND_IN = (
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What was measured.
+class Report:
+    """A machine: what was measured, and what the system says of it now, its free memory too.
 
     Attributes:
         measured_at: ISO 8601 in UTC.
         load_average: programs that were running just before.
-        hardware: the figures that plans are made from.
         links: what else is seen of the link of each of `hardware.gpus`.
+        cards: all graphics cards; those of `hardware.gpus` first.
+        versions: of the software that the rates depend on, by name; None: not there.
+        notices: what to know about the figures.
     """
 
     measured_at: str
     load_average: float
     hardware: Hardware
     links: tuple[LinkFigures, ...]
-
-
-@dataclass(frozen=True)
-class Report(Rates):
-    """A machine; the memory of its `hardware` is what is free now.
-
-    Attributes:
-        host: what the system says of the processor and its memory now.
-        cards: all graphics cards; those of `hardware.gpus` first.
-        versions: of the software that the rates depend on, by name; None: not there.
-        notices: what to know about the figures.
-    """
-
     host: HostFacts
     cards: tuple[Card, ...]
     versions: dict[str, str | None]
     notices: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        """As JSON values."""
         return {"format": FORMAT, **asdict(self)}
 
 
@@ -90,24 +79,21 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
     load_average = os.getloadavg()[0]
     host, cards, versions = read_host(), read_cards(), read_versions()
     file_name, failures = _file_name(host, cards, versions), list[str]()
-    rates = None if refresh else _kept(file_name)
-    if rates is None:
+    measured = None if refresh else _kept(file_name)
+    if measured is None:
         hardware, links = _measure(cards, host, on_progress or (lambda *_: None))
         torch.cuda.empty_cache()
-        rates = Rates(datetime.now(UTC).isoformat(timespec="seconds"), load_average, hardware, links)
-        failures = _keep(file_name, rates)
+        measured = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
+        measured |= {"load_average": load_average, "hardware": hardware, "links": links}
+        failures = _keep(file_name, measured)
         host, cards = read_host(), read_cards()  # what was measured with is free again
     # What is free is never old.
-    free = replace(
-        rates.hardware.host, memory_bytes=host.available_bytes, lockable_bytes=lockable_memory(host)
-    )
-    gpus = tuple(
-        replace(gpu, memory_bytes=card.free_bytes)
-        for gpu, card in zip(rates.hardware.gpus, cards, strict=False)
-    )
-    notices = (*([] if gpus else [STAND_IN]), *failures)
-    now = vars(rates) | {"hardware": replace(rates.hardware, host=free, gpus=gpus)}
-    return Report(**now, host=host, cards=cards, versions=versions, notices=notices)
+    kept, lockable = measured["hardware"], lockable_memory(host)
+    free = replace(kept.host, memory_bytes=host.available_bytes, lockable_bytes=lockable)
+    gpus = (replace(gpu, memory_bytes=card.free_bytes) for gpu, card in zip(kept.gpus, cards, strict=False))
+    measured |= {"hardware": replace(kept, host=free, gpus=tuple(gpus))}
+    notices = (*([] if kept.gpus else [STAND_IN]), *failures)
+    return Report(**measured, host=host, cards=cards, versions=versions, notices=notices)
 
 
 def usable_hardware(
@@ -171,21 +157,21 @@ def _file_name(host: HostFacts, cards: tuple[Card, ...], versions: dict[str, str
     return f"machine-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.json"
 
 
-def _kept(file_name: str) -> Rates | None:
-    """The rates kept in this file; None where there is none that can be read."""
+def _kept(file_name: str) -> dict[str, Any] | None:
+    """What was measured and kept in this file; None where there is none that can be read."""
     try:
         values = json.loads((cache_folder() / file_name).read_text(encoding="utf-8"))
         links = tuple(LinkFigures(**link) for link in values["links"])
-        hardware = Hardware.from_json(values["hardware"])
-        return Rates(values["measured_at"], values["load_average"], hardware, links)
+        found = {"hardware": Hardware.from_json(values["hardware"]), "links": links}
+        return {name: values[name] for name in ("measured_at", "load_average")} | found
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return None
 
 
-def _keep(file_name: str, rates: Rates) -> list[str]:
+def _keep(file_name: str, measured: dict[str, Any]) -> list[str]:
     """Writes the file as a whole or not at all; returns a notice where it could not."""
     try:
-        write_whole(cache_folder() / file_name, json.dumps(asdict(rates), indent=1))
+        write_whole(cache_folder() / file_name, json.dumps(measured, default=asdict, indent=1))
     except (OSError, RuntimeError) as error:
         return [
             f"the figures could not be kept ({error}), so that they are measured each time; name a folder"

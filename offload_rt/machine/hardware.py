@@ -10,11 +10,7 @@ from typing import Any
 from offload_rt.errors import UsageError
 
 GIB = 2**30
-
-# A desktop with a card in a PCIe 4.0 slot of 16 lanes and two channels of DDR5.
-LINK_RATE = 25.0
-DRAM_RATE = 70.0
-RAM_GIB = 96.0
+SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
 
 # What kernels reach of a data sheet's figures.
 MEMORY_SHARE = 0.9
@@ -24,13 +20,20 @@ COMPUTE_SHARE = 0.8
 # binds it, and its rate falls as one over their number.
 ATTENTION_SHARE = 0.7
 ATTENTION_QUERIES = 16
-ATTENTION_BESIDE_LINK = 0.85
-LINK_BESIDE_ATTENTION = 0.95
 
 LAUNCH_MS = 0.3
-SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
-
 NO_GPU = "none"
+
+CARDS = {  # memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s
+    "rtx4090": (24_564, 1008, 165),
+    "rtx3090": (24_576, 936, 71),
+    "l40": (46_068, 864, 181),
+    "a100-40": (40_960, 1555, 312),
+    "a100-80": (81_920, 2039, 312),
+    "h100": (81_559, 3350, 989),
+    "h200": (143_771, 4800, 989),
+}
+"""Known cards, as their data sheets have them."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,7 @@ class Gpu:
     """One graphics card and its own link to host memory.
 
     Attributes:
-        name: as the driver or a data sheet calls it.
-        memory_bytes: what may be used of it: free memory where it was measured.
+        memory_bytes: what may be used: free memory where it was measured.
         memory_rate: GB/s at which kernels read its memory.
         compute_rate: TFLOP/s of dense bf16 matrix products.
         to_device_rate, to_host_rate: GB/s of pinned copies, each direction alone.
@@ -57,12 +59,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """How fast the CPU attends KV where it lies.
-
-    Attributes:
-        queries: (folded) queries a key head.
-        rate: GB/s of KV read.
-    """
+    """GB/s of KV that the CPU attends where it lies, at so many (folded) queries a key head."""
 
     queries: int
     rate: float
@@ -77,7 +74,7 @@ class Host:
         lockable_bytes: how much of it may be page-locked.
         memory_rate: GB/s at which all its threads read memory.
         compute_rate: GFLOP/s of float32 matrix products of many rows.
-        attention: measured at rising numbers of queries, bf16 KV, nothing else going on.
+        attention: at rising numbers of queries, bf16 KV, nothing else going on.
         attention_beside_link: share of that rate left while the link copies at full rate.
         link_beside_attention: share of the link's rate left meanwhile.
         launch_ms: of one decoder layer's operations over a few tokens.
@@ -97,11 +94,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine.
+    """A machine; without `gpus` the CPU computes, and KV is attended where it lies.
 
     Attributes:
-        host: processor and memory.
-        gpus: may be none: then the CPU computes, and KV is attended where it lies.
         measured: by doctor on this machine; False: named, or from data sheets.
     """
 
@@ -124,29 +119,17 @@ class Hardware:
         return replace(self.gpus[0], **joined, launch_ms=max(gpu.launch_ms for gpu in self.gpus))
 
 
-CARDS = {  # memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s
-    "rtx4090": (24_564, 1008, 165),
-    "rtx3090": (24_576, 936, 71),
-    "l40": (46_068, 864, 181),
-    "a100-40": (40_960, 1555, 312),
-    "a100-80": (81_920, 2039, 312),
-    "h100": (81_559, 3350, 989),
-    "h200": (143_771, 4800, 989),
-}
-"""Known cards, as their data sheets have them."""
-
-
 def named_hardware(
     gpu: str,
     gpus: int = 1,
     *,
-    link: float = LINK_RATE,
-    dram: float = DRAM_RATE,
-    ram: float = RAM_GIB,
+    link: float = 25.0,
+    dram: float = 70.0,
+    ram: float = 96.0,
     cpu_attention: float | None = None,
     vram: float | None = None,
 ) -> Hardware:
-    """A machine with `gpus` cards of a known kind; whatever is not given is a desktop's.
+    """A desktop with `gpus` cards of a known kind in PCIe 4.0 slots of 16 lanes, and two channels of DDR5.
 
     Args:
         gpu: a name from `CARDS`, written in any usual way ("4090", "RTX 4090"), or "none".
@@ -173,8 +156,8 @@ def named_hardware(
         memory_rate=dram,
         compute_rate=rate * ATTENTION_QUERIES,  # attention is one operation a byte and query
         attention=(AttentionRate(1, rate), AttentionRate(ATTENTION_QUERIES, rate)),
-        attention_beside_link=ATTENTION_BESIDE_LINK,
-        link_beside_attention=LINK_BESIDE_ATTENTION,
+        attention_beside_link=0.85,
+        link_beside_attention=0.95,
         launch_ms=LAUNCH_MS,
         threads=8,
     )

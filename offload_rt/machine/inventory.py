@@ -12,6 +12,7 @@ import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,15 @@ _LOWERED_LIMIT = 2**16
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Processor, memory and their limits.
+    """Processor, memory and their limits; None where the system says nothing.
 
     Attributes:
-        processor: its name.
         cores, cores_of_machine: processors that this program may run on, and all there are.
         threads: that torch computes with.
         instruction_sets: those of `INSTRUCTION_SETS` that it has.
         native_kernel: "built", "switched off", "no compiler" or "build failed".
         attention: name of the backend that attends on the CPU.
-        governor, energy_preference: of the first processor's clock; None where the system says nothing.
-        total_bytes, available_bytes: of memory.
+        governor, energy_preference: of the first processor's clock.
         memory_limit_bytes: what a container may have; None: all of it.
         lock_limit_bytes: RLIMIT_MEMLOCK; None: unlimited.
         swap_used_bytes: memory moved out to disk.
@@ -72,10 +71,8 @@ class Card:
     """A graphics card; None where the driver does not say.
 
     Attributes:
-        name, uuid: as the driver calls it.
         bus: its place, `domain:bus:device.function`.
         device: its number in torch; None: torch does not see it.
-        total_bytes, free_bytes: of its memory.
         link_generation, link_width: PCIe as it is now; an idle card lowers its generation.
         link_generation_most, link_width_most: what the card can do, whatever slot it is in.
         performance_state: from 0, full speed, to 15, idle.
@@ -101,7 +98,6 @@ class Card:
 
 
 def read_host() -> HostFacts:
-    """Reads everything anew."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     frequency = _PROCESSORS / "cpu0" / "cpufreq"
     flags = _processor_field("flags").split()
@@ -125,7 +121,6 @@ def read_host() -> HostFacts:
 
 
 def processor_name() -> str:
-    """What the system calls the processor."""
     return _processor_field("model name") or platform.processor() or platform.machine()
 
 
@@ -157,8 +152,8 @@ def read_versions() -> dict[str, str | None]:
 
 def link_now(uuid: str) -> tuple[int | None, int | None]:
     """PCIe generation and width of a card at this moment."""
-    handle = _ask("nvmlDeviceGetHandleByUUID", uuid)
-    return _ask("nvmlDeviceGetCurrPcieLinkGeneration", handle), _ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
+    ask = partial(_ask_card, _ask("nvmlDeviceGetHandleByUUID", uuid))
+    return ask("CurrPcieLinkGeneration"), ask("CurrPcieLinkWidth")
 
 
 def lockable_memory(host: HostFacts) -> int:
@@ -219,10 +214,7 @@ def native_kernel() -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
 
 
 def _ask(question: str, *arguments: object) -> Any:
@@ -236,28 +228,31 @@ def _ask(question: str, *arguments: object) -> Any:
         return None
 
 
+def _ask_card(handle: object, question: str) -> Any:
+    return _ask(f"nvmlDeviceGet{question}", handle)
+
+
 def _driver_card(number: int) -> Card:
-    handle = _ask("nvmlDeviceGetHandleByIndex", number)
-    place, memory = _ask("nvmlDeviceGetPciInfo", handle), _ask("nvmlDeviceGetMemoryInfo", handle)
+    ask = partial(_ask_card, _ask("nvmlDeviceGetHandleByIndex", number))
+    place, memory = ask("PciInfo"), ask("MemoryInfo")
     # The driver writes the domain with eight digits, the system with four.
     bus = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", str(place.busId).lower()) if place else None
     node = _number(bus, "numa_node")
-    limit = _ask("nvmlDeviceGetEnforcedPowerLimit", handle)
-    default = _ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)
+    limit, default = ask("EnforcedPowerLimit"), ask("PowerManagementDefaultLimit")
     # The driver tells the width that card and slot have in common, the system that of the card.
-    widths = (_ask("nvmlDeviceGetMaxPcieLinkWidth", handle), _number(bus, "max_link_width"))
+    widths = ask("MaxPcieLinkWidth"), _number(bus, "max_link_width")
     return Card(
-        name=str(_ask("nvmlDeviceGetName", handle)),
-        uuid=str(_ask("nvmlDeviceGetUUID", handle)),
+        name=str(ask("Name")),
+        uuid=str(ask("UUID")),
         bus=bus,
         total_bytes=int(memory.total) if memory else 0,
         free_bytes=int(memory.free) if memory else 0,
-        link_generation=_ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
-        link_generation_most=_ask("nvmlDeviceGetGpuMaxPcieLinkGeneration", handle),
-        link_width=_ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+        link_generation=ask("CurrPcieLinkGeneration"),
+        link_generation_most=ask("GpuMaxPcieLinkGeneration"),
+        link_width=ask("CurrPcieLinkWidth"),
         link_width_most=max((width for width in widths if width), default=None),
         numa_node=node if node is not None and node >= 0 else None,
-        performance_state=_ask("nvmlDeviceGetPerformanceState", handle),
+        performance_state=ask("PerformanceState"),
         power_limit_watts=None if limit is None else limit / 1000,
         power_default_watts=None if default is None else default / 1000,
     )

@@ -77,14 +77,11 @@ class HostKV:
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""
-        for queries in ATTENTION_QUERIES:
-            self.attend(queries)
-        turns = [[seconds(self.attend, queries) for queries in ATTENTION_QUERIES] for _ in range(REPEATS)]
-        spent = map(median, zip(*turns, strict=True))
-        return tuple(
-            AttentionRate(queries, self.read_bytes / spent / 1e9)
-            for queries, spent in zip(ATTENTION_QUERIES, spent, strict=True)
-        )
+        _, *turns = [  # the first turn warms up
+            [seconds(self.attend, queries) for queries in ATTENTION_QUERIES] for _ in range(1 + REPEATS)
+        ]
+        rates = (self.read_bytes / median(spent) / 1e9 for spent in zip(*turns, strict=True))
+        return tuple(map(AttentionRate, ATTENTION_QUERIES, rates))
 
 
 def seconds(work: Callable[..., object], *arguments: object) -> float:
@@ -119,11 +116,8 @@ def memory_rate(device: torch.device, size: int) -> float:
 def compute_rate(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
     """GFLOP/s of products `[rows, width] @ [width, width]`: the best of some."""
     # With zeros or ones a card draws less power, and computes faster, than with a model's numbers.
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (
-        torch.randn(height, width, generator=generator, device=device, dtype=dtype)
-        for height in (rows, width)
-    )
+    given: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    left, right = torch.randn(rows, width, **given), torch.randn(width, width, **given)
     return 2 * rows * width**2 / least_seconds(lambda: left @ right, device) / 1e9
 
 
@@ -139,14 +133,15 @@ def launch_ms(device: torch.device) -> float:
 
 def _small_step(device: torch.device) -> Callable[[], None]:
     """One token through the runtime's own runner, over a bounded cache, as in a middle level."""
-    model = _small_model(device)
-    cache = StreamingCache(
-        model.kv_layout(),
-        model.rotary_frequencies,
-        sinks=4,
-        window=_ENTRIES - 4,
-        backend=choose_backend(device),
-    )
+    # Weights and KV weigh nothing.
+    sizes: Any = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    with torch.random.fork_rng():  # the caller may have seeded what it draws next
+        torch.manual_seed(0)
+        module: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **sizes))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model, backend = CausalModel(module.to(device, dtype), "a small model"), choose_backend(device)
+    layout, frequencies = model.kv_layout(), model.rotary_frequencies
+    cache = StreamingCache(layout, frequencies, sinks=4, window=_ENTRIES - 4, backend=backend)
     model.forward([Part(cache, NewTokens.chain(_ENTRIES), 1)])
     cache.commit(range(_ENTRIES))
     cache.settle()
@@ -160,22 +155,6 @@ def _small_step(device: torch.device) -> Callable[[], None]:
     return step
 
 
-def _small_model(device: torch.device) -> CausalModel:
-    """A Llama whose weights and KV weigh nothing."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-    )
-    with torch.random.fork_rng():  # the caller may have seeded what it draws next
-        torch.manual_seed(0)
-        module: Any = LlamaForCausalLM(config)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return CausalModel(module.to(device, dtype), "a small model")
-
-
 def beside(kv: HostKV, copy: Callable[[], None]) -> tuple[float, float]:
     """Shares of their rates that attention over `kv` and a copy, made over and over, leave each other."""
     copy()
@@ -186,9 +165,7 @@ def beside(kv: HostKV, copy: Callable[[], None]) -> tuple[float, float]:
 
 def _beside(attend: Callable[[], None], copy: Callable[[], None]) -> tuple[float, float]:
     attending, copying = seconds(attend), seconds(copy)
-    enough = threading.Event()
-    attended: list[float] = []
-    copied: list[float] = []
+    enough, attended, copied = threading.Event(), list[float](), list[float]()
 
     def copies() -> None:
         while not enough.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -40,20 +41,22 @@ class LinkFigures:
 
 
 class PinnedCopies:
-    """A buffer on the card and one in page-locked memory for each direction; `close` gives them back."""
+    """A buffer on the card and one in page-locked memory for each direction; `close` gives them back.
+
+    `to_device` and `to_host` enqueue copies.
+    """
 
     def __init__(self, device: torch.device, size: int) -> None:
         refusals: list[str] = []
         self._device = device
         self._slabs = SlabAllocator(pin=True, on_warning=refusals.append)
-        self._sources, self._results = (
-            self._slabs.allocate((size,), torch.uint8).result().zero_() for _ in range(2)
-        )
+        slabs = (self._slabs.allocate((size,), torch.uint8) for _ in range(2))
+        self._sources, self._results = (slab.result().zero_() for slab in slabs)
         self.pinned = not refusals
-        self._inwards, self._outwards = (
-            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)
-        )
-        self._to_device, self._to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._inwards, self._outwards = torch.zeros(2, size, dtype=torch.uint8, device=device)
+        inwards, outwards = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.to_device = partial(_timed_copies, inwards, self._inwards, self._sources)
+        self.to_host = partial(_timed_copies, outwards, self._results, self._outwards)
         torch.cuda.synchronize(device)  # the buffers were filled on another stream
 
     def close(self) -> None:
@@ -61,14 +64,6 @@ class PinnedCopies:
         with suppress(RuntimeError):  # a card that has failed has said so before
             torch.cuda.synchronize(self._device)
         self._slabs.close()
-
-    def to_device(self) -> Rate:
-        """Enqueues copies to the device."""
-        return _timed_copies(self._to_device, self._inwards, self._sources)
-
-    def to_host(self) -> Rate:
-        """Enqueues copies to the host."""
-        return _timed_copies(self._to_host, self._results, self._outwards)
 
     def copy(self) -> None:
         """Copies to the device; the host waits for them without holding up other threads."""

@@ -57,14 +57,6 @@ def reckoning(request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain
         fitting: with the retrieval budget that fits.
         plain_ms: a token without speculation.
     """
-    yield from _departures(request, fitting)
-    yield from _speculation(fitting, best, plain_ms) if fitting.levels else ["no speculation: 1 token a pass"]
-    yield from _pass(fitting, best)
-    share = PREFILL_ATTENTION_SHARE["cpu" if request.in_place else "gpu"]
-    yield f"prefill: causal attention runs at {share:.0%} of the rate of matrix products"
-
-
-def _departures(request: PlanRequest, fitting: PlanRequest) -> Iterator[str]:
     asked, given = request.config.retrieval.budget, fitting.config.retrieval.budget
     if given < asked:
         yield (
@@ -73,18 +65,20 @@ def _departures(request: PlanRequest, fitting: PlanRequest) -> Iterator[str]:
         )
     if request.levels != request.config.speculation.names:
         yield f"no draft model: level {DRAFT_STREAMING} is left out ({len(request.levels)} level left)"
+    yield from _speculation(fitting, best, plain_ms) if fitting.levels else ["no speculation: 1 token a pass"]
+    yield from _pass(fitting, best)
+    share = PREFILL_ATTENTION_SHARE["cpu" if request.in_place else "gpu"]
+    yield f"prefill: causal attention runs at {share:.0%} of the rate of matrix products"
 
 
 def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
     rates = ", ".join(f"{level} {request.acceptance(level):.2f}" for level in request.levels)
     chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {LONGEST_DRAFT}"
-    drafted = f"gamma2 {best.gamma} ({chosen}), so that a round of 1 + α + … + α^γ yields"
+    drafted = f"gamma2 {best.gamma} ({chosen}), so that a round of 1 + α + … + α^γ"
     if request.shape.given_nodes:
-        drafted = (
-            f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
-            f"{SECOND_CHOICE:.0%} of rejections, so that a round yields"
-        )
-    yield f"acceptance of a drafted token: {rates}; {drafted} {best.tokens:.2f} tokens"
+        drafted = f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
+        drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"
+    yield f"acceptance of a drafted token: {rates}; {drafted} yields {best.tokens:.2f} tokens"
     if best.outcomes:
         yield (
             f"while a pass streams the next round is drafted for its likeliest outcomes, {best.outcomes} of "

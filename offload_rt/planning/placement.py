@@ -57,8 +57,7 @@ class PlanRequest:
     Attributes:
         draft: the small model; None leaves out the config's level for it.
         config: composition and sizes; the planner chooses γ2 where it is 0, and shares that are -1.
-        context: tokens of the prompt.
-        new_tokens: generated tokens to make room for.
+        context, new_tokens: of the prompt, and to make room for after it.
         same_model_acceptance: of a token the target drafts over a smaller cache.
         small_model_acceptance: of a token the small model drafts.
 
@@ -130,12 +129,8 @@ class PlanRequest:
     @property
     def draft_sizes(self) -> range:
         """How many tokens a pass may verify, to choose from; those of a tree may be given."""
-        if not self.levels:
-            return range(1)
-        if self.shape.given_nodes:
-            return range(self.shape.nodes, self.shape.nodes + 1)
-        given = self.config.speculation.gamma2
-        return range(given or 1, (given or LONGEST_DRAFT) + 1)
+        given = self.shape.nodes or self.config.speculation.gamma2
+        return range(given or 1, (given or LONGEST_DRAFT) + 1) if self.levels else range(1)
 
     @property
     def longest_draft(self) -> int:
@@ -171,30 +166,15 @@ class PlanRequest:
         return Placement(resident, cpu, streamed, ring_buffers, segment, self.target)
 
     @property
-    def without_speculation(self) -> PlanRequest:
-        """The same, decoded plainly."""
-        speculation = replace(self.config.speculation, levels=())
-        return replace(self, draft=None, config=replace(self.config, speculation=speculation))
-
-    @property
-    def ways_to_refresh(self) -> list[PlanRequest]:
-        """The request with either answer to where a refresh takes its entries; itself where none is open."""
-        if self.in_place or not self.retrieves or self.config.offload.refresh_from != "auto":
-            return [self]
-        either = self.config.refreshing_from("store"), self.config.refreshing_from("stream")
-        return [replace(self, config=config) for config in either]
-
-    @property
     def retrieved_entries(self) -> int:
         """Of a retrieved cache, the means of pages included."""
         retrieval, layout = self.config.retrieval, self.target.layout(self.config.store.page)
         pages = layout.pages(self.context + self.new_tokens) if retrieval.rest else 0
-        return retrieval.budget + (room_for_means(pages) if pages else 0)
+        return retrieval.budget + room_for_means(pages)
 
-    def with_budget(self, budget: int) -> PlanRequest:
-        """The same with a retrieved cache of another size."""
-        retrieval = replace(self.config.retrieval, budget=budget)
-        return replace(self, config=replace(self.config, retrieval=retrieval))
+    def having(self, key: str, value: object) -> PlanRequest:
+        """The same with another value of one key of the config."""
+        return replace(self, config=self.config.having(key, value))
 
 
 @dataclass(frozen=True)
@@ -206,7 +186,6 @@ class Placement:
         cpu_tokens: the next ones, attended by the CPU.
         streamed_tokens: the rest, which crosses the link for every pass.
         ring_buffers, segment_tokens: of the staging ring.
-        shape: of the model whose KV it is.
     """
 
     resident_tokens: int
@@ -328,18 +307,14 @@ def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
         entries = config.store.page + SharedCache.PORTION + SPECULATIVE_ENTRIES
         memory["shared_cache"] = entries * target.token_bytes // parts
     if request.retrieves:
-        entries, tokens = (
-            request.retrieved_entries + SPECULATIVE_ENTRIES,
-            request.context + request.new_tokens,
-        )
+        entries = request.retrieved_entries + SPECULATIVE_ENTRIES
         copies = 2 if request.refreshes_from_stream else 1  # one in use, one that fills
         memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
         if config.retrieval.select != "mean_keys":
-            scores = tokens // config.retrieval.chunk * target.layers * target.kv_heads
-            memory["scores"] = scores * SCORE_BYTES // parts
+            chunks = (request.context + request.new_tokens) // config.retrieval.chunk
+            memory["scores"] = chunks * target.layers * target.kv_heads * SCORE_BYTES // parts
             # What a pass keeps of them until its layer ends.
-            weighed = Weighed.MOST * target.heads * (tokens // config.retrieval.chunk)
-            memory["scores"] += weighed * SCORE_BYTES // parts
+            memory["scores"] += Weighed.MOST * target.heads * chunks * SCORE_BYTES // parts
     # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
     # of the chunks of it that are packed into pages and written.
     attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim

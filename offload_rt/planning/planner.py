@@ -7,10 +7,11 @@ the retrieved cache fills a second buffer.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from itertools import product, starmap
 from math import inf
 
 import torch
@@ -28,17 +29,18 @@ from offload_rt.planning.placement import (
     shortage,
 )
 from offload_rt.planning.prediction import Predictor
-from offload_rt.planning.times import PassTime, RoundTime
+from offload_rt.planning.times import RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 FEW_PAGES = 48  # of a share: every number of them is tried
 MOST_GPUS = 8
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
+NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times of a plan, in ms; `plain_ms_per_token` is that of the fastest plan without speculation."""
+    """Times in ms; `plain_ms_per_token` is that of the fastest plan without speculation."""
 
     pass_ms: float
     draft_ms: float
@@ -59,7 +61,6 @@ class Plan:
         gamma: tokens of a draft, γ2.
         refusal: why it does not fit, and the nearest plans that do; None where it fits.
         predicted: None where it does not fit.
-        assumptions: what the figures rest on, as sentences.
     """
 
     request: PlanRequest
@@ -115,9 +116,14 @@ class Plan:
 
 def plan(request: PlanRequest) -> Plan:
     """The fastest placement that fits, or why there is none and what comes nearest."""
-    plans = map(_plan, request.ways_to_refresh)
+    ways = [request]
+    if request.retrieves and not request.in_place and request.config.offload.refresh_from == "auto":
+        ways = [request.having("offload.refresh_from", place) for place in ("store", "stream")]
     # A smaller retrieved cache would draft worse, which no figure here tells.
-    return min(plans, key=lambda one: (not one.fits, -one.request.config.retrieval.budget, one.ms_per_token))
+    return min(
+        map(_plan, ways),
+        key=lambda one: (not one.fits, -one.request.config.retrieval.budget, one.ms_per_token),
+    )
 
 
 def _plan(request: PlanRequest) -> Plan:
@@ -126,10 +132,11 @@ def _plan(request: PlanRequest) -> Plan:
     if (fitting := _fitting(request)) is None:
         cpu = request.context if request.in_place else 0
         placement = request.placement(0, cpu, request.config.store.ring_buffers)
-        return Plan(request, placement, 0, f"{shortage(request)}; {_nearest(request)}", None, said)
+        nearest = ", or ".join(_others(request))
+        nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
+        return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, said)
     predictor = Predictor(fitting)
     best = _best_round(predictor)
-    placement = best.verification.placement
     predicted = Prediction(
         pass_ms=best.verification.ms,
         draft_ms=best.draft.ms,
@@ -138,10 +145,10 @@ def _plan(request: PlanRequest) -> Plan:
         ms_per_token=best.ms_per_token,
         prefill_ms=predictor.prefill_ms(),
         bottleneck=predictor.bottleneck(best),
-        plain_ms_per_token=_best_round(Predictor(fitting.without_speculation)).ms_per_token,
+        plain_ms_per_token=_best_round(Predictor(fitting.having("speculation.levels", ()))).ms_per_token,
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
-    return Plan(fitting, placement, best.gamma, None, predicted, said)
+    return Plan(fitting, best.verification.placement, best.gamma, None, predicted, said)
 
 
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
@@ -154,45 +161,30 @@ def comparison(plans: Sequence[Plan]) -> str:
     first, *others = (
         f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
     )
-    beside = f" ({', '.join(others)})" if others else ""
-    return f"{first} ms a token, as predicted{beside}"
+    return f"{first} ms a token, as predicted" + (f" ({', '.join(others)})" if others else "")
 
 
 # How a context is shared out between GPU, CPU and link.
 
 
 def _best_round(predictor: Predictor) -> RoundTime:
-    """The round with the least time a token."""
-    return min(_best_rounds(predictor), key=lambda found: found.ms_per_token)
+    """The round with the least time a token, of any ring, draft length and number of outcomes drafted for."""
+    request, first = predictor.request, predictor.request.config.store.ring_buffers
+    last = first + (0 if request.in_place else EXTRA_RING_BUFFERS)
+    rings = [ring for ring in range(first, last + 1) if ring_fits(request, ring)]
+    verification = cache(predictor.verification)
 
+    def shortest(ring: int, gamma: int, outcomes: int) -> RoundTime:
+        draft = predictor.draft(gamma)
 
-def _best_rounds(predictor: Predictor) -> Iterator[RoundTime]:
-    """The shortest round for each depth of the ring, draft length and number of outcomes drafted for."""
-    request = predictor.request
-    first = request.config.store.ring_buffers
-    for ring in range(first, first + (0 if request.in_place else EXTRA_RING_BUFFERS) + 1):
-        if not ring_fits(request, ring):
-            return
-        for count in request.draft_sizes:
-            yield from _best_shares(predictor, ring, count)
-
-
-def _best_shares(predictor: Predictor, ring: int, gamma: int) -> Iterator[RoundTime]:
-    """The shortest round for each number of outcomes drafted for."""
-    request, draft = predictor.request, predictor.draft(gamma)
-    capacity = resident_capacity(request, ring)
-
-    @functools.cache
-    def verification(resident: int, cpu: int) -> PassTime:
-        return predictor.verification(request.placement(resident, cpu, ring), gamma)
-
-    def shortest(outcomes: int) -> RoundTime:
         def at(resident: int, cpu: int) -> RoundTime:
-            return predictor.round(verification(resident, cpu), draft, outcomes)
+            placement = request.placement(resident, cpu, ring)
+            return predictor.round(verification(placement, gamma), draft, outcomes)
 
-        return min(_candidates(request, capacity, at), key=lambda found: found.ms)
+        return min(_candidates(request, resident_capacity(request, ring), at), key=lambda found: found.ms)
 
-    return map(shortest, predictor.outcomes)
+    rounds = starmap(shortest, product(rings, request.draft_sizes, predictor.outcomes))
+    return min(rounds, key=lambda found: found.ms_per_token)
 
 
 def _candidates(
@@ -245,7 +237,7 @@ def _fitting(request: PlanRequest) -> PlanRequest | None:
         return request
     budget = _largest_budget(request)
     least = max(1, int(SMALLEST_BUDGET_SHARE * request.config.retrieval.budget))
-    return request.with_budget(budget) if budget >= least else None
+    return request.having("retrieval.budget", budget) if budget >= least else None
 
 
 def _largest_budget(request: PlanRequest) -> int:
@@ -255,15 +247,8 @@ def _largest_budget(request: PlanRequest) -> int:
     retrieval = request.config.retrieval
     chunk, least = retrieval.chunk, retrieval.chunk + retrieval.recent
     sizes = [least, *range((least // chunk + 1) * chunk, retrieval.budget, chunk)]
-    count = _most(len(sizes), lambda n: shortage(request.with_budget(sizes[n - 1])) is None)
+    count = _most(len(sizes), lambda n: not shortage(request.having("retrieval.budget", sizes[n - 1])))
     return sizes[count - 1] if count else 0
-
-
-def _nearest(request: PlanRequest) -> str:
-    """Plans that fit, as the end of a sentence."""
-    if others := list(_others(request)):
-        return f"what fits: {', or '.join(others)}"
-    return "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
 
 
 def _others(request: PlanRequest) -> Iterator[str]:
@@ -273,9 +258,8 @@ def _others(request: PlanRequest) -> Iterator[str]:
         yield f"a context of {pages * page} tokens"
     if request.given_resident:
         resident = resident_capacity(request, config.store.ring_buffers)
-        offload = replace(config.offload, resident_tokens=resident)
-        fewer = replace(request, config=replace(config, offload=offload))
-        if resident < request.given_resident and shortage(fewer) is None:
+        fewer = request.having("offload.resident_tokens", resident)
+        if resident < request.given_resident and not shortage(fewer):
             yield f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         yield f"--set retrieval.budget={budget}"

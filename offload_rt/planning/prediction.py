@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
@@ -41,15 +42,12 @@ def outcome_chances(acceptance: float, gamma: int) -> tuple[float, ...]:
 
 def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
     """GB/s of KV at `queries` a key head: linear between measurements, as 1/queries beyond the last."""
-    low = measured[0]
-    if queries <= low.queries:
-        return low.rate
-    for high in measured[1:]:
+    for low, high in pairwise(measured):
         if queries < high.queries:
-            share = (queries - low.queries) / (high.queries - low.queries)
+            share = max(0, queries - low.queries) / (high.queries - low.queries)
             return low.rate + share * (high.rate - low.rate)
-        low = high
-    return low.rate * low.queries / queries
+    most = measured[-1]
+    return most.rate * most.queries / max(queries, most.queries)
 
 
 class Predictor:
@@ -71,16 +69,12 @@ class Predictor:
         ahead = self.config.offload.ahead if speculates else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
-    def step(
-        self, shape: ModelShape, queries: int, entries: int = 0, *, split: bool = True, graph: bool = False
-    ) -> Work:
-        """A model over `queries` tokens and a bounded cache of `entries`.
+    def step(self, shape: ModelShape, queries: int, entries: int = 0, graph: bool = False) -> Work:
+        """A model over `queries` tokens and a bounded cache of `entries`, perhaps launched as one `graph`.
 
-        Args:
-            split: over all GPUs; else the first one runs it.
-            graph: launched as one graph, on a GPU.
+        The target is split over all GPUs, another model runs on the first one.
         """
-        host = self.host
+        host, split = self.host, shape is self.target
         flops, kv_bytes = 2 * queries * shape.step_parameters, entries * shape.token_bytes
         if self.request.in_place:
             products = max(shape.step_bytes / host.memory_rate, flops / host.compute_rate)
@@ -96,26 +90,22 @@ class Predictor:
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache, through all levels below it."""
         shape, levels = self.request.shape, self.request.levels
-        if levels and levels[-1] in SOURCES:
-            return Work()
-        if shape.given_nodes:  # several nodes a step, drafted by the one level that there is
+        if shape.given_nodes and levels[0] not in SOURCES:  # several nodes a step, drafted by the one level
             return self._level_step(0, shape.per_pass) * shape.depth
-        return self._drafting(len(self.request.levels) - 1, gamma)
+        return self._drafting(len(levels) - 1, gamma)
 
     def _level_step(self, index: int, queries: int) -> Work:
         """A pass of one level's model over its own cache."""
-        request, config = self.request, self.config
-        if request.levels[index] == HEAD:
-            return self.step(head_shape(request.target), queries, split=False)
-        if request.levels[index] == TARGET_SHARED:  # the CPU attends to all of the text
-            exchange = 0.0 if request.in_place else request.target.layers * self._exchange_ms(queries)
+        request, level, kept = self.request, self.request.levels[index], self.config.draft
+        if level == HEAD:
+            return self.step(head_shape(self.target), queries)
+        if level == TARGET_SHARED:  # the CPU attends to all of the text
+            exchange = 0.0 if request.in_place else self.target.layers * self._exchange_ms(queries)
             over_text = self._cpu_attention(request.context, queries) + exchange
-            return self.step(request.target, queries) + Work(over_text)
-        small = request.draft if request.levels[index] == DRAFT_STREAMING else None
-        bounded = config.draft.sinks + config.draft.window
-        entries = request.retrieved_entries if request.levels[index] == TARGET_RETRIEVED else bounded
-        entries = min(entries, request.context)
-        return self.step(small or request.target, queries, entries, split=small is None, graph=True)
+            return self.step(self.target, queries) + Work(over_text)
+        shape = request.draft if level == DRAFT_STREAMING else None
+        entries = request.retrieved_entries if level == TARGET_RETRIEVED else kept.sinks + kept.window
+        return self.step(shape or self.target, queries, min(entries, request.context), graph=True)
 
     def _drafting(self, index: int, count: int) -> Work:
         """`count` tokens of one level, which itself verifies what the level below it drafts."""
@@ -129,8 +119,8 @@ class Predictor:
         """Tokens that a step of a level is expected to yield."""
         if index == 0:
             return 1.0
-        acceptance = self.request.acceptance(self.request.levels[index - 1])
-        return expected_tokens(acceptance, self.config.speculation.gamma1)
+        below = self.request.levels[index - 1]
+        return expected_tokens(self.request.acceptance(below), self.config.speculation.gamma1)
 
     def dense(self, queries: int) -> Work:
         """The target's work in a pass of `queries` tokens, besides attention over the context."""
@@ -247,20 +237,17 @@ class Predictor:
                 longer = self.round_ms(refreshing, draft, chances)[0] - ms
             else:  # between two passes
                 longer = refresh.work.ms + refresh.scoring + refresh.link
-        expected = ms + share * longer
-        hits = sum(chances)
-        return RoundTime(verification, draft, expected, tokens, len(chances), hits, drafting, share, longer)
+        ms += share * longer
+        return RoundTime(verification, draft, ms, tokens, len(chances), sum(chances), drafting, share, longer)
 
     def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
-        """ms of a round, and until the first draft made ahead is done.
-
-        Args:
-            chances: of the verdicts that are drafted for.
-        """
+        """ms of a round, and until the first draft made ahead, by the `chances` of verdicts, is done."""
         if not chances:
             return verification.after(draft.ms) + draft.ms, draft.ms
-        # A verdict that was not drafted for waits for the step under way, and then for its own draft.
-        late = draft.ms + self._step_ms(verification.gamma, draft) / 2
+        # A verdict that was not drafted for waits for the step under way (a pass or round of the level that
+        # drafts), and then for its own draft.
+        step = draft.ms * min(1.0, self._step_tokens(len(self.request.levels) - 1) / verification.gamma)
+        late = draft.ms + step / 2
         ms = (1 - sum(chances)) * (verification.after(late) + late)
         done = [self.drafted_ahead(verification, number * draft.ms) for number in range(1, len(chances) + 1)]
         for chance, drafted in zip(chances, done, strict=True):
@@ -273,12 +260,8 @@ class Predictor:
         The GPU works for the pass as well: counted as if it attended all of the context, so that no plan
         looks better for attending less of it there.
         """
-        own = self._attention(self.request.context, verification.gamma + 1)
-        return drafting + (verification.dense.busy_ms + own)
-
-    def _step_ms(self, gamma: int, draft: Work) -> float:
-        """ms of one step of a draft of `gamma` tokens: one pass or round of the level that drafts."""
-        return draft.ms * min(1.0, self._step_tokens(len(self.request.levels) - 1) / gamma)
+        attention = self._attention(self.request.context, verification.gamma + 1)
+        return drafting + (verification.dense.busy_ms + attention)
 
     def bottleneck(self, best: RoundTime) -> str:
         """What would have to become faster first for a shorter round."""

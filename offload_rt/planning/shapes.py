@@ -23,7 +23,6 @@ class ModelShape:
     """Sizes of a decoder with full attention and gated MLPs, as in Llama.
 
     Attributes:
-        name: as messages call it.
         hidden, intermediate: width of the hidden states, and inside the MLP.
         heads, kv_heads: query heads and key heads of a layer.
         parameters: all weights.
@@ -107,9 +106,6 @@ SHAPES = {
 }
 """Models by name, as their published configs have them, in bfloat16."""
 
-SHAPE_NAMES = (*SHAPES, *DEMO_PARTS)
-"""Names that `find_shape` knows without a download."""
-
 
 def head_shape(target: ModelShape) -> ModelShape:
     """A draft head for `target` as `demo.train_head` makes it, with the target's own output head."""
@@ -119,7 +115,7 @@ def head_shape(target: ModelShape) -> ModelShape:
 
 
 def find_shape(source: str | Path, dtype: torch.dtype | None) -> ModelShape:
-    """The shape behind a name from `SHAPE_NAMES`, a folder or a hub id; reads no weights.
+    """The shape behind a name from `SHAPES` or `DEMO_PARTS`, a folder or a hub id; reads no weights.
 
     Args:
         dtype: of weights and KV; None: the checkpoint's own.
@@ -135,7 +131,7 @@ def find_shape(source: str | Path, dtype: torch.dtype | None) -> ModelShape:
     if "/" not in name and not Path(name).exists():
         raise UsageError(
             f"model {name}: there is no such folder, and no shape of that name; there are "
-            f"{', '.join(SHAPE_NAMES)}; or give a hub id such as owner/{name}"
+            f"{', '.join((*SHAPES, *DEMO_PARTS))}; or give a hub id such as owner/{name}"
         )
     return from_config(model_config(source), dtype, name)
 

@@ -32,7 +32,7 @@ class Refresh:
     Attributes:
         work: of the processor that decodes.
         scoring: the host reads scores or mean keys of all chunks, in a thread of its own.
-        link: sending all entries over the link would take this long.
+        link: of sending all entries.
     """
 
     work: Work
