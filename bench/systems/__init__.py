@@ -99,8 +99,7 @@ Opener = Callable[[Setup], System]
 is asked of it."""
 
 
-def refuse(setup: Setup, *names: str) -> None:
-    """Raises ValueError where one of these settings is not 0: a system that cannot, says so."""
-    for name in names:
-        if getattr(setup, name):
-            raise ValueError(f"has no {name}: leave it 0")
+def refuse_link(setup: Setup) -> None:
+    """Raises ValueError where there is an emulated link: a system that has no use for it, says so."""
+    if setup.link_gb_s:
+        raise ValueError("has no link_gb_s: leave it 0")
