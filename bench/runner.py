@@ -7,16 +7,14 @@ tokens are held against those of the first system that yields any.
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -84,38 +82,28 @@ class Worker:
         if adapter != "ours":  # which asks for it where there is a GPU, and may have done so here
             environment.pop("OMP_WAIT_POLICY", None)
         self._patience_s = patience_s
-        with (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
+        self._connection, theirs = Pipe()
+        with theirs, (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
             self._process = subprocess.Popen(
-                [python, "-m", "bench.worker", adapter],
+                [python, "-m", "bench.worker", adapter, str(theirs.fileno())],
                 cwd=ROOT,
                 env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
-                text=True,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt is for this process, which then ends the others
             )
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
 
     def ask(self, command: str, *arguments: object) -> dict[str, Any]:
         """The answer to a command. Raises SystemFailed where there is an error, or no answer in time."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
-            self._process.stdin.flush()
-            line = self._answers.get(timeout=self._patience_s)
-            answer: dict[str, Any] = json.loads(line)
-        except queue.Empty:
-            self._kill()
-            raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s") from None
-        except (BrokenPipeError, ValueError):  # also of a line that a process could not finish
+            self._connection.send([command, *arguments])
+            if not self._connection.poll(self._patience_s):
+                self._kill()
+                raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s")
+            answer: dict[str, Any] = self._connection.recv()
+        except (OSError, EOFError):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSING_S)
             self._kill()
@@ -126,9 +114,7 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process: lets its systems give back what they hold, if they do so at once. Idempotent."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        self._connection.close()
         try:
             self._process.wait(CLOSING_S)
         except subprocess.TimeoutExpired:
