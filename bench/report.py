@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import machine
 from offload_rt import files
 from offload_rt.errors import UsageError
 
@@ -33,7 +33,7 @@ def envelope(benchmark: str, arguments: argparse.Namespace, described: Mapping[s
 
 def finish(path: Path, result: dict[str, Any], tables: Iterable[str], last: object) -> None:
     """Writes a result, prints its tables and, as the last line, what programs read."""
-    result["host_peak_bytes"] = machine.peak_host_bytes()
+    result["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     write_json(path, result)
     for one in tables:
         print(one, end="\n\n")

@@ -224,11 +224,11 @@ def _prompts(
     for context in contexts:
         generator = torch.Generator().manual_seed(0)
         try:
-            planted = needles.plant(tokens, context - needles.CUE, NEEDLES, 1, alphabet, generator)
+            prompt, passages = needles.plant(tokens, context - needles.CUE, NEEDLES, 1, alphabet, generator)
         except ValueError as error:
             raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
-        passage = planted.passages[NEEDLES // 2][0]
-        prompts[context] = planted.tokens + passage[: needles.CUE]
+        passage = passages[NEEDLES // 2]
+        prompts[context] = prompt + passage[: needles.CUE]
         answers[context] = passage[needles.CUE :]
     return prompts, answers, names
 

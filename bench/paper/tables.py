@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.inputs import say
-from bench.paper.runs import Row, Study, base, reader, runs, summary
-from cpu_kv import PacedLink
+from bench.paper.runs import STRIDE, Row, Study
 from offload_rt.config import load_config, uses_small_model
 from offload_rt.loading import DEMO
-from offload_rt.results import SamplingParams
 
 PLAIN_TOKENS = 8
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
@@ -48,21 +46,19 @@ class Variant:
 
 def _sweep(study: Study, variants: Sequence[Variant]) -> list[Row]:
     """A row for each variant, over the link; those that need a small model only where there is one."""
-    models, arguments = study.models, study.arguments
-    common = base(arguments) | {"retrieval.refresh": "stride:32"}
+    given = dict(study.arguments.overrides)
     rows = []
-    with reader(study, link=PacedLink(arguments.rate * 1e9)) as llm:
-        for variant in variants:
-            overrides = common | dict(variant.overrides) | dict(arguments.overrides)
-            if models.draft is None and uses_small_model([load_config(variant.config, overrides)]):
+    with study.reader() as llm:
+        for one in variants:
+            overrides = study.keys | STRIDE | dict(one.overrides) | given
+            if study.models.draft is None and uses_small_model([load_config(one.config, overrides)]):
                 continue
-            say(variant.label)
-            plain = [llm.rerun(SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True), "plain", common)]
-            results = runs(llm, arguments, overrides, variant.config, variant.temperature, variant.new_tokens)
-            row, plain_ms = summary(results), summary(plain)["ms_per_token"]
+            say(one.label)
+            plain_ms = study.plain_ms(llm, PLAIN_TOKENS)
+            row = study.measured(llm, overrides, one.config, one.temperature, one.new_tokens)
             kept = {key: row[key] for key in ("tokens_per_pass", "accepted", "ms_per_token")}
-            over = {"over_plain": plain_ms / row["ms_per_token"], "paper": variant.paper}
-            rows.append({"variant": variant.label} | kept | over)
+            over = {"over_plain": plain_ms / row["ms_per_token"], "paper": one.paper}
+            rows.append({"variant": one.label} | kept | over)
     return rows
 
 
@@ -76,21 +72,27 @@ def temperatures(study: Study) -> list[Row]:
 
 
 def gammas(study: Study) -> list[Row]:
-    def variant(first: int, second: int, paper: float) -> Variant:
-        depths = {"speculation.gamma1": first, "speculation.gamma2": second}
-        return Variant(f"γ1 = {first}, γ2 = {second}", "triforce", depths, paper=paper)
-
-    variants = [variant(first, 6, paper) for first, paper in zip(GAMMAS, GAMMA_1, strict=True)]
-    variants += [variant(2, second, paper) for second, paper in zip(GAMMAS, GAMMA_2, strict=True)]
-    return _sweep(study, variants)
+    depths = [(first, 6, paper) for first, paper in zip(GAMMAS, GAMMA_1, strict=True)]
+    depths += [(2, second, paper) for second, paper in zip(GAMMAS, GAMMA_2, strict=True)]
+    return _sweep(
+        study,
+        [
+            Variant(
+                f"γ1 = {first}, γ2 = {second}",
+                "triforce",
+                {"speculation.gamma1": first, "speculation.gamma2": second},
+                paper=paper,
+            )
+            for first, second, paper in depths
+        ],
+    )
 
 
 def lengths(study: Study) -> list[Row]:
-    paper = {256: 2.28}
-    variants = [
-        Variant(f"{count} tokens", "triforce", new_tokens=count, paper=paper.get(count)) for count in LENGTHS
-    ]
-    return _sweep(study, variants)
+    papers = ((count, 2.28 if count == 256 else None) for count in LENGTHS)
+    return _sweep(
+        study, [Variant(f"{count} tokens", "triforce", new_tokens=count, paper=one) for count, one in papers]
+    )
 
 
 def budgets(study: Study) -> list[Row]:
