@@ -34,7 +34,7 @@ from offload_rt.config import config_names, load_config
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
-from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer, model_config
+from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
 
 OUR_PREFIX = "ours:"
@@ -183,7 +183,6 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
     model, draft = (None if one is None else Path(one).resolve() for one in inputs.sources(arguments))
     assert model is not None
     if draft is not None:
-        model_config(draft)
         check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
     return model, draft
 
