@@ -108,10 +108,9 @@ def read_lines(option: str, path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             one = json.loads(line)
-            whole = (
-                one["schema"] == SCHEMA and isinstance(one["context"], int) and isinstance(one["prompt"], str)
-            )
-            whole = whole and all("error" in row or "ms_per_token" in row for row in one["rows"])
+            kinds = one["schema"], type(one["context"]), type(one["prompt"])
+            whole = kinds == (SCHEMA, int, str)
+            whole &= all("error" in row or "ms_per_token" in row for row in one["rows"])
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:

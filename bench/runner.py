@@ -142,43 +142,41 @@ class _Opened:
     """The systems of a job, with room for one context."""
 
     def __init__(self, job: Job, context: int, closing: ExitStack, say: Say) -> None:
-        self._job, self._context, self._say = job, context, say
+        self._job, self._context, self._closing, self._say = job, context, closing, say
         self._workers: dict[str, Worker] = {}
-        self._opened: dict[str, dict[str, Any]] = {}
         self._failed: dict[str, str] = {}
         capacity = context + job.new_tokens + ROOM
-        least = job.weight_bytes + capacity * job.kv_token_bytes
-        free = available_memory()
+        self._least = job.weight_bytes + capacity * job.kv_token_bytes
+        self._free = available_memory()
+        self._opened: dict[str, dict[str, Any]] = {}
         for name in job.systems:
             say(f"open {name}")
-            adapter, _, system = name.partition(":")
-            process = adapter if adapter in ONE_PROCESS else name
-            try:
-                if process not in self._workers:
-                    if least > free and job.setup.device == "cpu":
-                        said = f"its weights and KV take {least / GIB:.1f} GiB, and {free / GIB:.1f} are left"
-                        raise SystemFailed(said)
-                    self._workers[process] = Worker(adapter, job.setup, job.patience_s)
-                    closing.callback(self._workers[process].close)
-                    free -= least
-                self._workers[name] = self._workers[process]
-                setup = replace(job.setup, capacity=capacity, options=job.options.get(name, {}))
-                self._opened[name] = self._workers[name].ask("open", system, asdict(setup))
-            except SystemFailed as error:
-                self._fail(name, error)
+            setup = replace(job.setup, capacity=capacity, options=job.options.get(name, {}))
+            if (answer := self._ask(name, "open", asdict(setup))) is not None:
+                self._opened[name] = answer
 
-    def _fail(self, name: str, error: SystemFailed) -> None:
-        self._failed[name] = str(error)
-        self._say(f"{name}: {error}")
+    def _worker(self, name: str) -> Worker:
+        """The process of a system. Raises SystemFailed where there can be none."""
+        adapter = name.partition(":")[0]
+        process = adapter if adapter in ONE_PROCESS else name
+        if process not in self._workers:
+            if self._least > self._free and self._job.setup.device == "cpu":
+                left = f"{self._free / GIB:.1f} are left"
+                raise SystemFailed(f"its weights and KV take {self._least / GIB:.1f} GiB, and {left}")
+            self._workers[process] = Worker(adapter, self._job.setup, self._job.patience_s)
+            self._closing.callback(self._workers[process].close)
+            self._free -= self._least
+        return self._workers[process]
 
     def _ask(self, name: str, command: str, *arguments: object) -> dict[str, Any] | None:
         """None where it failed, now or before."""
         if name in self._failed:
             return None
         try:
-            return self._workers[name].ask(command, name.partition(":")[2], *arguments)
+            return self._worker(name).ask(command, name.partition(":")[2], *arguments)
         except SystemFailed as error:
-            self._fail(name, error)
+            self._failed[name] = str(error)
+            self._say(f"{name}: {error}")
             return None
 
     def measured(self, prompt: Sequence[int]) -> list[Row]:
@@ -208,38 +206,33 @@ class _Opened:
         if name in self._failed:
             return row | {"error": self._failed[name]}
         last, opened = runs[-1], self._opened[name]
+        tokens, told = last["tokens"], last["rounds"] is not None
+        yielded = median(len(one["tokens"]) / one["rounds"] for one in runs) if told else None
         row |= {
             "label": opened["label"],
             "notes": [*opened["notes"], *last["notes"]],
             "prefill_ms": prefill_ms,
             "ms_per_token": report.spread([one["ms"] / one["timed"] for one in runs]),
-            "tokens_per_round": None
-            if last["rounds"] is None
-            else median(len(one["tokens"]) / one["rounds"] for one in runs),
+            "tokens_per_round": yielded,
             "accepted": last["accepted"],
             "parts_ms": {name: ms / last["timed"] for name, ms in last["parts_ms"].items()},
-            "tokens": last["tokens"],
-            "steady": all(one["tokens"] == last["tokens"] for one in runs),
+            "tokens": tokens,
+            "steady": all(one["tokens"] == tokens for one in runs),
         }
-        answer = self._job.answers.get(self._context)
-        if answer:
-            both = zip(last["tokens"], answer, strict=False)
-            compared = min(len(last["tokens"]), len(answer))
-            row["answered"] = sum(token == other for token, other in both) / compared
+        if answer := self._job.answers.get(self._context):
+            both = list(zip(tokens, answer, strict=False))
+            row["answered"] = sum(token == other for token, other in both) / len(both)
         return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
 
     def _compare(self, rows: Sequence[Row]) -> None:
         """Where tokens leave those of the reference, and by how much its logit of its own one is higher."""
         for row in rows:
-            tokens, expected = row["tokens"], rows[0]["tokens"]
+            tokens, reference, expected = row["tokens"], rows[0]["system"], rows[0]["tokens"]
             both = enumerate(zip(tokens, expected, strict=False))
             first = next((at for at, (token, other) in both if token != other), None)
             row["first_difference"] = first
             if first is not None:
-                try:
-                    reference = rows[0]["system"]
+                with suppress(SystemFailed):  # it does not tell
                     system, asked = reference.partition(":")[2], expected[:first]
-                    logits = self._workers[reference].ask("logits_after", system, asked)["logits"]
+                    logits = self._worker(reference).ask("logits_after", system, asked)["logits"]
                     row["logit_gap"] = logits[expected[first]] - logits[tokens[first]]
-                except SystemFailed:
-                    pass  # it does not tell
