@@ -51,7 +51,6 @@ class Job:
         prompts: by context, so many tokens.
         answers: what a greedy continuation begins with if a needle is found; by context.
         turns: interleaved runs of every system, after one that is not timed.
-        options: of single systems, by their names.
         kv_token_bytes, weight_bytes: of the target.
     """
 
@@ -60,7 +59,6 @@ class Job:
     prompts: Mapping[int, Sequence[int]]
     new_tokens: int
     turns: int
-    options: Mapping[str, dict[str, Any]]
     answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     kv_token_bytes: int = 0
     weight_bytes: int = 0
@@ -149,10 +147,10 @@ class _Opened:
         self._least = job.weight_bytes + capacity * job.kv_token_bytes
         self._free = available_memory()
         self._opened: dict[str, dict[str, Any]] = {}
+        setup = asdict(replace(job.setup, capacity=capacity))
         for name in job.systems:
             say(f"open {name}")
-            setup = replace(job.setup, capacity=capacity, options=job.options.get(name, {}))
-            if (answer := self._ask(name, "open", asdict(setup))) is not None:
+            if (answer := self._ask(name, "open", setup)) is not None:
                 self._opened[name] = answer
 
     def _worker(self, name: str) -> Worker:

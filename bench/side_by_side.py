@@ -37,7 +37,6 @@ from offload_rt.files import check_writable, write_whole
 from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
 
-OUR_PREFIX = "ours:"
 CHUNK = 2048
 QUICK_TOKENS = 32
 NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
@@ -83,8 +82,7 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         declared = dataclasses.replace(declared, contexts=declared.quick_contexts, new_tokens=QUICK_TOKENS)
     case = inputs.fitted(declared, arguments)
     overrides = dict(arguments.overrides)
-    options = {name: overrides for name in case.systems if name.startswith(OUR_PREFIX)}
-    for name in options:
+    for name in case.systems:
         _check_config(name, overrides)
     model, draft = _folders(arguments)
     device = _device(arguments.device, case.link_gb_s)
@@ -108,9 +106,10 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         work=str(cache_folder() / "bench"),
         temperature=arguments.temperature,
         link_gb_s=case.link_gb_s,
+        options=overrides,
     )
     sizes = shape.token_bytes, shape.weight_bytes
-    job = Job(setup, case.systems, left, case.new_tokens, case.turns, options, answers, *sizes)
+    job = Job(setup, case.systems, left, case.new_tokens, case.turns, answers, *sizes)
     rate = machine.read_rate(device) if left else 0.0  # while nothing else is in memory
     for context, rows in run_job(job, say):
         kv_bytes = context * shape.token_bytes
@@ -171,11 +170,12 @@ def _destination(out: Path) -> Path:
 
 
 def _check_config(name: str, overrides: Mapping[str, object]) -> None:
-    """Refuses what is wrong before anything is read."""
-    config = name.removeprefix(OUR_PREFIX)
-    if config not in config_names():
+    """Refuses what is wrong with a system of ours before anything is read."""
+    adapter, _, config = name.partition(":")
+    if adapter == "ours" and config not in config_names():
         raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
-    load_config(config, overrides)
+    if adapter == "ours":
+        load_config(config, overrides)
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:

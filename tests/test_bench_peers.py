@@ -20,9 +20,7 @@ from bench import inputs, report, runner, side_by_side
 from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup
 
-SMALL: dict[str, dict[str, object]] = {
-    "ours": {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
-}
+SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 FAKE = """
 import os, sys, time
 from functools import partial
@@ -89,7 +87,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[list[Row]]:
     prompts = {10: range(10), 20: range(20)}
-    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2, {})
+    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2)
     found = list(runner.run(replace(job, **changes), lambda text: None))
     assert [context for context, _ in found] == [10, 20]
     return [rows for _, rows in found]
@@ -174,7 +172,7 @@ def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_p
     """The same tokens in every run, whatever was asked before; and those of a model run plainly."""
     adapter, _, name = system.partition(":")
     opened = setup(tmp_path, model=str(models / "target"), draft=str(models / "draft"))
-    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, options=SMALL.get(adapter, {}))
+    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, options=SMALL)
     subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
     try:
         for prompt in (byte_ids(200), byte_ids(90, start=7), byte_ids(200)):

@@ -27,7 +27,7 @@ class Setup:
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
         temperature: 0 decodes greedily.
         link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
-        options: of the one system. Setups that differ in nothing else are equal.
+        options: keys of our configurations.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Setup:
     work: str
     temperature: float = 0.0
     link_gb_s: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict, compare=False)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def folder(self) -> Path:
