@@ -82,8 +82,7 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         declared = dataclasses.replace(declared, contexts=declared.quick_contexts, new_tokens=QUICK_TOKENS)
     case = inputs.fitted(declared, arguments)
     overrides = dict(arguments.overrides)
-    for name in case.systems:
-        _check_config(name, overrides)
+    _check_configs(case.systems, overrides)
     model, draft = _folders(arguments)
     device = _device(arguments.device, case.link_gb_s)
     prompts, answers, texts = _prompts(arguments, model, case.contexts)
@@ -169,13 +168,14 @@ def _destination(out: Path) -> Path:
     return out
 
 
-def _check_config(name: str, overrides: Mapping[str, object]) -> None:
-    """Refuses what is wrong with a system of ours before anything is read."""
-    adapter, _, config = name.partition(":")
-    if adapter == "ours" and config not in config_names():
-        raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
-    if adapter == "ours":
-        load_config(config, overrides)
+def _check_configs(systems: Sequence[str], overrides: Mapping[str, object]) -> None:
+    """Refuses what is wrong with systems of ours before anything is read."""
+    for name in systems:
+        adapter, _, config = name.partition(":")
+        if adapter == "ours":
+            if config not in config_names():
+                raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
+            load_config(config, overrides)
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:

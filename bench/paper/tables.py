@@ -11,30 +11,13 @@ from offload_rt.config import load_config, uses_small_model
 from offload_rt.loading import DEMO
 
 PLAIN_TOKENS = 8
-TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
-GAMMAS = range(1, 9)
-LENGTHS = (64, 128, 256, 512)
 BUDGETS = (128, 64, 32, 16, 8)
 """One over the share of the text that the retrieved cache holds."""
-
-STREAMING_HIERARCHY = ["draft:streaming", "target:streaming"]
-WITHOUT_LAYERS = [{"model": "target", "cache": "retrieved", "layers": "skip:2"}]
-TABLE_2 = (2.31, 2.25, 2.20, 2.19, 2.08, 2.08, 2.02)
-ABLATIONS: dict[str, tuple[str, dict[str, object], float]] = {
-    "retrieval without hierarchy": ("retrieval", {}, 1.80),
-    "StreamingLLM without hierarchy": ("streaming", {}, 1.75),
-    "StreamingLLM with hierarchy": ("triforce", {"speculation.levels": STREAMING_HIERARCHY}, 1.90),
-    "small model alone": ("naive", {}, 1.42),
-}
-"""A composition, its keys, and the paper's speed-up over plain decoding at T = 0.6."""
-
-GAMMA_1 = (2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83)  # with γ2 = 6
-GAMMA_2 = (1.62, 1.90, 2.13, 2.22, 2.26, 2.31, 2.24, 2.20)  # with γ1 = 2
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a table: what it is called, what is run, and what the paper has there."""
+    """A row of a table: what it is called, what is run, and the paper's speed-up over plain decoding."""
 
     label: str
     config: str
@@ -42,6 +25,22 @@ class Variant:
     temperature: float | None = None
     new_tokens: int | None = None
     paper: float | None = None
+
+
+TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
+GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6
+GAMMA_2 = dict(enumerate((1.62, 1.90, 2.13, 2.22, 2.26, 2.31, 2.24, 2.20), 1))  # with γ1 = 2
+LENGTHS = {64: None, 128: None, 256: 2.28, 512: None}
+"""What varies, and the paper's speed-up."""
+
+STREAMING_HIERARCHY = {"speculation.levels": ["draft:streaming", "target:streaming"]}
+WITHOUT_LAYERS = {"speculation.levels": [{"model": "target", "cache": "retrieved", "layers": "skip:2"}]}
+ABLATIONS = (
+    Variant("retrieval without hierarchy", "retrieval", paper=1.80),
+    Variant("StreamingLLM without hierarchy", "streaming", paper=1.75),
+    Variant("StreamingLLM with hierarchy", "triforce", STREAMING_HIERARCHY, paper=1.90),
+    Variant("small model alone", "naive", paper=1.42),
+)
 
 
 def _sweep(study: Study, variants: Sequence[Variant]) -> list[Row]:
@@ -63,36 +62,29 @@ def _sweep(study: Study, variants: Sequence[Variant]) -> list[Row]:
 
 
 def temperatures(study: Study) -> list[Row]:
-    variants = [
+    heated = [
         Variant(f"triforce, T = {heat:g}", "triforce", temperature=heat, paper=paper)
-        for heat, paper in zip(TEMPERATURES, TABLE_2, strict=True)
+        for heat, paper in TEMPERATURES.items()
     ]
-    variants += [Variant(name, *given[:2], paper=given[2]) for name, given in ABLATIONS.items()]
-    return _sweep(study, variants)
+    return _sweep(study, [*heated, *ABLATIONS])
 
 
 def gammas(study: Study) -> list[Row]:
-    depths = [(first, 6, paper) for first, paper in zip(GAMMAS, GAMMA_1, strict=True)]
-    depths += [(2, second, paper) for second, paper in zip(GAMMAS, GAMMA_2, strict=True)]
-    return _sweep(
-        study,
-        [
-            Variant(
-                f"γ1 = {first}, γ2 = {second}",
-                "triforce",
-                {"speculation.gamma1": first, "speculation.gamma2": second},
-                paper=paper,
-            )
-            for first, second, paper in depths
-        ],
-    )
+    depths = [(first, 6, paper) for first, paper in GAMMA_1.items()]
+    depths += [(2, second, paper) for second, paper in GAMMA_2.items()]
+    variants = []
+    for first, second, paper in depths:
+        keys = {"speculation.gamma1": first, "speculation.gamma2": second}
+        variants.append(Variant(f"γ1 = {first}, γ2 = {second}", "triforce", keys, paper=paper))
+    return _sweep(study, variants)
 
 
 def lengths(study: Study) -> list[Row]:
-    papers = ((count, 2.28 if count == 256 else None) for count in LENGTHS)
-    return _sweep(
-        study, [Variant(f"{count} tokens", "triforce", new_tokens=count, paper=one) for count, one in papers]
-    )
+    variants = [
+        Variant(f"{count} tokens", "triforce", new_tokens=count, paper=paper)
+        for count, paper in LENGTHS.items()
+    ]
+    return _sweep(study, variants)
 
 
 def budgets(study: Study) -> list[Row]:
@@ -107,16 +99,15 @@ def budgets(study: Study) -> list[Row]:
 def sources(study: Study) -> list[Row]:
     variants = [Variant("n-grams of the text", "lookup"), Variant("suffixes of the text", "suffix")]
     if study.arguments.datastore is not None:
-        rest: dict[str, object] = {
+        rest = {
             "speculation.levels": [{"model": "datastore", "draft": "grown:64"}],
             "datastore.path": str(study.arguments.datastore),
         }
         variants.append(Variant("REST", "lookup", rest, paper=1.47))
-    skipped: dict[str, object] = {"speculation.levels": WITHOUT_LAYERS}
     if study.models.names[0] == DEMO or "head.path" in dict(study.arguments.overrides):
         variants.append(Variant("a head on hidden states", "heads"))
     variants += [
-        Variant("without a layer", "retrieval", skipped, paper=1.36),
+        Variant("without a layer", "retrieval", WITHOUT_LAYERS, paper=1.36),
         Variant("EasySpec", "easyspec"),
         Variant("trees", "trees"),
         Variant("triforce", "triforce", paper=2.19),
