@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +85,17 @@ def bars(title: str, label: str, **columns: str) -> Draw:
         label: column that names the rows.
         columns: what the legend calls each of the others.
     """
-    return partial(_bars, title=title, label=label, columns=columns)
 
+    def draw(place: Any, rows: Sequence[Row]) -> None:
+        height = 0.8 / len(columns)
+        for number, (column, name) in enumerate(columns.items()):
+            at = [-row - number * height for row in range(len(rows))]
+            place.barh(at, [row[column] or 0.0 for row in rows], height, label=name)
+        place.set_yticks([-row for row in range(len(rows))], [row[label] for row in rows], fontsize="small")
+        place.set_title(title)
+        place.legend(fontsize="small")
 
-def _bars(place: Any, rows: Sequence[Row], title: str, label: str, columns: Mapping[str, str]) -> None:
-    height = 0.8 / len(columns)
-    for number, (column, name) in enumerate(columns.items()):
-        at = [-row + number * -height for row in range(len(rows))]
-        place.barh(at, [row[column] or 0.0 for row in rows], height, label=name)
-    place.set_yticks([-row for row in range(len(rows))], [row[label] for row in rows], fontsize="small")
-    place.set_title(title)
-    place.legend(fontsize="small")
+    return draw
 
 
 def depths(place: Any, rows: Sequence[Row]) -> None:
