@@ -62,7 +62,6 @@ class Job:
     answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     kv_token_bytes: int = 0
     weight_bytes: int = 0
-    patience_s: float = PATIENCE_S
 
 
 class Worker:
@@ -161,7 +160,7 @@ class _Opened:
             if self._least > self._free and self._job.setup.device == "cpu":
                 left = f"{self._free / GIB:.1f} are left"
                 raise SystemFailed(f"its weights and KV take {self._least / GIB:.1f} GiB, and {left}")
-            self._workers[process] = Worker(adapter, self._job.setup, self._job.patience_s)
+            self._workers[process] = Worker(adapter, self._job.setup)
             self._closing.callback(self._workers[process].close)
             self._free -= self._least
         return self._workers[process]
