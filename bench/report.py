@@ -43,15 +43,12 @@ def finish(path: Path, result: dict[str, Any], tables: Iterable[str], last: obje
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A markdown table: the first column to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-    lines = [
-        "| "
-        + " | ".join(
-            c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [
+        [cell.rjust(w) if at else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))]
         for row in cells
     ]
+    lines = [f"| {' | '.join(row)} |" for row in aligned]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
