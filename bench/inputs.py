@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,10 +33,6 @@ from offload_rt.loading import (
 )
 from offload_rt.text import encode
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Case = TypeVar("Case", bound="DataclassInstance")
 T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -207,10 +203,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def fitted(case: Case, arguments: argparse.Namespace) -> Case:
-    """A declared case, with those of its fields that the command line gives."""
-    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(case)}
-    return dataclasses.replace(case, **{name: value for name, value in given.items() if value is not None})
+def fitted(case: T, arguments: argparse.Namespace) -> T:
+    """A declared case, a dataclass, with those of its fields that the command line gives."""
+    declared: Any = case
+    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(declared)}
+    found: T = dataclasses.replace(declared, **{key: one for key, one in given.items() if one is not None})
+    return found
 
 
 def free(device: torch.device) -> None:

@@ -101,9 +101,7 @@ class Worker:
                 raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s")
             answer: dict[str, Any] = self._connection.recv()
         except (OSError, EOFError):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSING_S)
-            self._kill()
+            self.close()
             raise SystemFailed(f"its process ended (code {self._process.returncode}) in {command}") from None
         if "error" in answer:
             raise SystemFailed(answer["error"])
@@ -113,9 +111,8 @@ class Worker:
         """Ends the process: lets its systems give back what they hold, if they do so at once. Idempotent."""
         self._connection.close()
         try:
-            self._process.wait(CLOSING_S)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSING_S)
         finally:
             self._kill()
 
