@@ -76,7 +76,8 @@ class ExactTopKCache(BoundedCache):
         mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
         parts = [attend(backend, queries, keys, values, scale, mask)]
         for run in source.sequence.views(layer, 0, self.verified_length):
-            parts.append(attend(backend, queries, *(kv.to(source.device) for kv in run), scale))
+            seen_keys, seen_values = (part.to(source.device) for part in run)
+            parts.append(attend(backend, queries, seen_keys, seen_values, scale))
         return merge(parts)[0]
 
     def adopt(self, verified: Verified) -> None:

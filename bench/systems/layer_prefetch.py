@@ -69,7 +69,7 @@ class PrefetchedCache(Cache):
 class Rebuilt(Passes):
     """One token a pass, each over all KV."""
 
-    notes = ("rebuilt; the link is emulated, and free for the prompt",)
+    notes: tuple[str, ...] = ("rebuilt; the link is emulated, and free for the prompt",)
 
     def __init__(self, setup: Setup) -> None:
         if not setup.link_gb_s:

@@ -43,14 +43,14 @@ def host_attention(
 class Rebuilt(Passes):
     """One token a pass. Only queries and results cross the link."""
 
-    notes = ("rebuilt: attention is torch's scaled_dot_product_attention on the CPU",)
+    notes: tuple[str, ...] = ("rebuilt: attention is torch's scaled_dot_product_attention on the CPU",)
 
     def __init__(self, setup: Setup) -> None:
         AttentionInterface.register("host", host_attention)
         AttentionMaskInterface.register("host", sdpa_mask)
         model = load(setup.model, setup, attention="host")
-        layers = [HostLayer(setup.capacity) for _ in range(model.config.num_hidden_layers)]
-        super().__init__(setup, model, Cache(layers))
+        layers: int = model.config.num_hidden_layers
+        super().__init__(setup, model, Cache([HostLayer(setup.capacity) for _ in range(layers)]))
         self.label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
         if setup.link_gb_s:
             self.notes += ("queries and results cross for nothing",)
