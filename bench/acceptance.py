@@ -73,11 +73,12 @@ class ExactTopKCache(BoundedCache):
             return super().attend(layer, queries, keys, values, scale)
         assert self._new is not None
         source, backend = self._source, self._source.backend
-        mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
-        parts = [attend(backend, queries, keys, values, scale, mask)]
+        parts = []
         for run in source.sequence.views(layer, 0, self.verified_length):
             seen_keys, seen_values = (part.to(source.device) for part in run)
             parts.append(attend(backend, queries, seen_keys, seen_values, scale))
+        mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
+        parts.append(attend(backend, queries, keys, values, scale, mask))
         return merge(parts)[0]
 
     def adopt(self, verified: Verified) -> None:
