@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import bench.attention
 import bench.compare
@@ -19,6 +18,7 @@ import bench.offload.command
 import bench.offload.prediction_accuracy
 import bench.paper.command
 import bench.side_by_side
+from offload_rt.cli import Parser
 from offload_rt.errors import UsageError
 
 COMMANDS = (
@@ -33,17 +33,10 @@ COMMANDS = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Takes its errors to the one place where errors are printed."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: that of the process); returns the exit code."""
-    parser = _Parser(prog="bench", description="Measures offload-rt.", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = Parser(prog="bench", description="Measures offload-rt.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         command.add_parser(commands)
     try:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from bench.context import ContextReader
-from cpu_kv import KeysValues, exact_top_k, head_major
+from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
-from offload_rt.caches.base import DerivedCache, NewTokens, Verified
+from offload_rt.caches.base import DerivedCache, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
@@ -72,10 +72,14 @@ class ExactTopKCache(BoundedCache):
         if layer >= self._whole:
             return super().attend(layer, queries, keys, values, scale)
         assert self._new is not None
-        source = self._source
-        runs = _runs(source, layer, self.verified_length)
-        history = [attend(source.backend, queries, *run, scale) for run in runs]
-        return merge([*history, _own(source, self._new, queries, keys, values, scale)])[0]
+        source, backend = self._source, self._source.backend
+        parts = []
+        for run in source.sequence.views(layer, 0, self.verified_length):
+            seen_keys, seen_values = (part.to(source.device) for part in run)
+            parts.append(attend(backend, queries, seen_keys, seen_values, scale))
+        mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
+        parts.append(attend(backend, queries, keys, values, scale, mask))
+        return merge(parts)[0]
 
     def adopt(self, verified: Verified) -> None:
         source = self._source
@@ -94,61 +98,15 @@ class ExactTopKCache(BoundedCache):
         raise NotImplementedError("chosen anew for every pass")
 
 
-def _runs(source: FullCache, layer: int, length: int) -> list[KeysValues]:
-    """The first tokens of the store, on the device."""
-    device = source.device
-    return [(keys.to(device), values.to(device)) for keys, values in source.sequence.views(layer, 0, length)]
-
-
-def _own(
-    source: FullCache, new: NewTokens, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of a pass's new tokens over themselves."""
-    mask = folded_mask(source.backend, new.mask(0, keys), queries, len(keys))
-    return attend(source.backend, queries, keys, values, scale, mask)
-
-
-class _Prefix:
-    """The beginning of a text as a cache, whose passes are counted as attention to chunks."""
-
-    def __init__(self, source: FullCache, length: int) -> None:
-        self.held = source.held
-        self.verified_length = length
-        self._source = source
-        self._new: NewTokens | None = None
-
-    def begin(self, new: NewTokens) -> None:
-        self._new = new
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        source, attended, at = self._source, self._source.attended, 0
-        assert self._new is not None and attended is not None
-        parts = [_own(source, self._new, queries, keys, values, scale)]
-        for run in _runs(source, layer, self.verified_length):
-            parts.append(attended.attend(source.backend, at, queries, *run, scale))
-            at += len(run[0]) * run[0].shape[2]
-        out, lse = merge(parts)
-        attended.end_layer(layer, lse)
-        return out
-
-    def commit(self, kept: Sequence[int]) -> None: ...
-
-    def keep(self, entries: Sequence[int]) -> None: ...
-
-    def settle(self) -> None: ...
-
-
-def count_prompt(reader: ContextReader, tokens: Sequence[int]) -> None:
-    """Counts what the text's own queries attended to, as H2O does: `ROUND` of them at the end of each page.
-
-    Args:
-        tokens: those that `reader` holds.
-    """
-    full, page = reader.full, reader.full.layout.page_size
+def count_prompt(reader: ContextReader) -> None:
+    """Counts what the text's own queries attended to, as H2O does: `ROUND` of them behind each page."""
+    full, tokens, page = reader.full, reader.tokens, reader.full.layout.page_size
     assert full.attended is not None
     full.attended.reset()
     for at in range(page, len(tokens) - ROUND, page):
-        reader.logits(_Prefix(full, at), tokens[at : at + ROUND], 1)
+        full.start_from(at)
+        reader.logits(full, tokens[at : at + ROUND], 1)
+    full.rewind()
 
 
 def _retrieved(
@@ -201,7 +159,6 @@ def acceptance(
     tokens: Sequence[int],
     budgets: Mapping[str, int],
     kinds: Sequence[str] = USUAL,
-    prompt: Sequence[int] = (),
 ) -> dict[tuple[str, str], Tensor]:
     """Acceptance at each of `tokens`, which follow what `reader` has read, by (kind, budget's name).
 
@@ -209,7 +166,6 @@ def acceptance(
 
     Args:
         kinds: of `CACHES`.
-        prompt: what `reader` has read, where heavy hitters are among them.
 
     Returns:
         `[tokens]` each, float64: for what follows that token.
@@ -226,8 +182,8 @@ def acceptance(
             full.derived.append(cache)
             full.build_derived()
             if kind == HEAVY_HITTERS:
-                count_prompt(reader, prompt)
                 assert isinstance(cache, RetrievedCache)
+                count_prompt(reader)
                 cache.fill(full.last_queries)
             found[kind, name] = torch.cat(
                 [_round(reader, cache, tokens[at : at + ROUND]) for at in range(0, len(tokens), ROUND)]
@@ -248,6 +204,10 @@ def _round(reader: ContextReader, cache: DerivedCache, block: Sequence[int]) -> 
 
 
 def by_distance(values: Tensor, period: int, width: int = 1) -> list[float]:
-    """Means by distance behind a refresh, which comes every `period` tokens, in bins of `width`."""
-    whole = values[: len(values) // period * period].view(-1, period // width, width)
+    """Means by distance behind a refresh, which comes every `period` tokens, in bins of `width`.
+
+    Args:
+        values: `[…, tokens]`.
+    """
+    whole = values[..., : values.shape[-1] // period * period].reshape(-1, period // width, width)
     return [float(mean) for mean in whole.mean(dim=(0, 2))]

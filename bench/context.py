@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -17,18 +17,20 @@ from offload_rt.parts import Part
 from offload_rt.prefill import prefill
 
 
-class ContextReader:
-    """Holds the KV of one text at a time.
+class ContextReader(AbstractContextManager["ContextReader"]):
+    """Holds the KV of one text.
 
     Args:
         config: its chunks are summarised, its store and prefill used.
         room: tokens to reserve memory for.
+
+    Attributes:
+        tokens: those that were read.
     """
 
     def __init__(self, model: CausalModel, config: Config, room: int) -> None:
-        self.model = model
-        self.config = config
-        self.room = room
+        self.model, self.config, self.room = model, config, room
+        self.tokens: Sequence[int] = ()
         self.backend = choose_backend(model.device)
         on_gpu = model.device.type == "cuda"
         self._link: Link = CudaLink(model.device) if on_gpu else CpuLink()
@@ -47,6 +49,7 @@ class ContextReader:
 
     def read(self, tokens: Sequence[int], *, outputs: bool = False) -> Tensor | None:
         """Takes `tokens` into the empty cache; with `outputs`, returns the last layer's hidden states."""
+        self.tokens = tokens
         return prefill(self.model, self.full, tokens, self.config.prefill.chunk, outputs=outputs)
 
     def logits(self, cache: Cache, tokens: Sequence[int], rows: int) -> Tensor:
@@ -57,17 +60,9 @@ class ContextReader:
         new = NewTokens.below(cache.held, range(-1, len(tokens) - 1), tokens)
         return self.model.forward([Part(cache, new, rows)])[0].logits
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Gives the KV back."""
         self.full.abandon()
         self._engine.close()
         self._store.close()
         self._link.close()
-
-    def __enter__(self) -> ContextReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

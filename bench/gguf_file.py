@@ -17,16 +17,13 @@ WRITER = 2  # what it writes has changed so often
 
 FloatArray = npt.NDArray[np.float32]
 
+F32 = gguf.GGMLQuantizationType.F32
 TYPES = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "float16": gguf.GGMLQuantizationType.F16,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "float32": (F32, gguf.LlamaFileType.ALL_F32),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
 }
-FILE_TYPES = {
-    gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
-    gguf.GGMLQuantizationType.F16: gguf.LlamaFileType.MOSTLY_F16,
-    gguf.GGMLQuantizationType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
-}
+YARN_KEYS = {"rope_theta", "rope_type", "factor", "original_max_position_embeddings"}  # that GGUF has too
 
 
 def gguf_file(model: Path, dtype: str, folder: Path) -> Path:
@@ -47,25 +44,26 @@ def gguf_file(model: Path, dtype: str, folder: Path) -> Path:
     path = folder / f"{model.name}-{dtype}-{key}.gguf"
     if not path.exists():
         unfinished = path.with_suffix(f".{os.getpid()}")
-        _write(model, TYPES[dtype], unfinished)
+        _write(model, dtype, unfinished)
         unfinished.replace(path)
     return path
 
 
-def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
+def _write(model: Path, dtype: str, path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"{model} is of the architecture {config['model_type']}: only llama can be written")
     heads: int = config["num_attention_heads"]
+    kv_heads: int = config.get("num_key_value_heads") or heads
     head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    kind, file_type = TYPES[dtype]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_file_type(file_type)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    kv_heads: int = config.get("num_key_value_heads") or heads
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -79,17 +77,13 @@ def _write(model: Path, kind: gguf.GGMLQuantizationType, path: Path) -> None:
             tied = name == "lm_head.weight" and config.get("tie_word_embeddings", False)
             if tied or name.endswith("rotary_emb.inv_freq"):
                 continue
-            raw = stored.mmap_bytes()
-            source = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[stored.dtype]
-            tensor: FloatArray = gguf.dequantize(raw, TYPES[source]).reshape(stored.shape)
-            if ".q_proj." in name:
-                tensor = _interleaved(tensor, heads)
-            elif ".k_proj." in name:
-                tensor = _interleaved(tensor, kv_heads)
-            out = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(
-                names.get_name(name, (".weight", ".bias")), gguf.quantize(tensor, out), raw_dtype=out
-            )
+            source = gguf.GGMLQuantizationType[stored.dtype]  # has the name that safetensors gives it
+            tensor: FloatArray = gguf.dequantize(stored.mmap_bytes(), source).reshape(stored.shape)
+            if ".q_proj." in name or ".k_proj." in name:
+                tensor = _interleaved(tensor, heads if ".q_proj." in name else kv_heads)
+            out = kind if tensor.ndim > 1 else F32
+            known = names.get_name(name, (".weight", ".bias"))
+            writer.add_tensor(known, gguf.quantize(tensor, out), raw_dtype=out)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -109,9 +103,8 @@ def _add_vocabulary(writer: gguf.GGUFWriter, path: Path, size: int) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([names.get(token, f"<unused {token}>") for token in range(size)])
     control = {one["id"] for one in stored["added_tokens"]}
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token in range(size)]
-    )
+    kinds = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([kinds[token in control] for token in range(size)])
     writer.add_token_merges(merges)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
@@ -136,12 +129,7 @@ def _add_rotary_embedding(writer: gguf.GGUFWriter, config: dict[str, Any], head_
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    elif kind == "yarn" and rope.keys() <= {
-        "rope_theta",
-        "rope_type",
-        "factor",
-        "original_max_position_embeddings",
-    }:
+    elif kind == "yarn" and rope.keys() <= YARN_KEYS:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])

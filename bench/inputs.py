@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,21 +33,9 @@ from offload_rt.loading import (
 )
 from offload_rt.text import encode
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Case = TypeVar("Case", bound="DataclassInstance")
 T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text and what to call it."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -131,19 +119,14 @@ def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     return several(parse)
 
 
-def demo_text() -> Text:
-    """The built-in prompt of the command line."""
-    return Text("pydoc_data.topics", built_in())
-
-
-def read_texts(paths: Sequence[Path]) -> list[Text]:
-    """The files' texts.
+def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
+    """Names and texts of files, or of the built-in prompt of the command line.
 
     Raises:
         UsageError: a file is missing, empty or not UTF-8.
     """
     texts = []
-    for path in paths:
+    for path in paths or ():
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -152,16 +135,16 @@ def read_texts(paths: Sequence[Path]) -> list[Text]:
             raise UsageError(f"text {path}: cannot be read ({error.strerror}); give a text file") from None
         if not text:
             raise UsageError(f"text {path}: is empty")
-        texts.append(Text(path.name, text))
-    return texts
+        texts.append((path.name, text))
+    return texts or [("pydoc_data.topics", built_in())]
 
 
 def read_tokens(
     paths: Sequence[Path] | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[int]]:
-    """Names of the files' texts, or of the built-in one, and their tokens, one text behind the other."""
-    texts = read_texts(paths) if paths else [demo_text()]
-    return [text.name for text in texts], encode(tokenizer, "\n".join(text.text for text in texts))
+    """Names of the texts, and their tokens, one text behind the other."""
+    texts = read_texts(paths)
+    return [name for name, _ in texts], encode(tokenizer, "\n".join(text for _, text in texts))
 
 
 Source = str | Path
@@ -208,11 +191,9 @@ def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -
     Raises:
         UsageError: it cannot be written there.
     """
-    path = given
-    if path is None:
-        today = datetime.date.today().isoformat()
-        path = RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
-        RESULTS.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    today = datetime.date.today().isoformat()
+    path = given or RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
     check_writable("--out", path)
     return path
 
@@ -222,11 +203,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def fitted(case: Case, arguments: argparse.Namespace) -> Case:
-    """A declared case, with those of its fields that the command line gives."""
-    fields = [field.name for field in dataclasses.fields(case)]
-    given = {name: value for name in fields if (value := getattr(arguments, name, None)) is not None}
-    return dataclasses.replace(case, **given)
+def fitted(case: T, arguments: argparse.Namespace) -> T:
+    """A declared case, a dataclass, with those of its fields that the command line gives."""
+    declared: Any = case
+    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(declared)}
+    found: T = dataclasses.replace(declared, **{key: one for key, one in given.items() if one is not None})
+    return found
 
 
 def free(device: torch.device) -> None:

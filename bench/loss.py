@@ -36,14 +36,9 @@ def step_means(losses: Tensor, step: int) -> list[float]:
     return [float(losses[max(end - step - 1, 0) : end - 1].mean()) for end in ends]
 
 
-def without_rise(values: Sequence[float], contexts: Sequence[int]) -> int:
-    """The largest of `contexts` such that no value up to there exceeds the first one."""
-    largest = contexts[0]
-    for value, context in zip(values, contexts, strict=True):
-        if value > values[0]:
-            break
-        largest = context
-    return largest
+def without_rise(contexts: Sequence[int], rises: Sequence[bool]) -> int:
+    """The largest of `contexts` up to which nothing rises."""
+    return next((contexts[max(at - 1, 0)] for at, rise in enumerate(rises) if rise), contexts[-1])
 
 
 def paired(windows: Sequence[int], losses: Sequence[Tensor]) -> dict[str, Any]:
@@ -60,19 +55,12 @@ def paired(windows: Sequence[int], losses: Sequence[Tensor]) -> dict[str, Any]:
     changes += [after - before for before, after in itertools.pairwise(losses)]
     means = [float(change.mean()) for change in changes]
     errors = [float(change.std() / len(change) ** 0.5) for change in changes]
-    largest = windows[0]
-    for window, change, error in zip(windows, means, errors, strict=True):
-        if change > 2 * error:
-            break
-        largest = window
+    rises = [change > 2 * error for change, error in zip(means, errors, strict=True)]
     found = {"windows": list(windows), "means": [float(loss.mean()) for loss in losses]}
-    return found | {"changes": means, "errors": errors, "without_rise": largest}
+    return found | {"changes": means, "errors": errors, "without_rise": without_rise(windows, rises)}
 
 
 def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list[int]:
     """The last tokens of `prompt`, `window` in all; a beginning-of-text token stays in front of them."""
-    if window >= len(prompt):
-        return list(prompt)
-    if prompt[0] == beginning:
-        return [prompt[0], *prompt[len(prompt) - window + 1 :]]
-    return list(prompt[len(prompt) - window :])
+    first = [prompt[0]] if prompt[0] == beginning and window < len(prompt) else []
+    return [*first, *prompt[max(0, len(prompt) - window) + len(first) :]]

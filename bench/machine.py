@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
 from typing import Any
 
 import psutil
@@ -19,21 +18,12 @@ from offload_rt.machine.measuring import memory_rate
 READ_BYTES = GIB  # far more than any cache of a processor holds
 
 
-def processor(device: torch.device) -> str:
-    """The name of what computes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name()
-
-
 def describe(device: torch.device) -> dict[str, Any]:
     """The machine and the versions, as JSON values."""
     return {
-        "processor": processor(device),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "device": device.type,
-        "cores": len(psutil.Process().cpu_affinity() or [])
-        if hasattr(psutil.Process, "cpu_affinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
         "load_average": os.getloadavg()[0],
@@ -53,8 +43,3 @@ def slug(machine: dict[str, Any]) -> str:
 def read_rate(device: torch.device, size: int = READ_BYTES) -> float:
     """GB/s at which torch reads the memory of `device`, of a CPU with all threads: the best of some sums."""
     return memory_rate(device, size)
-
-
-def peak_host_bytes() -> int:
-    """The most memory the process has held so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

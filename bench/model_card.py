@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     models = inputs.load(arguments)
     described = machine.describe(models.target.device)
     out = inputs.destination(arguments.out, f"model-card-{models.names[0]}", described)
-    encoded = {text.name: encode(models.tokenizer, text.text) for text in texts}
+    encoded = {name: encode(models.tokenizer, text) for name, text in texts}
     needed = case.context + (case.positions if "acceptance" in parts else 0)
     for name, tokens in encoded.items():
         if len(tokens) < needed:
@@ -96,12 +96,8 @@ def run(arguments: argparse.Namespace) -> None:
                 "shorter --context"
             )
     model = CausalModel(models.target, models.names[0])
-    special, generator = set(models.tokenizer.all_special_ids), torch.Generator().manual_seed(arguments.seed)
-    alphabet = [token for token in range(model.vocabulary) if token not in special]
-    readings = [
-        Reading(name, tokens, model, config, case, models.tokenizer.bos_token_id, parts)
-        for name, tokens in encoded.items()
-    ]
+    generator = torch.Generator().manual_seed(arguments.seed)
+    alphabet = needles.alphabet(models.tokenizer, model.vocabulary)
     result = report.envelope("model-card", arguments, described) | {
         "model": models.names[0],
         "dtype": str(models.target.dtype).removeprefix("torch."),
@@ -110,10 +106,13 @@ def run(arguments: argparse.Namespace) -> None:
         "case": dataclasses.asdict(case),
         "config": {key: str(value) for key, value in dataclasses.asdict(config.retrieval).items()},
     }
+    readings = [Reading(name, tokens, model, config, case) for name, tokens in encoded.items()]
     for one in readings:
-        one.along()
-        one.shorter_windows()
-        one.needles(alphabet, generator)
+        one.along(losing="loss" in parts, accepting="acceptance" in parts)
+        if "loss" in parts:
+            one.shorter_windows(models.tokenizer.bos_token_id)
+        if "needle" in parts:
+            one.needles(alphabet, generator)
     if "loss" in parts:
         result["loss"] = loss_result(case, readings)
     if "needle" in parts:
@@ -165,7 +164,6 @@ class Reading:
     """What is measured of one text.
 
     Attributes:
-        beginning: the beginning-of-text token.
         losses: of the tokens along the longest prompt; `tails` of its last ones, by window.
         recall: by needle context and depth.
         accepted: by context.
@@ -176,8 +174,6 @@ class Reading:
     model: CausalModel
     config: Config
     case: ModelCardCase
-    beginning: int | None
-    parts: Sequence[str]
     losses: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
     tails: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     recall: dict[int, list[float]] = dataclasses.field(default_factory=dict)
@@ -190,15 +186,16 @@ class Reading:
             yield reader
         inputs.free(self.model.device)
 
-    def along(self) -> None:
+    def along(self, *, losing: bool, accepting: bool) -> None:
         """Loss and acceptance, by one reading of the prompt for both."""
-        case, accepting = self.case, "acceptance" in self.parts
-        contexts = case.acceptance_contexts if accepting else (case.context,)
-        for context in contexts if accepting or "loss" in self.parts else ():
+        case = self.case
+        for context in case.acceptance_contexts:
+            last = losing and context == case.context
+            if not (last or accepting):
+                continue
             prompt = self.tokens[:context]
             with self._reader(f"reading {tokens_name(context)} tokens", context + case.positions) as reader:
-                losing = "loss" in self.parts and context == case.context
-                hidden = reader.read(prompt, outputs=losing)
+                hidden = reader.read(prompt, outputs=last)
                 if hidden is not None:
                     self.losses = loss.token_losses(self.model, hidden, prompt)
                     self.tails[context] = self.losses[-case.tail :]
@@ -208,10 +205,10 @@ class Reading:
                     following = self.tokens[context : context + case.positions]
                     self.accepted[context] = acceptance.acceptance(reader, following, budgets)
 
-    def shorter_windows(self) -> None:
-        """Loss of the same tail with less before it."""
-        for window in self.case.windows[:-1] if "loss" in self.parts else ():
-            prompt = loss.window_of(self.tokens[: self.case.context], window, self.beginning)
+    def shorter_windows(self, beginning: int | None) -> None:
+        """Loss of the same tail with less before it, behind a beginning-of-text token."""
+        for window in self.case.windows[:-1]:
+            prompt = loss.window_of(self.tokens[: self.case.context], window, beginning)
             with self._reader(f"loss with {tokens_name(window)} tokens", len(prompt)) as reader:
                 hidden = reader.read(prompt, outputs=True)
                 assert hidden is not None
@@ -221,11 +218,12 @@ class Reading:
     def needles(self, alphabet: Sequence[int], generator: torch.Generator) -> None:
         """Recall of passages that are drawn from an alphabet."""
         case = self.case
-        for length in case.needle_contexts if "needle" in self.parts else ():
-            planted = needles.plant(self.tokens, length, case.depths, case.needles, alphabet, generator)
+        for length in case.needle_contexts:
+            numbers = length, case.depths, case.needles
+            prompt, passages = needles.plant(self.tokens, *numbers, alphabet, generator)
             with self._reader(f"needles in {tokens_name(length)} tokens", length) as reader:
-                reader.read(planted.tokens)
-                self.recall[length] = needles.recall(reader, planted)
+                reader.read(prompt)
+                self.recall[length] = needles.recall(reader, passages, case.needles)
 
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -238,7 +236,7 @@ def loss_result(case: ModelCardCase, readings: Sequence[Reading]) -> dict[str, A
     by_text = {one.name: loss.step_means(one.losses, case.step) for one in readings}
     means = _means(list(by_text.values()))
     along = {"ends": list(ends), "mean": means, "by_text": by_text}
-    along["without_rise"] = loss.without_rise(means, ends)
+    along["without_rise"] = loss.without_rise(ends, [value > means[0] for value in means])
     tails = [torch.cat([one.tails[window] for one in readings]) for window in case.windows]
     return {"along": along, "paired": loss.paired(case.windows, tails) | {"tail": case.tail}}
 
@@ -266,8 +264,7 @@ def acceptance_result(context: int, case: ModelCardCase, readings: Sequence[Read
         stride = kind == acceptance.RETRIEVAL_STRIDE
         period, width = (acceptance.STRIDE, BIN) if stride else (acceptance.ROUND, 1)
         if values.shape[1] >= period:
-            whole = values[:, : values.shape[1] // period * period].flatten()
-            row |= {"by_distance": acceptance.by_distance(whole, period, width), "distance_width": width}
+            row |= {"by_distance": acceptance.by_distance(values, period, width), "distance_width": width}
         rows.append(row)
     return {"context": context, "positions": case.positions, "caches": rows}
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from bench.context import ContextReader
 
@@ -14,19 +15,10 @@ CUE = 8  # of them are repeated at the end of the prompt; the others are to foll
 SPACING = 64  # tokens of text between passages at one depth
 
 
-@dataclass(frozen=True)
-class Planted:
-    """A prompt with passages in it.
-
-    Attributes:
-        tokens: the prompt.
-        passages: by depth, the tokens of each passage.
-        starts: by depth, where each passage begins.
-    """
-
-    tokens: list[int]
-    passages: list[list[list[int]]]
-    starts: list[list[int]]
+def alphabet(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[int]:
+    """Token ids that passages may be drawn from."""
+    special = set(tokenizer.all_special_ids)
+    return [token for token in range(vocabulary) if token not in special]
 
 
 def plant(
@@ -36,10 +28,10 @@ def plant(
     each: int,
     alphabet: Sequence[int],
     generator: torch.Generator,
-) -> Planted:
+) -> tuple[list[int], list[list[int]]]:
     """A prompt of `length` tokens: the beginning of `text` with `each` passages at each of `depths` depths.
 
-    Depth 0 is right behind the first token, the last depth ends with the prompt.
+    Depth 0 is right behind the first token, the last depth ends with the prompt. Returns the passages too.
 
     Args:
         alphabet: token ids that passages are drawn from.
@@ -52,36 +44,30 @@ def plant(
     if room < (depths - 1) * each * SPACING or kept > len(text):
         raise ValueError(f"{depths * each} passages do not fit {length} tokens, or the text is too short")
     prompt: list[int] = []
-    passages: list[list[list[int]]] = []
-    starts: list[list[int]] = []
+    passages: list[list[int]] = []
     taken = 0
-    for depth in range(depths):
-        passages.append([])
-        starts.append([])
-        for number in range(each):
-            at = 1 + room * depth // max(depths - 1, 1) + number * SPACING
-            prompt += text[taken:at]
-            taken = at
-            drawn = torch.randint(len(alphabet), (PASSAGE,), generator=generator).tolist()
-            starts[-1].append(len(prompt))
-            passages[-1].append([alphabet[i] for i in drawn])
-            prompt += passages[-1][-1]
-    prompt += text[taken:kept]
-    return Planted(prompt, passages, starts)
+    for depth, number in product(range(depths), range(each)):
+        at = 1 + room * depth // max(depths - 1, 1) + number * SPACING
+        drawn = torch.randint(len(alphabet), (PASSAGE,), generator=generator).tolist()
+        passages.append([alphabet[i] for i in drawn])
+        prompt += [*text[taken:at], *passages[-1]]
+        taken = at
+    return [*prompt, *text[taken:kept]], passages
 
 
 @torch.inference_mode()
-def recall(reader: ContextReader, planted: Planted) -> list[float]:
+def recall(reader: ContextReader, passages: Sequence[Sequence[int]], each: int) -> list[float]:
     """By depth, the share of the passages' tokens after their cue that the model's argmax gives.
 
     The prompt must have been read. Each passage is cued behind the prompt, and its true tokens are forced.
+
+    Args:
+        each: passages at a depth.
     """
-    scores = []
-    for passages in planted.passages:
-        right = 0
-        for passage in passages:
-            logits = reader.logits(reader.full, passage[:-1], PASSAGE - CUE)
-            right += int((logits.argmax(-1).cpu() == torch.tensor(passage[CUE:])).sum())
-        scores.append(right / (len(passages) * (PASSAGE - CUE)))
+    right = []
+    for passage in passages:
+        logits = reader.logits(reader.full, passage[:-1], PASSAGE - CUE)
+        right.append(int((logits.argmax(-1).cpu() == torch.tensor(passage[CUE:])).sum()))
     reader.full.abandon()
-    return scores
+    asked = each * (PASSAGE - CUE)
+    return [sum(right[at : at + each]) / asked for at in range(0, len(right), each)]

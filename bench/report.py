@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import machine
 from offload_rt import files
 from offload_rt.errors import UsageError
 
@@ -33,7 +33,7 @@ def envelope(benchmark: str, arguments: argparse.Namespace, described: Mapping[s
 
 def finish(path: Path, result: dict[str, Any], tables: Iterable[str], last: object) -> None:
     """Writes a result, prints its tables and, as the last line, what programs read."""
-    result["host_peak_bytes"] = machine.peak_host_bytes()
+    result["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     write_json(path, result)
     for one in tables:
         print(one, end="\n\n")
@@ -43,15 +43,12 @@ def finish(path: Path, result: dict[str, Any], tables: Iterable[str], last: obje
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A markdown table: the first column to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-    lines = [
-        "| "
-        + " | ".join(
-            c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [
+        [cell.rjust(w) if at else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))]
         for row in cells
     ]
+    lines = [f"| {' | '.join(row)} |" for row in aligned]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
@@ -108,10 +105,9 @@ def read_lines(option: str, path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             one = json.loads(line)
-            whole = (
-                one["schema"] == SCHEMA and isinstance(one["context"], int) and isinstance(one["prompt"], str)
-            )
-            whole = whole and all("error" in row or "ms_per_token" in row for row in one["rows"])
+            kinds = one["schema"], type(one["context"]), type(one["prompt"])
+            whole = kinds == (SCHEMA, int, str)
+            whole &= all("error" in row or "ms_per_token" in row for row in one["rows"])
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:

@@ -7,16 +7,14 @@ tokens are held against those of the first system that yields any.
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -53,7 +51,6 @@ class Job:
         prompts: by context, so many tokens.
         answers: what a greedy continuation begins with if a needle is found; by context.
         turns: interleaved runs of every system, after one that is not timed.
-        options: of single systems, by their names.
         kv_token_bytes, weight_bytes: of the target.
     """
 
@@ -62,11 +59,9 @@ class Job:
     prompts: Mapping[int, Sequence[int]]
     new_tokens: int
     turns: int
-    options: Mapping[str, dict[str, Any]]
     answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     kv_token_bytes: int = 0
     weight_bytes: int = 0
-    patience_s: float = PATIENCE_S
 
 
 class Worker:
@@ -84,41 +79,29 @@ class Worker:
         if adapter != "ours":  # which asks for it where there is a GPU, and may have done so here
             environment.pop("OMP_WAIT_POLICY", None)
         self._patience_s = patience_s
-        with (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
+        self._connection, theirs = Pipe()
+        with theirs, (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
             self._process = subprocess.Popen(
-                [python, "-m", "bench.worker", adapter],
+                [python, "-m", "bench.worker", adapter, str(theirs.fileno())],
                 cwd=ROOT,
                 env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
-                text=True,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt is for this process, which then ends the others
             )
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
 
     def ask(self, command: str, *arguments: object) -> dict[str, Any]:
         """The answer to a command. Raises SystemFailed where there is an error, or no answer in time."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps([command, *arguments]) + "\n")
-            self._process.stdin.flush()
-            line = self._answers.get(timeout=self._patience_s)
-            answer: dict[str, Any] = json.loads(line)
-        except queue.Empty:
-            self._kill()
-            raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s") from None
-        except (BrokenPipeError, ValueError):  # also of a line that a process could not finish
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSING_S)
-            self._kill()
+            self._connection.send([command, *arguments])
+            if not self._connection.poll(self._patience_s):
+                self._kill()
+                raise SystemFailed(f"no answer to {command} in {self._patience_s:g} s")
+            answer: dict[str, Any] = self._connection.recv()
+        except (OSError, EOFError):
+            self.close()
             raise SystemFailed(f"its process ended (code {self._process.returncode}) in {command}") from None
         if "error" in answer:
             raise SystemFailed(answer["error"])
@@ -126,13 +109,10 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process: lets its systems give back what they hold, if they do so at once. Idempotent."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+        self._connection.close()
         try:
-            self._process.wait(CLOSING_S)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSING_S)
         finally:
             self._kill()
 
@@ -156,43 +136,41 @@ class _Opened:
     """The systems of a job, with room for one context."""
 
     def __init__(self, job: Job, context: int, closing: ExitStack, say: Say) -> None:
-        self._job, self._context, self._say = job, context, say
+        self._job, self._context, self._closing, self._say = job, context, closing, say
         self._workers: dict[str, Worker] = {}
-        self._opened: dict[str, dict[str, Any]] = {}
         self._failed: dict[str, str] = {}
         capacity = context + job.new_tokens + ROOM
-        least = job.weight_bytes + capacity * job.kv_token_bytes
-        free = available_memory()
+        self._least = job.weight_bytes + capacity * job.kv_token_bytes
+        self._free = available_memory()
+        self._opened: dict[str, dict[str, Any]] = {}
+        setup = asdict(replace(job.setup, capacity=capacity))
         for name in job.systems:
             say(f"open {name}")
-            adapter, _, system = name.partition(":")
-            process = adapter if adapter in ONE_PROCESS else name
-            try:
-                if process not in self._workers:
-                    if least > free and job.setup.device == "cpu":
-                        said = f"its weights and KV take {least / GIB:.1f} GiB, and {free / GIB:.1f} are left"
-                        raise SystemFailed(said)
-                    self._workers[process] = Worker(adapter, job.setup, job.patience_s)
-                    closing.callback(self._workers[process].close)
-                    free -= least
-                self._workers[name] = self._workers[process]
-                setup = replace(job.setup, capacity=capacity, options=job.options.get(name, {}))
-                self._opened[name] = self._workers[name].ask("open", system, asdict(setup))
-            except SystemFailed as error:
-                self._fail(name, error)
+            if (answer := self._ask(name, "open", setup)) is not None:
+                self._opened[name] = answer
 
-    def _fail(self, name: str, error: SystemFailed) -> None:
-        self._failed[name] = str(error)
-        self._say(f"{name}: {error}")
+    def _worker(self, name: str) -> Worker:
+        """The process of a system. Raises SystemFailed where there can be none."""
+        adapter = name.partition(":")[0]
+        process = adapter if adapter in ONE_PROCESS else name
+        if process not in self._workers:
+            if self._least > self._free and self._job.setup.device == "cpu":
+                left = f"{self._free / GIB:.1f} are left"
+                raise SystemFailed(f"its weights and KV take {self._least / GIB:.1f} GiB, and {left}")
+            self._workers[process] = Worker(adapter, self._job.setup)
+            self._closing.callback(self._workers[process].close)
+            self._free -= self._least
+        return self._workers[process]
 
     def _ask(self, name: str, command: str, *arguments: object) -> dict[str, Any] | None:
         """None where it failed, now or before."""
         if name in self._failed:
             return None
         try:
-            return self._workers[name].ask(command, name.partition(":")[2], *arguments)
+            return self._worker(name).ask(command, name.partition(":")[2], *arguments)
         except SystemFailed as error:
-            self._fail(name, error)
+            self._failed[name] = str(error)
+            self._say(f"{name}: {error}")
             return None
 
     def measured(self, prompt: Sequence[int]) -> list[Row]:
@@ -222,38 +200,33 @@ class _Opened:
         if name in self._failed:
             return row | {"error": self._failed[name]}
         last, opened = runs[-1], self._opened[name]
+        tokens, told = last["tokens"], last["rounds"] is not None
+        yielded = median(len(one["tokens"]) / one["rounds"] for one in runs) if told else None
         row |= {
             "label": opened["label"],
             "notes": [*opened["notes"], *last["notes"]],
             "prefill_ms": prefill_ms,
             "ms_per_token": report.spread([one["ms"] / one["timed"] for one in runs]),
-            "tokens_per_round": None
-            if last["rounds"] is None
-            else median(len(one["tokens"]) / one["rounds"] for one in runs),
+            "tokens_per_round": yielded,
             "accepted": last["accepted"],
             "parts_ms": {name: ms / last["timed"] for name, ms in last["parts_ms"].items()},
-            "tokens": last["tokens"],
-            "steady": all(one["tokens"] == last["tokens"] for one in runs),
+            "tokens": tokens,
+            "steady": all(one["tokens"] == tokens for one in runs),
         }
-        answer = self._job.answers.get(self._context)
-        if answer:
-            both = zip(last["tokens"], answer, strict=False)
-            compared = min(len(last["tokens"]), len(answer))
-            row["answered"] = sum(token == other for token, other in both) / compared
+        if answer := self._job.answers.get(self._context):
+            both = list(zip(tokens, answer, strict=False))
+            row["answered"] = sum(token == other for token, other in both) / len(both)
         return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
 
     def _compare(self, rows: Sequence[Row]) -> None:
         """Where tokens leave those of the reference, and by how much its logit of its own one is higher."""
         for row in rows:
-            tokens, expected = row["tokens"], rows[0]["tokens"]
+            tokens, reference, expected = row["tokens"], rows[0]["system"], rows[0]["tokens"]
             both = enumerate(zip(tokens, expected, strict=False))
             first = next((at for at, (token, other) in both if token != other), None)
             row["first_difference"] = first
             if first is not None:
-                try:
-                    reference = rows[0]["system"]
+                with suppress(SystemFailed):  # it does not tell
                     system, asked = reference.partition(":")[2], expected[:first]
-                    logits = self._workers[reference].ask("logits_after", system, asked)["logits"]
+                    logits = self._worker(reference).ask("logits_after", system, asked)["logits"]
                     row["logit_gap"] = logits[expected[first]] - logits[tokens[first]]
-                except SystemFailed:
-                    pass  # it does not tell

@@ -34,10 +34,9 @@ from offload_rt.config import config_names, load_config
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
-from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer, model_config
+from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
 
-OUR_PREFIX = "ours:"
 CHUNK = 2048
 QUICK_TOKENS = 32
 NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
@@ -83,9 +82,7 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         declared = dataclasses.replace(declared, contexts=declared.quick_contexts, new_tokens=QUICK_TOKENS)
     case = inputs.fitted(declared, arguments)
     overrides = dict(arguments.overrides)
-    options = {name: overrides for name in case.systems if name.startswith(OUR_PREFIX)}
-    for name in options:
-        _check_config(name, overrides)
+    _check_configs(case.systems, overrides)
     model, draft = _folders(arguments)
     device = _device(arguments.device, case.link_gb_s)
     prompts, answers, texts = _prompts(arguments, model, case.contexts)
@@ -108,9 +105,10 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
         work=str(cache_folder() / "bench"),
         temperature=arguments.temperature,
         link_gb_s=case.link_gb_s,
+        options=overrides,
     )
     sizes = shape.token_bytes, shape.weight_bytes
-    job = Job(setup, case.systems, left, case.new_tokens, case.turns, options, answers, *sizes)
+    job = Job(setup, case.systems, left, case.new_tokens, case.turns, answers, *sizes)
     rate = machine.read_rate(device) if left else 0.0  # while nothing else is in memory
     for context, rows in run_job(job, say):
         kv_bytes = context * shape.token_bytes
@@ -170,12 +168,14 @@ def _destination(out: Path) -> Path:
     return out
 
 
-def _check_config(name: str, overrides: Mapping[str, object]) -> None:
-    """Refuses what is wrong before anything is read."""
-    config = name.removeprefix(OUR_PREFIX)
-    if config not in config_names():
-        raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
-    load_config(config, overrides)
+def _check_configs(systems: Sequence[str], overrides: Mapping[str, object]) -> None:
+    """Refuses what is wrong with systems of ours before anything is read."""
+    for name in systems:
+        adapter, _, config = name.partition(":")
+        if adapter == "ours":
+            if config not in config_names():
+                raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
+            load_config(config, overrides)
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
@@ -183,7 +183,6 @@ def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
     model, draft = (None if one is None else Path(one).resolve() for one in inputs.sources(arguments))
     assert model is not None
     if draft is not None:
-        model_config(draft)
         check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
     return model, draft
 
@@ -224,11 +223,11 @@ def _prompts(
     for context in contexts:
         generator = torch.Generator().manual_seed(0)
         try:
-            planted = needles.plant(tokens, context - needles.CUE, NEEDLES, 1, alphabet, generator)
+            prompt, passages = needles.plant(tokens, context - needles.CUE, NEEDLES, 1, alphabet, generator)
         except ValueError as error:
             raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
-        passage = planted.passages[NEEDLES // 2][0]
-        prompts[context] = planted.tokens + passage[: needles.CUE]
+        passage = passages[NEEDLES // 2]
+        prompts[context] = prompt + passage[: needles.CUE]
         answers[context] = passage[needles.CUE :]
     return prompts, answers, names
 

@@ -1,31 +1,33 @@
-"""A process that runs systems of one adapter, `python -m bench.worker ADAPTER`: JSON lines in and out.
+"""A process that runs systems of one adapter, `python -m bench.worker ADAPTER DESCRIPTOR`.
 
-A line asks one thing of one system: `[command, system, argument, …]`. It imports no more of this package than
-the adapter, so that it runs in an environment of the peer's own.
+Over the connection it is asked one thing of one system at a time: `[command, system, argument, …]`. It
+imports no more of this package than the adapter, so that it runs in an environment of the peer's own.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import traceback
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from bench.systems import Opener, Setup, System
 
 
-def main(adapter: str) -> None:
-    """Answers one line for each line on stdin, until that ends."""
-    # Libraries print what they like; answers go where stdout went, and stdout to stderr.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def main(adapter: str, descriptor: str) -> None:
+    """Answers whatever is asked until the connection is closed."""
+    os.set_inheritable(int(descriptor), False)  # what a system starts must not keep it open
+    connection = Connection(int(descriptor))
     opened: dict[str, System] = {}
-    for line in sys.stdin:
-        command, name, *arguments = json.loads(line)
+    while True:
+        try:
+            command, name, *arguments = connection.recv()
+        except EOFError:
+            break
         try:
             if command == "open":
                 systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
@@ -37,7 +39,7 @@ def main(adapter: str) -> None:
             traceback.print_exc()
             last = str(error).strip().splitlines()
             answer = {"error": f"{type(error).__name__}: {last[-1] if last else ''}".rstrip(": ")}
-        print(json.dumps(answer), file=answers)
+        connection.send(answer)
     for system in opened.values():
         system.close()
 

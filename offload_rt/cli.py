@@ -58,7 +58,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Takes its errors to the one place where errors are printed."""
 
     def error(self, message: str) -> NoReturn:
@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="offload-rt",
         description="Lossless, fast generation from long prompts, with the KV cache in CPU memory.",
         epilog=FIRST_STEPS,
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     version = importlib.metadata.version("offload-rt")
     parser.add_argument("--version", action="version", version=f"offload-rt {version}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         command.add_parser(commands)
     return parser

@@ -243,8 +243,9 @@ def test_model_card(
 
 
 def test_where_a_loss_rises() -> None:
-    assert loss.without_rise([2.0, 1.9, 1.95, 2.0, 2.1, 1.0], [1, 2, 3, 4, 5, 6]) == 4
-    assert loss.without_rise([2.0, 2.1], [1, 2]) == 1
+    assert loss.without_rise([1, 2, 3, 4, 5, 6], [False, False, False, False, True, False]) == 4
+    assert loss.without_rise([1, 2], [False, True]) == 1
+    assert loss.without_rise([1, 2], [False, False]) == 2
     steady = torch.full((50,), 2.0, dtype=torch.float64)
     noise = torch.linspace(-1, 1, 50, dtype=torch.float64)
     windows = [1, 2, 3, 4]
@@ -264,45 +265,39 @@ def test_a_shorter_window_keeps_the_beginning_of_text() -> None:
 
 def test_needles_lie_at_their_depths() -> None:
     text, generator = [*range(1000, 4000)], torch.Generator().manual_seed(0)
-    planted = needles.plant(text, 2000, depths=5, each=2, alphabet=range(1000), generator=generator)
-    assert len(planted.tokens) == 2000
+    prompt, passages = needles.plant(text, 2000, depths=5, each=2, alphabet=range(1000), generator=generator)
+    assert len(prompt) == 2000
     # Without the passages the text is as it was.
-    assert [t for t in planted.tokens if t >= 1000] == text[: 2000 - 10 * needles.PASSAGE]
-    for depth, (starts, passages) in enumerate(zip(planted.starts, planted.passages, strict=True)):
-        for start, passage in zip(starts, passages, strict=True):
-            assert planted.tokens[start : start + needles.PASSAGE] == passage
-        assert starts[0] == pytest.approx(1 + depth / 4 * (2000 - 1 - 128), abs=1)
-    assert planted.starts[0][0] == 1
-    assert planted.starts[-1][-1] == 2000 - needles.PASSAGE
+    assert [t for t in prompt if t >= 1000] == text[: 2000 - 10 * needles.PASSAGE]
+    starts = [at for at in range(1, 2000) if prompt[at] < 1000 <= prompt[at - 1]]
+    assert [prompt[start : start + needles.PASSAGE] for start in starts] == passages
+    for depth, start in enumerate(starts[::2]):
+        assert start == pytest.approx(1 + depth / 4 * (2000 - 1 - 128), abs=1)
+    assert (starts[0], starts[-1]) == (1, 2000 - needles.PASSAGE)
     with pytest.raises(ValueError, match="do not fit"):
         needles.plant(text, 400, depths=5, each=2, alphabet=range(1000), generator=generator)
 
 
 def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, config: Config) -> None:
     text, generator = byte_ids(500), torch.Generator().manual_seed(0)
-    planted = needles.plant(text, 400, depths=2, each=2, alphabet=range(256), generator=generator)
-    cued = [planted.tokens + passage for passages in planted.passages for passage in passages]
-    chosen = []
-    for tokens in cued:
-        choices = target(torch.tensor([tokens])).logits[0].argmax(-1)
-        chosen.append(choices[400 + needles.CUE - 1 : -1].tolist())
-    # This model recalls nothing by itself: let a passage continue as it does, here and there.
-    for passages, at in ((planted.passages[0], 0), (planted.passages[1], 3)):
-        for passage, own in zip(passages, chosen[at : at + 2], strict=False):
-            passage[needles.CUE] = own[0]
-    expected = []
-    for passages in planted.passages:
-        right = 0
-        for passage in passages:
-            choices = target(torch.tensor([planted.tokens + passage])).logits[0].argmax(-1)
-            wanted = torch.tensor(passage[needles.CUE :])
-            right += int((choices[400 + needles.CUE - 1 : -1] == wanted).sum())
-        expected.append(right / 2 / (needles.PASSAGE - needles.CUE))
+    prompt, passages = needles.plant(text, 400, depths=2, each=2, alphabet=range(256), generator=generator)
+
+    def chosen(passage: list[int]) -> torch.Tensor:
+        """What the target would say in the place of each token behind the cue."""
+        logits = target(torch.tensor([prompt + passage])).logits[0]
+        return logits.argmax(-1)[400 + needles.CUE - 1 : -1]
+
+    # This model recalls nothing by itself: let two passages continue as it does.
+    for passage in (passages[0], passages[3]):
+        passage[needles.CUE] = int(chosen(passage)[0])
+    right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
+    asked = 2 * (needles.PASSAGE - needles.CUE)
+    expected = [(right[0] + right[1]) / asked, (right[2] + right[3]) / asked]
     model = CausalModel(target, "tiny")
     try:
         with ContextReader(model, config, 400) as reader:
-            reader.read(planted.tokens)
-            assert needles.recall(reader, planted) == pytest.approx(expected)
+            reader.read(prompt)
+            assert needles.recall(reader, passages, each=2) == pytest.approx(expected)
             assert reader.full.verified_length == 400
     finally:
         model.restore()

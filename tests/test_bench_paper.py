@@ -35,11 +35,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     with pytest.MonkeyPatch.context() as fewer:
         fewer.setattr(shapes, "SHAPES", ("chain@2", "chain@6", "sequences:2@6", "grown:24@6"))
         fewer.setattr(shapes, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
-        for name, values in (("TEMPERATURES", (0.0, 1.0)), ("TABLE_2", (2.31, 2.08)), ("GAMMAS", (1, 3))):
+        for name, values in (
+            ("TEMPERATURES", {0.0: 2.31, 1.0: 2.08}),
+            ("GAMMA_1", {1: 1.5, 3: 1.6}),
+            ("GAMMA_2", {1: 1.7, 3: 1.8}),
+            ("LENGTHS", {12: None, 24: None}),
+            ("BUDGETS", (8, 2)),
+        ):
             fewer.setattr(tables, name, values)
-        for name, values in (("GAMMA_1", (1.5, 1.6)), ("GAMMA_2", (1.7, 1.8)), ("LENGTHS", (12, 24))):
-            fewer.setattr(tables, name, values)
-        fewer.setattr(tables, "BUDGETS", (8, 2))
         fewer.setattr(policies, "DEPTHS", 2)
         assert command_line.main(["paper", *arguments.split()]) == 0
     assert str(folder) not in out.read_text(), "a report goes elsewhere: no paths in it"

@@ -18,11 +18,9 @@ from transformers import AutoModelForCausalLM
 import bench.__main__ as command_line
 from bench import inputs, report, runner, side_by_side
 from bench.runner import Job, Row, SystemFailed, Worker
-from bench.systems import Setup
+from bench.systems import Setup, _passes
 
-SMALL: dict[str, dict[str, object]] = {
-    "ours": {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
-}
+SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 FAKE = """
 import os, sys, time
 from functools import partial
@@ -89,7 +87,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[list[Row]]:
     prompts = {10: range(10), 20: range(20)}
-    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2, {})
+    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2)
     found = list(runner.run(replace(job, **changes), lambda text: None))
     assert [context for context, _ in found] == [10, 20]
     return [rows for _, rows in found]
@@ -157,30 +155,34 @@ def test_what_hangs_is_ended(fakes: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target and its draft, as transformers saves them."""
+    """A tiny target, which names what follows the first prompt an end token, and its draft."""
     folder = tmp_path_factory.mktemp("models")
-    target = tiny_target("llama-gqa")
+    target = tiny_target("llama-gqa", seed=3)
     target.save_pretrained(folder / "target")
+    (end,) = tiny_greedy(folder, PROMPTS[0], 1)
+    (folder / "target" / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
     noisy_copy(target).save_pretrained(folder / "draft")
     return folder
 
 
 OWN = ("transformers:dynamic", "transformers:static", "transformers:lookup", "transformers:assisted")
 LINKED = ("layer_prefetch:rebuilt", "ours:retrieval")
+PROMPTS = (byte_ids(200), byte_ids(90, start=7), byte_ids(1), byte_ids(200))
+NEW_TOKENS = 12
 
 
 @pytest.mark.parametrize("system", [*OWN, *LINKED, "zero_style:rebuilt", "ours:plain", "ours:triforce"])
 def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_path: Path) -> None:
     """The same tokens in every run, whatever was asked before; and those of a model run plainly."""
     adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), draft=str(models / "draft"))
-    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, options=SMALL.get(adapter, {}))
+    opened = setup(tmp_path, model=str(models / "target"), draft=str(models / "draft"), options=SMALL)
+    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, capacity=200 + NEW_TOKENS)
     subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
     try:
-        for prompt in (byte_ids(200), byte_ids(90, start=7), byte_ids(200)):
+        for prompt in PROMPTS:
             assert subject.prepare(prompt) > 0
-            runs = [subject.run(count) for count in (12, 5, 12)]
-            expected = tiny_greedy(models, prompt, 12)
+            runs = [subject.run(count) for count in (NEW_TOKENS, 5, NEW_TOKENS)]
+            expected = tiny_greedy(models, prompt, NEW_TOKENS)
             assert [one.tokens for one in runs] == [expected, expected[:5], expected]
             assert all(0 < one.timed <= len(one.tokens) and one.ms > 0 for one in runs)
         if hasattr(subject, "logits_after"):
@@ -189,6 +191,19 @@ def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_p
             )
     finally:
         subject.close()
+
+
+def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_holds() -> None:
+    layer = _passes.HostLayer(capacity=10)
+    kv = torch.randn(2, 1, 3, 10, 4)
+    layer.update(*kv[..., :6, :])
+    filled = layer.keys.data_ptr(), layer.values.data_ptr()
+    layer.crop(-2)
+    keys, values = layer.update(*kv[..., 4:, :])
+    assert torch.equal(torch.stack([keys, values]), kv)
+    assert (keys.data_ptr(), values.data_ptr()) == filled
+    with pytest.raises(RuntimeError):
+        layer.update(*kv[..., :1, :])
 
 
 @pytest.mark.parametrize(

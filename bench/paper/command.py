@@ -8,24 +8,14 @@ the same thing. The result is JSON, a page of tables and plots, all beside each 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from bench import inputs, machine, report
 from bench.paper import page, policies, shapes, tables, theory
-from bench.paper.runs import Measure, Study
+from bench.paper.page import Part, bars
+from bench.paper.runs import Study
 from offload_rt.text import encode
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A table: what it shows, in words, and what measures it."""
-
-    title: str
-    about: str
-    measure: Measure
-
 
 PARTS = {
     "policies": Part(
@@ -36,26 +26,42 @@ PARTS = {
         "layer attends evenly, where the heaviest entries stand for nothing but themselves, so it is also "
         "shown with that layer whole.",
         policies.policies,
+        bars("acceptance by what a cache holds", "cache", books="books", needles="needles"),
     ),
     "temperatures": Part(
         "Temperatures, and without parts of the hierarchy",
         "TriForce, table 2.",
         tables.temperatures,
+        bars(
+            "times as fast as plain decoding",
+            "variant",
+            over_plain="measured, over the link",
+            paper="paper, on chip",
+        ),
     ),
-    "gammas": Part("How far each level drafts", "TriForce, table 8.", tables.gammas),
+    "gammas": Part("How far each level drafts", "TriForce, table 8.", tables.gammas, page.depths),
     "lengths": Part("Tokens generated", "TriForce, table 7.", tables.lengths),
-    "budgets": Part("Size of the retrieved cache", "TriForce, figure 6.", tables.budgets),
+    "budgets": Part("Size of the retrieved cache", "TriForce, figure 6.", tables.budgets, page.sizes),
     "sources": Part(
         "Who drafts",
         "TriForce, table 5, and the systems of other papers: look-up in the text and in a datastore of other "
         "texts, a head on hidden states, a target without some of its layers, layers in groups.",
         tables.sources,
+        bars(
+            "by who drafts",
+            "variant",
+            tokens_per_pass="tokens a pass",
+            over_plain="times plain, over the link",
+        ),
     ),
     "shapes": Part(
         "Shapes of drafts",
         "TriForce, figure 6c. Tokens that a pass yields; `expected` is what the acceptance of the first "
         "chain promises.",
         shapes.shapes,
+        bars(
+            "tokens a pass, by shape of the draft", "draft", tokens_per_pass="measured", expected="expected"
+        ),
     ),
     "layers": Part(
         "Layers in groups or left out",
@@ -74,6 +80,7 @@ PARTS = {
         "TriForce, figure 5. `ceiling`: every drafted token stands, and every pass hides behind drafting. "
         "`expected`: by the measured parts, with nothing drafted ahead; drafting ahead may exceed it.",
         theory.ceilings,
+        page.ceiling,
     ),
 }
 
@@ -110,27 +117,26 @@ def run(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, quick if arguments.quick else whole)
     if not arguments.no_plot:
         report.pyplot()
-    texts = inputs.read_texts(arguments.text) if arguments.text else [inputs.demo_text()]
+    texts = inputs.read_texts(arguments.text)
     models = inputs.load(arguments)
     described = machine.describe(models.target.device)
     path = inputs.destination(arguments.out, "paper", described)
-    books = [encode(models.tokenizer, text.text) for text in texts]
-    study = Study(models, books, [token for book in books for token in book], arguments)
+    study = Study(models, [encode(models.tokenizer, text) for _, text in texts], arguments)
     found = report.envelope("paper", arguments, described) | {
         "model": models.names[0],
-        "text": [text.name for text in texts],
+        "text": [name for name, _ in texts],
         "context": min(arguments.context, len(study.tokens)),
         "temperature": arguments.temperature,
         "new_tokens": arguments.new_tokens,
         "seeds": arguments.seeds,
         "link_gb_s": arguments.rate,
     }
-    for name in arguments.parts:
-        found[name] = PARTS[name].measure(study)
+    parts = {name: PARTS[name] for name in arguments.parts}
+    for name, part in parts.items():
+        found[name] = part.measure(study)
         report.write_json(path, found)  # each part as it is done: all of them take an hour
-    sections = {name: (PARTS[name].title, PARTS[name].about) for name in arguments.parts}
     plotted = None if arguments.no_plot else path.with_suffix(".png")
     if plotted is not None:
-        page.plot(found, plotted)
-    path.with_suffix(".md").write_text(page.page(found, sections, plotted), encoding="utf-8")
-    report.finish(path, found, [page.table(found[name]) for name in arguments.parts], found)
+        page.plot(found, parts, plotted)
+    path.with_suffix(".md").write_text(page.page(found, parts, plotted), encoding="utf-8")
+    report.finish(path, found, [page.table(found[name]) for name in parts], found)

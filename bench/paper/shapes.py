@@ -10,9 +10,8 @@ from torch import Tensor
 from bench.acceptance import CACHES, RETRIEVAL
 from bench.context import ContextReader
 from bench.inputs import say
-from bench.paper.runs import Row, Study, base, reader, runs, settings, summary
+from bench.paper.runs import Row, Study
 from bench.paper.theory import acceptance_of, expected_of
-from cpu_kv import PacedLink
 from offload_rt.api import LLM
 from offload_rt.caches.base import NewTokens
 from offload_rt.config import load_config
@@ -46,37 +45,33 @@ BATCH = ("plain", "lookup")
 
 def shapes(study: Study) -> list[Row]:
     """`expected`: by the acceptance of the shortest chain, as the planner reckons."""
-    arguments = study.arguments
     rows: list[Row] = []
     alpha: float | None = None
-    with reader(study, link=PacedLink(arguments.rate * 1e9)) as llm:
-        for name in arguments.shapes:
+    with study.reader() as llm:
+        for name in study.arguments.shapes:
             say(f"shape {name}")
             shape, _, rest = name.partition("@")
             depth, _, source = rest.partition("+")
-            overrides = settings(arguments, draft=shape, merge=source) | {"speculation.gamma2": int(depth)}
-            rows.append({"draft": name, **summary(runs(llm, arguments, overrides))})
+            row = study.measured(llm, study.drafting(int(depth), draft=shape, merge=source))
             if not source and shape == "chain" and alpha is None:
-                alpha = acceptance_of(rows[-1]["tokens_per_pass"], int(depth))
+                alpha = acceptance_of(row["tokens_per_pass"], int(depth))
             known = alpha is not None and not source and shape.startswith(("chain", "sequoia"))
-            rows[-1]["expected"] = expected_of(shape, int(depth), alpha or 0.0) if known else None
+            expected = expected_of(shape, int(depth), alpha or 0.0) if known else None
+            rows.append({"draft": name, **row, "expected": expected})
     chains = [row for row in rows if row["draft"].startswith("chain@") and "+" not in row["draft"]]
     best = max((row["tokens_per_pass"] for row in chains), default=None)
     return [row | {"over_best_chain": best and row["tokens_per_pass"] / best} for row in rows]
 
 
 def layers(study: Study) -> list[Row]:
-    arguments, count = study.arguments, study.models.target.config.num_hidden_layers
     alike = _likeness(study)
     rows: list[Row] = []
-    either = (True, False)
-    plans = [(name, flag, "chain", 8) for name in LAYERS for flag in either[: 1 + ("groups" in name)]]
-    plans += [("groups:3", flag, TREE, 5) for flag in either]
-    with reader(study) as llm:
+    plans = [(name, flag, "chain", 8) for name in LAYERS for flag in (True, False)[: 1 + ("groups" in name)]]
+    plans += [("groups:3", flag, TREE, 5) for flag in (True, False)]
+    with study.reader(linked=False) as llm:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
-            overrides = settings(arguments, layers=name, calibrate=calibrate, draft=draft)
-            row = summary(runs(llm, arguments, overrides | {"speculation.gamma2": depth}))
+            row = study.measured(llm, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft))
             kept = {key: row[key] for key in ("tokens_per_pass", "accepted")}
             token_ms = row["draft_ms_per_pass"] / row["proposed_per_pass"]
             row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
@@ -84,7 +79,7 @@ def layers(study: Study) -> list[Row]:
     by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
     attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
     for row in rows:
-        plan = LayerPlan.parse(row["layers"], count)
+        plan = LayerPlan.parse(row["layers"], study.models.target.config.num_hidden_layers)
         spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared
     return rows
@@ -93,28 +88,23 @@ def layers(study: Study) -> list[Row]:
 @torch.inference_mode()
 def _likeness(study: Study) -> dict[str, float]:
     """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
-    arguments = study.arguments
-    model = CausalModel(study.models.target, study.models.names[0] or "target")
-    config = load_config("retrieval", base(arguments))
-    context = min(arguments.context, len(study.tokens) - PROBED)
-    with ContextReader(model, config, context + PROBED) as one:
-        one.read(study.tokens[:context])
-        cache = CACHES[RETRIEVAL](one, config.retrieval.budget)
-        cache.build(one.full.last_queries)
-        probed = study.tokens[context : context + PROBED]
+    model = CausalModel(study.models.target, study.models.names[0])
+    config, tokens = load_config("retrieval", study.keys), study.tokens
+    context = min(study.arguments.context, len(tokens) - PROBED)
+    with ContextReader(model, config, context + PROBED) as reader:
+        reader.read(tokens[:context])
+        cache = CACHES[RETRIEVAL](reader, config.retrieval.budget)
+        cache.build(reader.full.last_queries)
+        new = NewTokens.below(cache.held, range(-1, PROBED - 1), tokens[context : context + PROBED])
 
         def hidden(plan: LayerPlan | None) -> Tensor:
-            new = NewTokens.below(cache.held, range(-1, PROBED - 1), probed)
             found = model.forward([Part(cache, new, PROBED, hidden=True)], plan)[0].hidden
             assert found is not None
             return found.float()
 
         exact = hidden(None)
-        plans = {name: LayerPlan.parse(name, model.layers) for name in LAYERS}
-        return {
-            name: float(torch.cosine_similarity(hidden(plan), exact, dim=-1).mean())
-            for name, plan in plans.items()
-        }
+        found = {name: hidden(LayerPlan.parse(name, model.layers)) for name in LAYERS}
+    return {name: float(torch.cosine_similarity(one, exact, dim=-1).mean()) for name, one in found.items()}
 
 
 def batch(study: Study) -> list[Row]:

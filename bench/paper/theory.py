@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from bench.inputs import say
-from bench.paper.runs import Row, Study, base, reader, runs, summary
+from bench.paper.runs import STRIDE, Row, Study
 from bench.report import tokens_name
-from cpu_kv import PacedLink
 from offload_rt.drafting.sequoia import Plan
 from offload_rt.expectations import DRAFT_LENGTHS, LATER_CHOICES, ceiling, expected_speedup, expected_tokens
-from offload_rt.results import SamplingParams
 
 DEPTH = 16
 PLAIN_TOKENS = 16
@@ -34,18 +32,16 @@ def expected_of(shape: str, depth: int, acceptance: float) -> float:
 
 def ceilings(study: Study) -> list[Row]:
     """By context: measured parts, what they allow, and what a chain of the best depth brings."""
-    arguments, rows = study.arguments, []
-    for context in (arguments.context // 4, arguments.context // 2, arguments.context):
+    longest, common, rows = study.arguments.context, study.keys | STRIDE, []
+    for context in (longest // 4, longest // 2, longest):
         say(f"ceiling at {tokens_name(context)}")
-        common = base(arguments) | {"retrieval.refresh": "stride:32"}
-        with reader(study, context, link=PacedLink(arguments.rate * 1e9)) as llm:
-            deep = summary(runs(llm, arguments, common | {"speculation.gamma2": DEPTH}))
-            plain = llm.rerun(SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True), "plain", common)
-            pass_ms = plain.timings.predicted_ms / len(plain.tokens)
+        with study.reader(context) as llm:
+            deep = study.measured(llm, common | {"speculation.gamma2": DEPTH})
+            pass_ms = study.plain_ms(llm, PLAIN_TOKENS)
             token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
             accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
             best = max(DRAFT_LENGTHS, key=lambda depth: expected_speedup(pass_ms, token_ms, accepted, depth))
-            found = summary(runs(llm, arguments, common | {"speculation.gamma2": best}))
+            found = study.measured(llm, common | {"speculation.gamma2": best})
         rows.append(
             {
                 "context": context,

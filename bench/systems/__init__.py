@@ -27,7 +27,7 @@ class Setup:
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
         temperature: 0 decodes greedily.
         link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
-        options: of the one system. Setups that differ in nothing else are equal.
+        options: keys of our configurations.
     """
 
     model: str
@@ -40,7 +40,7 @@ class Setup:
     work: str
     temperature: float = 0.0
     link_gb_s: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict, compare=False)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def folder(self) -> Path:
@@ -99,8 +99,7 @@ Opener = Callable[[Setup], System]
 is asked of it."""
 
 
-def refuse(setup: Setup, *names: str) -> None:
-    """Raises ValueError where one of these settings is not 0: a system that cannot, says so."""
-    for name in names:
-        if getattr(setup, name):
-            raise ValueError(f"has no {name}: leave it 0")
+def refuse_link(setup: Setup) -> None:
+    """Raises ValueError where there is an emulated link: a system that has no use for it, says so."""
+    if setup.link_gb_s:
+        raise ValueError("has no link_gb_s: leave it 0")

@@ -1,4 +1,4 @@
-"""What adapters over transformers' models share: loading, prefill in chunks, and a loop of passes."""
+"""What adapters over transformers' models share: prefill in chunks, a loop of passes, and `generate`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.generation.streamers import BaseStreamer
 
 from bench.systems import Run, Setup
 
@@ -37,22 +38,6 @@ def read(model: Any, prompt: Sequence[int], cache: Any, chunk: int) -> tuple[Ten
     return ids, 1e3 * (perf_counter() - started)
 
 
-@torch.inference_mode()
-def decode(step: Any, token: Tensor, cache: Any, count: int, temperature: float) -> Run:
-    """`count` tokens behind `token` `[1, 1]`, one a pass."""
-    started, tokens = perf_counter(), []
-    for _ in range(count):
-        out = step(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = out.logits[:, -1].float()
-        if temperature:
-            token = torch.multinomial((logits / temperature).softmax(-1), 1)
-        else:
-            token = logits.argmax(-1, keepdim=True)
-        tokens.append(token)
-    found = torch.cat(tokens, dim=1)[0].tolist()
-    return Run(found, 1e3 * (perf_counter() - started), count, count)
-
-
 @torch.no_grad()
 def rewind(cache: Any, length: int) -> None:
     """Forgets all but the first `length` tokens."""
@@ -67,14 +52,56 @@ def rewind(cache: Any, length: int) -> None:
 
 
 @torch.no_grad()  # what is made in inference mode could not be written by `generate`
-def static_copy(cache: Any, model: Any, capacity: int) -> StaticCache:
-    """A cache of `capacity` tokens with what another one holds."""
+def static_copy(cache: Any, model: Any, capacity: int) -> tuple[StaticCache, float]:
+    """A cache of `capacity` tokens with what another one holds, and ms."""
+    started = perf_counter()
     static = StaticCache(config=model.config, max_cache_len=capacity)
     layers: list[Any] = list(static.layers)
     for layer, full in zip(layers, cache.layers, strict=True):
         if full.is_initialized:
             layer.update(full.keys, full.values)
-    return static
+    return static, 1e3 * (perf_counter() - started)
+
+
+class Passes:
+    """A cache that is read into, and a loop of passes: what `generate` does around them is left out.
+
+    Attributes:
+        ids: the prompt, `[1, tokens]`.
+    """
+
+    label: str
+    notes: tuple[str, ...] = ()
+    ids: Tensor
+
+    def __init__(self, setup: Setup, model: Any, cache: Any) -> None:
+        self.setup, self.model, self.cache = setup, model, cache
+
+    def prepare(self, prompt: Sequence[int]) -> float:
+        rewind(self.cache, 0)
+        self.ids, ms = read(self.model, prompt, self.cache, self.setup.chunk)
+        return ms
+
+    def run(self, new_tokens: int) -> Run:
+        rewind(self.cache, self.ids.shape[1] - 1)
+        return self._decode(new_tokens)
+
+    @torch.inference_mode()
+    def _decode(self, count: int) -> Run:
+        started, tokens, token = perf_counter(), [], self.ids[:, -1:]
+        for _ in range(count):
+            out = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            logits = out.logits[:, -1].float()
+            if self.setup.temperature:
+                token = torch.multinomial((logits / self.setup.temperature).softmax(-1), 1)
+            else:
+                token = logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+        found = torch.cat(tokens, dim=1)[0].tolist()
+        return Run(found, 1e3 * (perf_counter() - started), count, count)
+
+    def close(self) -> None:
+        self.model = self.cache = None
 
 
 class HostLayer(DynamicLayer):
@@ -104,8 +131,44 @@ class HostLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, count = self.get_seq_length(), key_states.shape[2]
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer.narrow(2, start, count).copy_(states)  # a slice would quietly end at the capacity
-        self.keys, self.values = (buffer[:, :, : start + count] for buffer in self.buffers)
+        start = self.get_seq_length()
+        self.keys, self.values = put(self.buffers, start, (key_states, value_states))
         return self.keys, self.values
+
+
+def put(buffers: Sequence[Tensor], start: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Writes keys and values from token `start` on; returns all that is filled then."""
+    end = start + states[0].shape[2]
+    for buffer, new in zip(buffers, states, strict=True):
+        buffer.narrow(2, start, end - start).copy_(new)  # a slice would quietly end at the capacity
+    keys, values = (buffer[:, :, :end] for buffer in buffers)
+    return keys, values
+
+
+def generate(setup: Setup, model: Any, ids: Tensor, cache: Any, count: int, **options: Any) -> Run:
+    """Timed from the first round's tokens to the last: without what `generate` sets up, but where one round
+    made all."""
+    arrivals = _Arrivals()
+    options |= {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": count}
+    options |= {"do_sample": bool(setup.temperature), "streamer": arrivals}
+    if setup.temperature:
+        options |= {"temperature": setup.temperature, "top_k": 0}
+    out = model.generate(ids, **options)
+    times, (_, *rounds) = arrivals.times, arrivals.counts
+    ms = 1e3 * (times[-1] - times[1 if len(rounds) > 1 else 0])
+    return Run(out[0, ids.shape[1] :].tolist(), ms, sum(rounds[1:]) or count, len(rounds))
+
+
+class _Arrivals(BaseStreamer):
+    """Notes when tokens come, and how many at a time; first of all comes the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass

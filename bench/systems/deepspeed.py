@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from bench.systems import Opener, Run, Setup, refuse
-from bench.systems._generate import generate, sampling
-from bench.systems._passes import load, read, rewind, static_copy
+from bench.systems import Opener, Run, Setup, refuse_link
+from bench.systems._passes import generate, load, read, rewind, static_copy
 
 EVERY_WEIGHT = 10**12
 """More elements than a model has."""
@@ -35,17 +33,15 @@ class ZeroInference:
     """
 
     def __init__(self, setup: Setup, *, offloaded: bool) -> None:
-        refuse(setup, "link_gb_s")
+        refuse_link(setup)
         self._setup = setup
         self._device = torch.device(setup.device)
         deepspeed = _deepspeed(setup, self._device)
         model = load(setup.model, replace(setup, device="cpu"))  # ZeRO places the weights
-        self._engine: Any = deepspeed.initialize(model=model, config=_config(setup, offloaded, self._device))[
-            0
-        ]
+        config = _config(setup, offloaded, self._device)
+        self._engine: Any = deepspeed.initialize(model=model, config=config)[0]
         self._model: Any = self._engine.module
         self._cache: Any = None
-        self._prompt = torch.empty(1, 0, dtype=torch.long)
         weights = f"weights {'offloaded' if offloaded else 'resident'}"
         self.label = f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, static cache, generate"
         self.notes: tuple[str, ...] = ()
@@ -57,15 +53,14 @@ class ZeroInference:
         self._cache = None  # frees its memory before the next one is filled
         filled = DynamicCache(config=self._model.config)
         self._prompt, read_ms = read(self._model, prompt, filled, self._setup.chunk)
-        started = perf_counter()
-        self._cache = static_copy(filled, self._model, self._setup.capacity)
-        return read_ms + 1e3 * (perf_counter() - started)
+        self._cache, copy_ms = static_copy(filled, self._model, self._setup.capacity)
+        return read_ms + copy_ms
 
     def run(self, new_tokens: int) -> Run:
         rewind(self._cache, self._prompt.shape[1] - 1)
         # ZeRO gathers weights in hooks, which a compiled pass would not call.
-        options = sampling(self._setup) | {"disable_compile": True}
-        return generate(self._model, self._prompt, self._cache, new_tokens, **options)
+        options = {"disable_compile": True}
+        return generate(self._setup, self._model, self._prompt, self._cache, new_tokens, **options)
 
     def close(self) -> None:
         self._cache = self._model = None
@@ -90,16 +85,12 @@ def _deepspeed(setup: Setup, device: torch.device) -> Any:
 
 
 def _config(setup: Setup, offloaded: bool, device: torch.device) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3}
-    if offloaded:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
-    else:
-        zero["stage3_param_persistence_threshold"] = EVERY_WEIGHT
-        zero["stage3_model_persistence_threshold"] = EVERY_WEIGHT
+    kept = ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold")
+    placed = {"offload_param": {"device": "cpu", "pin_memory": device.type == "cuda"}}
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, unused
         "bf16": {"enabled": setup.dtype == "bfloat16"},
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": 3} | (placed if offloaded else dict.fromkeys(kept, EVERY_WEIGHT)),
     }
 
 

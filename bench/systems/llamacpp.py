@@ -12,7 +12,7 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Run, Setup, refuse
+from bench.systems import Opener, Run, Setup, refuse_link
 
 KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
 CONTEXT_STEP = 256
@@ -40,7 +40,7 @@ class LlamaCpp:
     def __init__(
         self, setup: Setup, kv: str, *, flash: bool = False, lookup: bool = False, offload_kqv: bool = True
     ) -> None:
-        refuse(setup, "link_gb_s")
+        refuse_link(setup)
         device, _, index = setup.device.partition(":")
         on_gpu = device != "cpu"
         if on_gpu and not llama_cpp.llama_supports_gpu_offload():

@@ -14,7 +14,7 @@ import openvino
 import openvino_genai
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Run, Setup, refuse
+from bench.systems import Opener, Run, Setup, refuse_link
 
 GIB = 2**30
 
@@ -23,7 +23,7 @@ class OpenVino:
     """A pipeline that keeps the blocks of the prompt it has read."""
 
     def __init__(self, exact: bool, setup: Setup) -> None:
-        refuse(setup, "link_gb_s")
+        refuse_link(setup)
         if setup.device != "cpu":
             raise ValueError(f"is measured on CPUs only, not on {setup.device}")
         config = json.loads((Path(setup.model) / "config.json").read_text())

@@ -1,19 +1,24 @@
-"""transformers: `generate`, with look-up and assisted, and loops over other caches; one prefill for all."""
+"""transformers: `generate`, with look-up and assisted, and loops over other caches; one prefill for all.
+
+For `generate` to go on from a prompt that was read before, three things are left to do. Plain generation goes
+on from a filled cache; the first pass of look-up and assisted generation does not, and reads the whole text a
+second time behind it. An assistant has no way to be given a filled cache. And generation with a cache leaves
+it longer: it is rewound before each run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import DynamicCache
 
-from bench.systems import Opener, Run, Setup, refuse
-from bench.systems._generate import generate, give_cache, go_on_from_caches, sampling
-from bench.systems._passes import decode, load, read, rewind, static_copy
+from bench.systems import Opener, Run, Setup, refuse_link
+from bench.systems._passes import Passes, generate, load, read, rewind, static_copy
 
 LOOKUP_TOKENS = 10  # what prompt look-up proposes a round by default
 
@@ -48,29 +53,28 @@ class Generate:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, how: str, setup: Setup, *, lookup: bool = False, assisted: bool = False) -> None:
-        refuse(setup, "link_gb_s")
+    def __init__(self, how: str, setup: Setup, *, assisted: bool = False, **options: Any) -> None:
+        refuse_link(setup)
         self.label = f"transformers {transformers.__version__}, {how}"
+        self._setup, self._options = setup, options
         self._text = shared_text(setup.model, setup)
-        self._draft: Text | None = None
-        self._options = sampling(setup)
-        if lookup:
-            self._options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        self._texts = [self._text]
         if assisted:
-            if setup.draft in (None, setup.model):
+            if setup.draft is None or setup.draft == setup.model:
                 raise ValueError("assisted generation needs a draft of its own: --draft FOLDER")
-            assert setup.draft is not None
-            self._draft = draft = shared_text(setup.draft, setup)
+            draft = shared_text(setup.draft, setup)
             give_cache(draft.model, lambda: draft.cache)
             self._options["assistant_model"] = draft.model
+            self._texts.append(draft)
 
     def prepare(self, prompt: Sequence[int]) -> float:
-        return self._text.read(prompt) + (self._draft.read(prompt) if self._draft else 0.0)
+        return sum(text.read(prompt) for text in self._texts)
 
     def run(self, new_tokens: int) -> Run:
-        for text in filter(None, (self._text, self._draft)):
+        for text in self._texts:
             text.rewind()
-        return generate(self._text.model, self._text.ids, self._text.cache, new_tokens, **self._options)
+        model, ids, cache = self._text.model, self._text.ids, self._text.cache
+        return generate(self._setup, model, ids, cache, new_tokens, **self._options)
 
     @torch.inference_mode()
     def logits_after(self, tokens: Sequence[int]) -> list[float]:
@@ -84,37 +88,70 @@ class Generate:
         shared_text.cache_clear()
 
 
-class Passes:
-    """A cache and a loop of forward passes: what `generate` does around them is left out.
+def give_cache(assistant: Any, cache: Callable[[], Any]) -> None:
+    """Lets an assistant generate from a cache."""
+    plain = assistant.generate
 
-    Args:
-        offloaded: to host memory; each layer's KV is on its way to the device one layer ahead. Otherwise the
-            cache is a `StaticCache`.
-    """
+    @wraps(plain)
+    def given(*arguments: Any, **options: Any) -> Any:
+        if options.get("past_key_values") is None:
+            options["past_key_values"] = cache()
+        return plain(*arguments, **options)
 
-    notes: tuple[str, ...] = ()
+    assistant.generate = given
 
-    def __init__(self, how: str, setup: Setup, *, compiled: bool = False, offloaded: bool = False) -> None:
-        refuse(setup, "link_gb_s")
-        if offloaded and setup.device == "cpu":
-            raise ValueError("an offloaded cache needs a GPU")
+
+def go_on_from_caches(model: Any) -> None:
+    """Lets no pass of generation run over what its cache holds already."""
+    prepare = model.prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def going_on(
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> Any:
+        if next_sequence_length is None and past_key_values is not None:
+            next_sequence_length = input_ids.shape[1] - past_key_values.get_seq_length()
+        return prepare(
+            input_ids, next_sequence_length=next_sequence_length, past_key_values=past_key_values, **options
+        )
+
+    model.prepare_inputs_for_generation = going_on
+
+
+class Static(Passes):
+    """A `StaticCache`, which takes what was read."""
+
+    def __init__(self, how: str, setup: Setup, *, compiled: bool = False) -> None:
+        refuse_link(setup)
+        self._text = text = shared_text(setup.model, setup)
+        super().__init__(setup, torch.compile(text.model) if compiled else text.model, None)
         self.label = f"transformers {transformers.__version__}, {how}"
-        self._text, self._setup, self._offloaded = shared_text(setup.model, setup), setup, offloaded
-        self._step = torch.compile(self._text.model) if compiled else self._text.model
 
     def prepare(self, prompt: Sequence[int]) -> float:
-        if self._offloaded:
-            self._cache: Any = DynamicCache(config=self._text.model.config, offloading=True)
-            self._ids, read_ms = read(self._text.model, prompt, self._cache, self._setup.chunk)
-            return read_ms
-        read_ms, started = self._text.read(prompt), perf_counter()
-        self._ids = self._text.ids
-        self._cache = static_copy(self._text.cache, self._text.model, self._setup.capacity)
-        return read_ms + 1e3 * (perf_counter() - started)
+        read_ms, self.ids = self._text.read(prompt), self._text.ids
+        self.cache, copy_ms = static_copy(self._text.cache, self._text.model, self.setup.capacity)
+        return read_ms + copy_ms
 
-    def run(self, new_tokens: int) -> Run:
-        rewind(self._cache, self._ids.shape[1] - 1)
-        return decode(self._step, self._ids[:, -1:], self._cache, new_tokens, self._setup.temperature)
+    def close(self) -> None:
+        shared_text.cache_clear()
+
+
+class Offloaded(Passes):
+    """A cache in host memory; each layer's KV is on its way to the device one layer ahead."""
+
+    def __init__(self, how: str, setup: Setup) -> None:
+        refuse_link(setup)
+        if setup.device == "cpu":
+            raise ValueError("an offloaded cache needs a GPU")
+        super().__init__(setup, shared_text(setup.model, setup).model, None)
+        self.label = f"transformers {transformers.__version__}, {how}"
+
+    def prepare(self, prompt: Sequence[int]) -> float:
+        self.cache = DynamicCache(config=self.model.config, offloading=True)
+        return super().prepare(prompt)
 
     def close(self) -> None:
         shared_text.cache_clear()
@@ -122,9 +159,9 @@ class Passes:
 
 SYSTEMS: dict[str, Opener] = {
     "dynamic": partial(Generate, "generate with DynamicCache"),
-    "lookup": partial(Generate, "generate with prompt look-up", lookup=True),
+    "lookup": partial(Generate, "generate with prompt look-up", prompt_lookup_num_tokens=LOOKUP_TOKENS),
     "assisted": partial(Generate, "generate, assisted by the draft", assisted=True),
-    "static": partial(Passes, "StaticCache in a loop of passes"),
-    "static-compiled": partial(Passes, "StaticCache in a loop of compiled passes", compiled=True),
-    "offloaded": partial(Passes, "DynamicCache offloaded, in a loop of passes", offloaded=True),
+    "static": partial(Static, "StaticCache in a loop of passes"),
+    "static-compiled": partial(Static, "StaticCache in a loop of compiled passes", compiled=True),
+    "offloaded": partial(Offloaded, "DynamicCache offloaded, in a loop of passes"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from bench.systems import Opener, Run, Setup
-from bench.systems._passes import HostLayer, decode, load, read, rewind
+from bench.systems._passes import HostLayer, Passes, load
 
 
 def host_attention(
@@ -41,7 +40,7 @@ def host_attention(
     return out.reshape(1, 1, query.shape[1], -1).to(query.device), None
 
 
-class Rebuilt:
+class Rebuilt(Passes):
     """One token a pass. Only queries and results cross the link."""
 
     notes: tuple[str, ...] = ("rebuilt: attention is torch's scaled_dot_product_attention on the CPU",)
@@ -49,26 +48,16 @@ class Rebuilt:
     def __init__(self, setup: Setup) -> None:
         AttentionInterface.register("host", host_attention)
         AttentionMaskInterface.register("host", sdpa_mask)
-        self._model, self._setup = load(setup.model, setup, attention="host"), setup
-        layers = self._model.config.num_hidden_layers
-        self._cache: Any = Cache([HostLayer(setup.capacity) for _ in range(layers)])
+        model = load(setup.model, setup, attention="host")
+        layers: int = model.config.num_hidden_layers
+        super().__init__(setup, model, Cache([HostLayer(setup.capacity) for _ in range(layers)]))
         self.label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
         if setup.link_gb_s:
             self.notes += ("queries and results cross for nothing",)
 
-    def prepare(self, prompt: Sequence[int]) -> float:
-        rewind(self._cache, 0)
-        self._prompt, ms = read(self._model, prompt, self._cache, self._setup.chunk)
-        return ms
-
     def run(self, new_tokens: int) -> Run:
-        rewind(self._cache, self._prompt.shape[1] - 1)
-        last = self._prompt[:, -1:]
-        run = decode(self._model, last, self._cache, new_tokens, self._setup.temperature)
-        return replace(run, rounds=None) if self._setup.link_gb_s else run  # its KV crosses no link
-
-    def close(self) -> None:
-        self._model = self._cache = None
+        run = super().run(new_tokens)
+        return replace(run, rounds=None) if self.setup.link_gb_s else run  # its KV crosses no link
 
 
 SYSTEMS: dict[str, Opener] = {"rebuilt": Rebuilt}
