@@ -57,13 +57,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
-        """Without a tokenizer the text is always empty.
-
-        Raises:
-            UsageError: an empty stop string, or stop strings without a tokenizer.
-        """
-        if any(not string for string in stop):
-            raise UsageError("stop string '': is empty; leave it out")
+        """Without a tokenizer the text is always empty, and stop strings are a UsageError."""
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
         self.text = ""
