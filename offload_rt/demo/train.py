@@ -10,6 +10,7 @@ on the target's own laws (distillation), since what a draft is for is to guess t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -86,6 +87,11 @@ def read_corpus(folder: Path) -> list[str]:
     if not files:
         raise SystemExit(f"no .txt files in {folder}: name a folder of UTF-8 text files")
     return [file.read_text(encoding="utf-8") for file in files]
+
+
+def read_books(folder: Path, tokenizer: Any) -> list[Tensor]:
+    """Token ids of each text, without special tokens."""
+    return [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in read_corpus(folder)]
 
 
 class Optimizers:
@@ -165,10 +171,10 @@ def target_plan(progress: float, step: int, longest: int) -> Step:
 
 
 def hidden_states(model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-    output: Tensor = model.model(
-        input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
-    ).last_hidden_state
-    return output
+    body: Any = model.model
+    output = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 def next_token_loss(
@@ -187,8 +193,7 @@ def next_token_loss(
 def steps_within(seconds: float, begin: float = 0.0) -> Iterator[tuple[int, float]]:
     """(step, progress from `begin` to 1) until the time is over; the same for every worker."""
     start = time.monotonic()
-    step = 0
-    while True:
+    for step in itertools.count():
         progress = begin + (1.0 - begin) * (time.monotonic() - start) / seconds
         if dist.is_initialized():
             agreed = torch.tensor([progress])
@@ -197,7 +202,6 @@ def steps_within(seconds: float, begin: float = 0.0) -> Iterator[tuple[int, floa
         if progress >= 1.0:
             return
         yield step, progress
-        step += 1
 
 
 def is_first() -> bool:
@@ -269,13 +273,8 @@ def train_draft(
             with torch.no_grad():
                 wanted = target.lm_head(hidden_states(target, tokens, positions, None))
             logits = draft.lm_head(hidden_states(draft, tokens, positions, None))
-        log_law = F.log_softmax(logits.float(), -1).flatten(0, 1)
-        loss = F.kl_div(
-            log_law,
-            F.log_softmax(wanted.float(), -1).flatten(0, 1),
-            log_target=True,
-            reduction="batchmean",
-        )
+        own, law = (F.log_softmax(each.float(), -1).flatten(0, 1) for each in (logits, wanted))
+        loss = F.kl_div(own, law, log_target=True, reduction="batchmean")
         loss.backward()
         optimizers.step(rate_scale(step, progress))
         running = 0.95 * running + 0.05 * float(loss.detach()) if step else float(loss.detach())
@@ -284,8 +283,9 @@ def train_draft(
 
 
 def placed(model: Any, device: torch.device) -> Any:
-    """`model.to(device)`, whose annotation in transformers is of no use."""
-    return model.to(device)
+    """`model` on `device`, with torch's attention."""
+    model.config._attn_implementation = "sdpa"
+    return model.to(device)  # whose annotation in transformers is of no use
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
@@ -302,25 +302,22 @@ def train(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     if options.workers > 1:
         # A worker a core, each with one thread: they meet once a step, not at every operation.
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=options.workers
-        )
+        meeting = f"file://{rendezvous}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=options.workers)
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
     target_folder, draft_folder = options.out / "target", options.out / "draft"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target_folder)
-    texts = read_corpus(options.corpus)
-    books = [torch.tensor(tokenizer.encode(t, add_special_tokens=False)) for t in texts]
+    books = read_books(options.corpus, tokenizer)
     if is_first():
         print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
     generator = torch.Generator().manual_seed(options.seed + 1000 * rank)
-    sampler = WindowSampler(books, 0, VOCABULARY, 2, TRAINED_POSITIONS, generator)
+    sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
     if options.init:
         target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
     else:
         target = LlamaForCausalLM(target_config())
-    target.config._attn_implementation = "sdpa"
     target = placed(target, device)
     train_target(
         target, sampler, options.minutes * 60, options.longest_window, target_folder, device, options.begin
@@ -328,7 +325,6 @@ def train(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     if is_first():
         save_model(target, target_folder)
     draft = placed(LlamaForCausalLM(draft_config()), device)
-    draft.config._attn_implementation = "sdpa"
     train_draft(draft, target, sampler, options.draft_minutes * 60, device)
     if is_first():
         save_model(draft, draft_folder)
@@ -338,18 +334,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m offload_rt.demo.train", description="Train the demo pair on a folder of text files."
     )
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of .txt files")
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/")
-    parser.add_argument("--minutes", type=float, default=120.0, help="for the target")
-    parser.add_argument("--draft-minutes", type=float, default=12.0)
-    parser.add_argument("--longest-window", type=int, default=32_768)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init", type=Path, help="continue from this target instead of random weights")
-    parser.add_argument("--begin", type=float, default=0.0, help="with --init: progress to go on from")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes of one thread each that share the work (CPU)"
-    )
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="folder of .txt files")
+    add("--out", type=Path, required=True, help="folder for target/ and draft/")
+    add("--minutes", type=float, default=120.0, help="for the target")
+    add("--draft-minutes", type=float, default=12.0)
+    add("--longest-window", type=int, default=32_768)
+    add("--seed", type=int, default=0)
+    add("--init", type=Path, help="continue from this target instead of random weights")
+    add("--begin", type=float, default=0.0, help="with --init: progress to go on from")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--workers", type=int, default=1, help="processes of one thread each that share the work (CPU)")
     options = parser.parse_args(arguments)
 
     if options.init:

@@ -48,7 +48,7 @@ class WindowSampler:
     Args:
         books: token ids of each book, `[tokens]` each, without special tokens.
         bos: beginning-of-text token, first in every window.
-        vocabulary: number of token ids; random passages use ids from `first_text_token` on.
+        vocabulary: number of token ids.
         max_positions: largest position id plus one.
         generator: source of all randomness.
     """
@@ -58,13 +58,11 @@ class WindowSampler:
         books: list[Tensor],
         bos: int,
         vocabulary: int,
-        first_text_token: int,
         max_positions: int,
         generator: torch.Generator,
     ) -> None:
         self.bos = bos
         self.vocabulary = vocabulary
-        self.first_text_token = first_text_token
         self.max_positions = max_positions
         self.generator = generator
         self._stream = torch.cat(books)
@@ -77,6 +75,10 @@ class WindowSampler:
 
     def _chance(self) -> float:
         return float(torch.rand((), generator=self.generator))
+
+    def _random(self, length: int) -> Tensor:
+        """Random tokens; the first two ids are special."""
+        return torch.randint(2, self.vocabulary, (length,), generator=self.generator)
 
     def _text(self, length: int) -> Tensor:
         """Consecutive tokens, inside one book where one is long enough."""
@@ -117,10 +119,7 @@ class WindowSampler:
         there, `draw` carries it to far distances.
         """
         size = int(math.exp(math.log(6) + self._chance() * math.log(16)))
-        if self._chance() < 0.6:
-            segment = torch.randint(self.first_text_token, self.vocabulary, (size,), generator=self.generator)
-        else:
-            segment = self._text(size)
+        segment = self._random(size) if self._chance() < 0.6 else self._text(size)
         tokens = segment.repeat(-(-length // size))[: length - 1]
         positions = torch.arange(length)
         positions[1:] += self._integer(0, self.max_positions - length)
@@ -137,9 +136,7 @@ class WindowSampler:
                 break
             source = self._integer(1, local_start - size)
             if self._chance() < 0.3:
-                tokens[source : source + size] = torch.randint(
-                    self.first_text_token, self.vocabulary, (size,), generator=self.generator
-                )
+                tokens[source : source + size] = self._random(size)
             tokens[cursor : cursor + size] = tokens[source : source + size]
             sources.append((source, source + size))
             cursor += size + self._integer(8, length // 4)
