@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -109,16 +106,7 @@ class Optimizers:
         self._parameters = list(model.parameters())
 
     def step(self, scale: float) -> None:
-        """One update at `scale` times the peak rate, with the workers' mean gradient clipped to norm 1."""
-        if dist.is_initialized():
-            joined = torch.cat([p.grad.flatten() for p in self._parameters if p.grad is not None])
-            dist.all_reduce(joined)
-            joined /= dist.get_world_size()
-            at = 0
-            for p in self._parameters:
-                if p.grad is not None:
-                    p.grad.copy_(joined[at : at + p.numel()].view_as(p))
-                    at += p.numel()
+        """One update at `scale` times the peak rate, with the gradient clipped to norm 1."""
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimizer in self._all:
             for group in optimizer.param_groups:
@@ -135,7 +123,7 @@ def rate_scale(step: int, progress: float) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """What a worker trains on in one step.
+    """What is trained on in one step.
 
     Attributes:
         batch, length: windows and their tokens.
@@ -191,22 +179,13 @@ def next_token_loss(
 
 
 def steps_within(seconds: float, begin: float = 0.0) -> Iterator[tuple[int, float]]:
-    """(step, progress from `begin` to 1) until the time is over; the same for every worker."""
+    """(step, progress from `begin` to 1) until the time is over."""
     start = time.monotonic()
     for step in itertools.count():
         progress = begin + (1.0 - begin) * (time.monotonic() - start) / seconds
-        if dist.is_initialized():
-            agreed = torch.tensor([progress])
-            dist.broadcast(agreed, 0)
-            progress = float(agreed)
         if progress >= 1.0:
             return
         yield step, progress
-
-
-def is_first() -> bool:
-    """Whether this worker speaks and writes for all."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -245,11 +224,11 @@ def train_target(
         seen += plan.batch * length
         value = float(loss.detach())
         running[length] = 0.95 * running.get(length, value) + 0.05 * value
-        if step % 25 == 0 and is_first():
+        if step % 25 == 0:
             losses = " ".join(f"{n}:{v:.3f}" for n, v in running.items())
             rate = seen / (time.monotonic() - started)
             print(f"step {step} {progress:.1%} loss {losses} tok/s {rate:.0f} M {seen / 1e6:.2f}", flush=True)
-        if time.monotonic() - last_save > 600 and is_first():
+        if time.monotonic() - last_save > 600:
             save_model(model, save)
             last_save = time.monotonic()
 
@@ -278,7 +257,7 @@ def train_draft(
         loss.backward()
         optimizers.step(rate_scale(step, progress))
         running = 0.95 * running + 0.05 * float(loss.detach()) if step else float(loss.detach())
-        if step % 25 == 0 and is_first():
+        if step % 25 == 0:
             print(f"draft step {step} {progress:.1%} kl {running:.3f}", flush=True)
 
 
@@ -297,39 +276,6 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     copy.save_pretrained(folder)
 
 
-def train(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
-    """One worker: trains the target, then the draft; the first one writes them."""
-    if options.workers > 1:
-        # A worker a core, each with one thread: they meet once a step, not at every operation.
-        torch.set_num_threads(1)
-        meeting = f"file://{rendezvous}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=options.workers)
-    torch.set_flush_denormal(True)
-    torch.manual_seed(options.seed)
-    device = torch.device(options.device)
-    target_folder, draft_folder = options.out / "target", options.out / "draft"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_folder)
-    books = read_books(options.corpus, tokenizer)
-    if is_first():
-        print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
-    generator = torch.Generator().manual_seed(options.seed + 1000 * rank)
-    sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
-    if options.init:
-        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-    else:
-        target = LlamaForCausalLM(target_config())
-    target = placed(target, device)
-    train_target(
-        target, sampler, options.minutes * 60, options.longest_window, target_folder, device, options.begin
-    )
-    if is_first():
-        save_model(target, target_folder)
-    draft = placed(LlamaForCausalLM(draft_config()), device)
-    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
-    if is_first():
-        save_model(draft, draft_folder)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m offload_rt.demo.train", description="Train the demo pair on a folder of text files."
@@ -344,22 +290,31 @@ def main(arguments: list[str] | None = None) -> int:
     add("--init", type=Path, help="continue from this target instead of random weights")
     add("--begin", type=float, default=0.0, help="with --init: progress to go on from")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--workers", type=int, default=1, help="processes of one thread each that share the work (CPU)")
     options = parser.parse_args(arguments)
 
+    torch.set_flush_denormal(True)
+    torch.manual_seed(options.seed)
+    device = torch.device(options.device)
+    target_folder, draft_folder = options.out / "target", options.out / "draft"
     if options.init:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
+        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
     else:
         tokenizer = train_tokenizer(read_corpus(options.corpus))
-    for folder in (options.out / "target", options.out / "draft"):
+        target = LlamaForCausalLM(target_config())
+    for folder in (target_folder, draft_folder):
         tokenizer.save_pretrained(folder)
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
-        if options.workers == 1:
-            train(0, options, rendezvous)
-        else:
-            spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-            spawn(train, (options, rendezvous), nprocs=options.workers)
+    books = read_books(options.corpus, tokenizer)
+    print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
+    generator = torch.Generator().manual_seed(options.seed)
+    sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
+    target = placed(target, device)
+    seconds, longest = options.minutes * 60, options.longest_window
+    train_target(target, sampler, seconds, longest, target_folder, device, options.begin)
+    save_model(target, target_folder)
+    draft = placed(LlamaForCausalLM(draft_config()), device)
+    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
+    save_model(draft, draft_folder)
     return 0
 
 
