@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -42,10 +43,11 @@ class Window:
     local_start: int
 
 
+@dataclass
 class WindowSampler:
     """Draws training windows from books.
 
-    Args:
+    Attributes:
         books: token ids of each book, `[tokens]` each, without special tokens.
         bos: beginning-of-text token, first in every window.
         vocabulary: number of token ids.
@@ -53,21 +55,15 @@ class WindowSampler:
         generator: source of all randomness.
     """
 
-    def __init__(
-        self,
-        books: list[Tensor],
-        bos: int,
-        vocabulary: int,
-        max_positions: int,
-        generator: torch.Generator,
-    ) -> None:
-        self.bos = bos
-        self.vocabulary = vocabulary
-        self.max_positions = max_positions
-        self.generator = generator
-        self._stream = torch.cat(books)
-        starts = torch.tensor([0] + [len(book) for book in books]).cumsum(0)
-        self._book_spans = [(int(starts[i]), int(starts[i + 1])) for i in range(len(books))]
+    books: list[Tensor]
+    bos: int
+    vocabulary: int
+    max_positions: int
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cat(self.books)
+        self._book_spans = list(pairwise(accumulate(map(len, self.books), initial=0)))
 
     def _integer(self, low: int, high: int) -> int:
         """A uniform integer from `low` to `high - 1`."""
