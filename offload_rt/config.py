@@ -2,9 +2,7 @@
 
 A config file states only what differs from the defaults below. The same keys, written `section.key`, are
 accepted as overrides from Python and from the command line. Every mistake is a `UsageError` that names
-where the value came from, the key, the value and what is allowed.
-
-Every key is listed here, and nowhere else.
+where the value came from, the key, the value and what is allowed. Every key is listed here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ LEVELS = (*SOURCES, HEAD, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED)
 AUTO = "auto"
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 """What `auto` stands for: the one that the planner predicts to be fastest, the first among equals."""
-
 
 Count = Annotated[int, 0]  # and the least that is allowed
 Positive = Annotated[int, 1]

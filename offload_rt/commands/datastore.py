@@ -30,11 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds it, and says how to use it.
-
-    Raises:
-        UsageError: there is no such folder, no text in it, no tokenizer, or the file cannot be written.
-    """
+    """Builds it, and says how to use it."""
     from safetensors import SafetensorError
 
     from offload_rt.drafting.datastore import build

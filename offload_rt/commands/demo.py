@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import machine_errors_in_a_line, tokens_verdict, write_text
+from offload_rt.commands.generate import machine_errors_in_a_line, ms_per_token, tokens_verdict, write_text
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare(where: str, llm: LLM, params: SamplingParams, console: Console) -> None:
     """Decodes the last prompt plainly and prints how the last result compares."""
     result, plain = llm.last_result, llm.plain(params)
-    ms, plain_ms = (each.timings.predicted_ms / each.timings.predicted_n for each in (result, plain))
+    ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     console.say(
         f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({ms:.1f} against {plain_ms:.1f}"
         f" ms/token); {tokens_verdict(result, plain, params)}"

@@ -290,13 +290,17 @@ def _write(text: str, console: Console) -> None:
 def _compare(llm: LLM, params: SamplingParams, console: Console) -> dict[str, object]:
     """Decodes the text plainly too; the JSON's `plain`: our time per token against plain decoding's."""
     result, plain = llm.last_result, llm.plain(params)
-    ours, theirs = result.timings, plain.timings
-    per_token = ours.predicted_ms / max(ours.predicted_n, 1)
-    ratio = theirs.predicted_ms / max(theirs.predicted_n, 1) / per_token if per_token else 0.0
+    ms, plain_ms = ms_per_token(result), ms_per_token(plain)
+    ratio = plain_ms / ms if ms else 0.0
     verdict = tokens_verdict(result, plain, params)
     console.say(f"compared   {ratio:.2f} times as fast as plain decoding; {verdict}")
     equal = result.tokens == plain.tokens
-    return {"predicted_ms": theirs.predicted_ms, "ratio": ratio, "tokens_equal": equal}
+    return {"predicted_ms": plain.timings.predicted_ms, "ratio": ratio, "tokens_equal": equal}
+
+
+def ms_per_token(result: GenerationResult) -> float:
+    """What a token took to decode."""
+    return result.timings.predicted_ms / max(result.timings.predicted_n, 1)
 
 
 def tokens_verdict(result: GenerationResult, plain: GenerationResult, params: SamplingParams) -> str:

@@ -73,12 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Searches, writes the configuration, and prints how fast it is.
-
-    Raises:
-        UsageError: a library is missing, the file exists, the target does not draft in the configuration, or
-            the sample is too short.
-    """
+    """Searches, writes the configuration, and prints how fast it is."""
     base = _checked(arguments)
     text = prompts.read(arguments)
     from offload_rt.loading import DEMO
