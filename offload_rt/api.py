@@ -204,9 +204,7 @@ class LLM:
         self, prompt: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> list[GenerationResult]: ...
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> GenerationResult | list[GenerationResult]:
         """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
 
