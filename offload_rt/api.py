@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import cast, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +34,6 @@ from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, che
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session
 from offload_rt.text import encode
-from offload_rt.timeline import Timeline
 from offload_rt.writer import Writer
 
 NO_DRAFT = "none"
@@ -82,30 +80,28 @@ class LLM:
         configs = load_configs(config, overrides)  # what is cheap to check comes first
         place = choose_device(device)
         wanted = choose_dtype(dtype, place)
+        source, name = (demo_model("target"), DEMO) if model is None else (model, str(model))
         if model is None and draft is None:
             draft = demo_model("draft")
-        source = demo_model("target") if model is None else model
-        name = DEMO if model is None else str(model)
-        draft_name = None if draft is None or str(draft) == NO_DRAFT else str(draft)
-        if not uses_small_model(configs):
-            draft_name = None
+        if str(draft) == NO_DRAFT or not uses_small_model(configs):
+            draft = None
         tokenizer = load_tokenizer(source)
         _check_datastores(configs, tokenizer)
-        if draft_name is not None:
-            check_same_tokens(tokenizer, name, load_tokenizer(draft_name), draft_name)
+        if draft is not None:
+            check_same_tokens(tokenizer, name, load_tokenizer(draft), str(draft))
         if size_hint is not None:
             shape = find_shape(name, wanted)
-            small_shape = None if draft_name is None else find_shape(draft_name, shape.dtype)
+            small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
             hardware = usable_hardware(place, on_progress=on_progress)
-            candidates = possible(configs, small_shape is not None)
+            candidates = possible(configs, draft is not None)
             plans = ranked(PlanRequest(shape, small_shape, one, *size_hint, hardware) for one in candidates)
             plans[0].check()
         target = load_model(source, place, wanted, on_progress)
         small = None
-        if draft_name is not None:
-            loaded = load_model(draft_name, place, target.dtype, on_progress, "load draft")
-            embedded = model is None and Path(draft_name) == demo_model("draft")
-            small = (loaded, DEMO if embedded else draft_name)
+        if draft is not None:
+            loaded = load_model(draft, place, target.dtype, on_progress, "load draft")
+            embedded = model is None and Path(draft) == demo_model("draft")
+            small = (loaded, DEMO if embedded else str(draft))
         self._start((target, name), small, tokenizer, configs, on_progress, on_notice)
 
     @classmethod
@@ -159,32 +155,17 @@ class LLM:
         _check_datastores(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
         with ExitStack() as refused:
             models = []
-            for given in (target, draft):
-                models.append(None if given is None else GraphedModel(*given, self._notice))
-                if models[-1] is not None:
-                    refused.callback(models[-1].restore)
-            assert models[0] is not None
-            self._engine = Engine(models[0], models[1], configs, link, on_progress, self._notice)
+            for given in (target, draft) if draft is not None else (target,):
+                models.append(GraphedModel(*given, self._notice))
+                refused.callback(models[-1].restore)
+            small = models[1] if draft is not None else None
+            self._engine = Engine(models[0], small, configs, link, on_progress, self._notice)
             refused.pop_all()
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
         if self._on_notice is not None:
             self._on_notice(text)
-
-    @property
-    def config(self) -> Config:
-        """What is run; with `auto` a result says what was chosen."""
-        return self._engine.configs[0]
-
-    @property
-    def timeline(self) -> Timeline:
-        """Set it before a text is begun to record what runs when."""
-        return self._engine.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline) -> None:
-        self._engine.timeline = timeline
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -210,9 +191,8 @@ class LLM:
             last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
         """
         if self._tokenizer is None:
-            raise UsageError(
-                f"model {self._engine.target.name} has no tokenizer: give the prompt as token ids"
-            )
+            name = self._engine.target.name
+            raise UsageError(f"model {name} has no tokenizer: give the prompt as token ids")
         return encode(self._tokenizer, text, last)
 
     @overload
@@ -224,9 +204,7 @@ class LLM:
         self, prompt: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> list[GenerationResult]: ...
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> GenerationResult | list[GenerationResult]:
         """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
 
@@ -260,9 +238,8 @@ class LLM:
             for writer in writers:
                 writer.begin()
             while going := [writer for writer in writers if not writer.ended]:
-                for writer, round in zip(
-                    going, self._engine.step([writer.session for writer in going]), strict=True
-                ):
+                rounds = self._engine.step([writer.session for writer in going])
+                for writer, round in zip(going, rounds, strict=True):
                     for _ in writer.write(round):
                         pass
             return [writer.result() for writer in writers]
@@ -388,12 +365,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

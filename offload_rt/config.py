@@ -2,9 +2,7 @@
 
 A config file states only what differs from the defaults below. The same keys, written `section.key`, are
 accepted as overrides from Python and from the command line. Every mistake is a `UsageError` that names
-where the value came from, the key, the value and what is allowed.
-
-Longer than other files: it is the one place that lists every key.
+where the value came from, the key, the value and what is allowed. Every key is listed here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,9 +11,11 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
@@ -38,18 +38,16 @@ SOURCES = (LOOKUP, SUFFIX, DATASTORE)
 LEVELS = (*SOURCES, HEAD, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED, TARGET_SHARED)
 """What may stand below the target over its full cache, from the cheapest to the dearest."""
 
-
 AUTO = "auto"
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 """What `auto` stands for: the one that the planner predicts to be fastest, the first among equals."""
 
+Count = Annotated[int, 0]  # and the least that is allowed
+Positive = Annotated[int, 1]
+
 
 class InvalidValue(UsageError):
-    """A configuration value outside what its key allows.
-
-    Attributes:
-        key: the full key, `section.key`.
-    """
+    """A configuration value outside what its key, `section.key`, allows."""
 
     def __init__(self, key: str, value: object, rule: str) -> None:
         self.key = key
@@ -59,10 +57,6 @@ class InvalidValue(UsageError):
 def _require(allowed: bool, key: str, value: object, rule: str) -> None:
     if not allowed:
         raise InvalidValue(key, value, rule)
-
-
-def _at_least(minimum: int, key: str, value: int) -> None:
-    _require(value >= minimum, key, value, f"must be at least {minimum}")
 
 
 @dataclass(frozen=True)
@@ -79,24 +73,20 @@ class RefreshPolicy:
     value: float = 0
 
     @classmethod
-    def parse(cls, text: str) -> RefreshPolicy:
+    def parse(cls, text: object) -> RefreshPolicy:
         """`every`, `stride:N` or `acceptance:X` as a policy.
 
         Raises:
             UsageError: for anything else, under the key `retrieval.refresh`.
         """
-        kind, _, number = text.partition(":")
+        kind, _, number = str(text).partition(":")
         if text == "every":
-            return cls()
+            return EVERY
         if kind == "stride" and number.isdecimal() and int(number) >= 1:
             return cls("stride", int(number))
-        if kind == "acceptance":
-            try:
-                rate = float(number)
-            except ValueError:
-                rate = 0.0
-            if 0 < rate <= 1:
-                return cls("acceptance", rate)
+        with suppress(ValueError):
+            if kind == "acceptance" and 0 < float(number) <= 1:
+                return cls("acceptance", float(number))
         rule = "must be every, stride:N (N tokens, at least 1) or acceptance:X (a rate in (0, 1])"
         raise InvalidValue("retrieval.refresh", text, rule)
 
@@ -104,72 +94,45 @@ class RefreshPolicy:
         return self.kind if self.kind == "every" else f"{self.kind}:{self.value}"
 
 
-Selecting = Literal["attention", "heavy_hitters", "mean_keys"]
+EVERY = RefreshPolicy()
 
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """The retrieved cache of a layer and KV head.
+    """The retrieved cache of a layer and KV head, in tokens."""
 
-    Attributes:
-        budget: entries held: the first chunk, the best chunks and the recent window together.
-        chunk: tokens scored and chosen together.
-        recent: latest tokens always held.
-        refresh: when the entries are chosen anew.
-        select: what chunks are chosen by: what verifications have attended to, the newest ones counting most
-            (`attention`) or all alike (`heavy_hitters`, as H2O); or the newest queries' attention to chunks'
-            `mean_keys` (TriForce, which has no `rest`).
-        rest: whether pages stand for what is not held, as their mean keys and values.
-    """
-
-    budget: int = 4096
-    chunk: int = 8
-    recent: int = 256
-    refresh: RefreshPolicy = field(default_factory=RefreshPolicy)
-    select: Selecting = "attention"
-    rest: bool = True
+    budget: Positive = 4096  # entries held: the first chunk, the best chunks and the recent window together
+    chunk: Positive = 8  # scored and chosen together
+    recent: Positive = 256  # the latest, always held
+    refresh: RefreshPolicy = EVERY  # when the entries are chosen anew
+    # What chunks are chosen by: what verifications have attended to, the newest ones counting most
+    # (`attention`) or all alike (`heavy_hitters`, as H2O); or the newest queries' attention to chunks'
+    # `mean_keys` (TriForce, which has no `rest`).
+    select: Literal["attention", "heavy_hitters", "mean_keys"] = "attention"
+    rest: bool = True  # pages stand for what is not held, as their mean keys and values
 
     def __post_init__(self) -> None:
-        _at_least(1, "retrieval.chunk", self.chunk)
-        _at_least(1, "retrieval.recent", self.recent)
-        _require(
-            self.budget >= self.chunk,
-            "retrieval.budget",
-            self.budget,
-            f"must be at least retrieval.chunk = {self.chunk}",
-        )
         always_held = self.chunk + self.recent
-        _require(
-            self.budget >= always_held,
-            "retrieval.budget",
-            self.budget,
+        rule = (
             f"must be at least {always_held}: the first chunk (retrieval.chunk = {self.chunk}) and the recent"
-            f" window (retrieval.recent = {self.recent}) are always held",
+            f" window (retrieval.recent = {self.recent}) are always held"
         )
+        _require(self.budget >= always_held, "retrieval.budget", self.budget, rule)
 
 
 @dataclass(frozen=True)
 class LevelConfig:
-    """Who drafts for the next level; written as a table, or short as its name, `model:cache`.
+    """Who drafts for the next level; written as a table, or short as its name, `model:cache`."""
 
-    Attributes:
-        model: `draft` (the small model), `target`, `head` (one on the target's hidden states), or one of
-            `SOURCES` (no model at all).
-        cache: `streaming`, `retrieved` or `shared` (the full one); nothing without a model, or for a head.
-        layers: order of the model's layers while it drafts: `all`, `groups:N` or `skip:5,7a,9m`
-            (see `layers.LayerPlan`).
-        calibrate: with other `layers` than `all`, the newest verified tokens still go through all of them.
-        draft: shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or
-            `auto` (see `drafting.shapes.DraftShape`).
-        merge: one of `SOURCES`, whose finds join the draft; empty: none.
-    """
-
+    # `draft` (the small model), `target`, `head` (one on the target's hidden states), or one of `SOURCES`.
     model: str
-    cache: str = ""
-    layers: str = "all"
-    calibrate: bool = True
+    cache: str = ""  # `streaming`, `retrieved` or `shared` (the full one); none for a head or a source
+    layers: str = "all"  # in what order it drafts: `all`, `groups:N` or `skip:5,7a,9m` (`layers.LayerPlan`)
+    calibrate: bool = True  # the newest verified tokens still go through all layers
+    # Shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or `auto`
+    # (`drafting.shapes.DraftShape`).
     draft: str = "chain"
-    merge: str = ""
+    merge: str = ""  # one of `SOURCES`, whose finds join the draft
 
     @property
     def name(self) -> str:
@@ -193,7 +156,7 @@ class LevelConfig:
             raise InvalidValue(key, value, f"must be a name ({', '.join(LEVELS)}) or a table")
         for name, item in value.items():
             _require(name in types, f"{key}.{name}", item, f"is no key of a level{_nearest(name, types)}")
-            _require(type(item) is types[name], f"{key}.{name}", item, f"must be a {types[name].__name__}")
+            _require_type(types[name], f"{key}.{name}", item)
         _require("model" in value, key, dict(value), "names no model")
         level = cls(**value)
         _require(level.name in LEVELS, key, level.name, f"is not a level{_nearest(level.name, LEVELS)}")
@@ -215,51 +178,33 @@ class LevelConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Who drafts, and how far ahead.
+    """Who drafts, and how far ahead."""
 
-    Attributes:
-        levels: from the cheapest to the dearest, by name or as tables (`LevelConfig`); each drafts for the
-            next one, the last for the target over its full cache. Empty: plain decoding.
-        gamma1: depth of the drafts that the levels below the last one propose.
-        gamma2: depth of those for the target over its full cache; 0: chosen as it runs, by what passes and
-            drafts take and by how many tokens are accepted.
-        step_down: give up speculation where it does not pay.
-    """
-
+    # From the cheapest to the dearest; each drafts for the next one, the last for the target over its full
+    # cache. None: plain decoding.
     levels: tuple[LevelConfig, ...]
-    gamma1: int = 2
-    gamma2: int = 0
-    step_down: bool = True
+    gamma1: Positive = 2  # depth of the drafts that the levels below the last one propose
+    # Depth of those for the target over its full cache; 0: chosen as it runs, by what passes and drafts take
+    # and by how many tokens are accepted.
+    gamma2: Count = 0
+    step_down: bool = True  # give up speculation where it does not pay
 
     def __post_init__(self) -> None:
         key = "speculation.levels"
         ranks = [LEVELS.index(name) for name in self.names]
-        _require(
-            ranks == sorted(set(ranks)),
-            key,
-            self.names,
-            f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}",
-        )
-        for level in self.levels[1:]:
-            _require(
-                level.shape.kind in ("chain", "sequences"),
-                f"{key}.draft",
-                level.draft,
-                f"{level.name} proposes what rounds with the level below yield: chain or sequences:K",
-            )
-        for level in self.levels[:-1]:
+        rule = f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}"
+        _require(ranks == sorted(set(ranks)), key, self.names, rule)
+        for below, above in pairwise(self.levels):
+            rule = f"{above.name} proposes what rounds with the level below yield: chain or sequences:K"
+            _require(above.shape.kind in ("chain", "sequences"), f"{key}.draft", above.draft, rule)
             rule = "joins drafts for the target over its full cache only: leave it empty below another level"
-            _require(not level.merge, f"{key}.merge", level.merge, rule)
+            _require(not below.merge, f"{key}.merge", below.merge, rule)
             rule = "is planned by what the full cache accepts: choose another shape below a level"
-            _require(level.shape.kind != "sequoia", f"{key}.draft", level.draft, rule)
-        for level in self.levels[1:]:
+            _require(below.shape.kind != "sequoia", f"{key}.draft", below.draft, rule)
             rule = "has no model that could verify what the level below drafts: put it first"
-            _require(level.model not in (*SOURCES, HEAD), key, level.name, rule)
-        for level in self.levels[1:2]:
+            _require(above.model not in (*SOURCES, HEAD), key, above.name, rule)
             rule = "a head below it goes on from hidden states of the target: put a level of the target there"
-            _require(self.levels[0].model != HEAD or level.model == "target", key, level.name, rule)
-        _at_least(1, "speculation.gamma1", self.gamma1)
-        _at_least(0, "speculation.gamma2", self.gamma2)
+            _require(below.model != HEAD or above.model == "target", key, above.name, rule)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,100 +214,65 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Entries kept by streaming caches: the first `sinks` tokens and the latest `window` tokens."""
+    """Entries kept by streaming caches."""
 
-    sinks: int = 16
-    window: int = 240
-
-    def __post_init__(self) -> None:
-        _at_least(0, "draft.sinks", self.sinks)
-        _at_least(1, "draft.window", self.window)
+    sinks: Count = 16  # the first tokens
+    window: Positive = 240  # the latest tokens
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head (`heads.py`): `path` of its file; empty: that of the embedded demo target."""
+    """A draft head (`heads.py`)."""
 
-    path: str = ""
+    path: str = ""  # of its file; empty: that of the embedded demo target
 
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """Lengths in tokens of the endings that look-up in the text searches for, the longest first.
+    """Lengths in tokens of the endings that look-up in the text searches for, the longest first."""
 
-    `suffix` has no longest one.
-    """
-
-    max_ngram: int = 4
-    min_ngram: int = 1
+    max_ngram: int = 4  # `suffix` has no longest one
+    min_ngram: Positive = 1
 
     def __post_init__(self) -> None:
-        _at_least(1, "lookup.min_ngram", self.min_ngram)
-        _require(
-            self.max_ngram >= self.min_ngram,
-            "lookup.max_ngram",
-            self.max_ngram,
-            f"must be at least lookup.min_ngram = {self.min_ngram}",
-        )
+        rule = f"must be at least lookup.min_ngram = {self.min_ngram}"
+        _require(self.max_ngram >= self.min_ngram, "lookup.max_ngram", self.max_ngram, rule)
 
 
 @dataclass(frozen=True)
 class DatastoreConfig:
-    """A datastore of other texts (`offload-rt datastore build`).
+    """A datastore of other texts (`offload-rt datastore build`)."""
 
-    Attributes:
-        path: its file.
-        longest: tokens of the text's end that are compared.
-        occurrences: how many are looked at.
-    """
-
-    path: str = ""
-    longest: int = 16
-    occurrences: int = 64
+    path: str = ""  # of its file
+    longest: Positive = 16  # tokens of the text's end that are compared
+    occurrences: Positive = 64  # how many are looked at
 
     def __post_init__(self) -> None:
-        _at_least(1, "datastore.longest", self.longest)
         rule = f"must be at most {LONGEST_MATCH}"
         _require(self.longest <= LONGEST_MATCH, "datastore.longest", self.longest, rule)
-        _at_least(1, "datastore.occurrences", self.occurrences)
 
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """`chunk`: prompt tokens taken through a layer at a time; it bounds the memory for activations."""
+    """How a prompt is read."""
 
-    chunk: int = 2048
-
-    def __post_init__(self) -> None:
-        _at_least(1, "prefill.chunk", self.chunk)
+    chunk: Positive = 2048  # tokens taken through a layer at a time; it bounds the memory for activations
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The full KV cache in CPU memory, in tokens of one layer.
+    """The full KV cache in CPU memory, in tokens of one layer."""
 
-    Attributes:
-        page: tokens of a page.
-        slab_tokens: tokens of a slab, the unit of allocation.
-        ring_buffers: device buffers of the staging ring.
-        segment_tokens: tokens copied and attended at a time.
-    """
-
-    page: int = 256
-    slab_tokens: int = 4096
-    ring_buffers: int = 3
-    segment_tokens: int = 4096
+    page: Positive = 256
+    slab_tokens: Positive = 4096  # of a slab, the unit of allocation
+    ring_buffers: Annotated[int, 2] = 3  # staging buffers on the device: one is filled while another is read
+    segment_tokens: Positive = 4096  # copied and attended at a time
 
     def __post_init__(self) -> None:
-        _at_least(1, "store.page", self.page)
-        for key, tokens in (
-            ("store.slab_tokens", self.slab_tokens),
-            ("store.segment_tokens", self.segment_tokens),
-        ):
-            _at_least(1, key, tokens)
-            _require(tokens % self.page == 0, key, tokens, f"must be a multiple of store.page = {self.page}")
-        # One buffer is filled while another is read.
-        _at_least(2, "store.ring_buffers", self.ring_buffers)
+        rule = f"must be a multiple of store.page = {self.page}"
+        for name in ("slab_tokens", "segment_tokens"):
+            tokens = getattr(self, name)
+            _require(tokens % self.page == 0, f"store.{name}", tokens, rule)
 
 
 RefreshFrom = Literal["auto", "stream", "store"]
@@ -370,26 +280,15 @@ RefreshFrom = Literal["auto", "stream", "store"]
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """How the full KV cache is used over a link; where KV is attended in place, nothing of it applies.
+    """How the full KV cache is used over a link; where KV is attended in place, nothing of it applies."""
 
-    Attributes:
-        resident_tokens: first tokens of each layer that stay on the GPU; -1: what the planner says.
-        cpu_tokens: tokens after those that the CPU attends where they lie; -1: what the planner says.
-        ahead: outcomes of a verification that are drafted for while it runs; 0: none.
-        refresh_from: where a refresh of the retrieved cache takes its entries: from the `stream` of the next
-            pass, into a second buffer on the GPU, or from the `store`, gathered between two passes; `auto`:
-            what the planner says, and from the stream where it is not asked.
-    """
-
-    resident_tokens: int = -1
-    cpu_tokens: int = -1
-    ahead: int = 4
+    resident_tokens: Annotated[int, -1] = -1  # the first of each layer, on the GPU; -1: as planned
+    cpu_tokens: Annotated[int, -1] = -1  # those that follow, attended by the CPU in place; -1: as planned
+    ahead: Count = 4  # outcomes of a verification that are drafted for while it runs
+    # Where a refresh of the retrieved cache takes its entries: from the `stream` of the next pass, into a
+    # second buffer on the GPU, or from the `store`, gathered between two passes; `auto`: as planned, and from
+    # the stream where nothing is planned.
     refresh_from: RefreshFrom = "auto"
-
-    def __post_init__(self) -> None:
-        _at_least(-1, "offload.resident_tokens", self.resident_tokens)
-        _at_least(-1, "offload.cpu_tokens", self.cpu_tokens)
-        _at_least(0, "offload.ahead", self.ahead)
 
     @property
     def refreshes_from_stream(self) -> bool:
@@ -414,28 +313,14 @@ class Config:
 
     def __post_init__(self) -> None:
         chunk, page = self.retrieval.chunk, self.store.page
-        for key, tokens in (
-            ("offload.resident_tokens", self.offload.resident_tokens),
-            ("offload.cpu_tokens", self.offload.cpu_tokens),
-        ):
-            _require(
-                tokens == -1 or tokens % page == 0,
-                key,
-                tokens,
-                f"must be -1 (the planner decides) or a multiple of store.page = {page}",
-            )
-        _require(
-            page % chunk == 0,
-            "retrieval.chunk",
-            chunk,
-            f"must divide store.page = {page}, so that no chunk crosses a page",
-        )
-        _require(
-            bool(self.datastore.path) or DATASTORE not in self.sources,
-            "datastore.path",
-            self.datastore.path,
-            "names no file: build one with offload-rt datastore build FOLDER",
-        )
+        rule = f"must be -1 (the planner decides) or a multiple of store.page = {page}"
+        for name in ("resident_tokens", "cpu_tokens"):
+            tokens = getattr(self.offload, name)
+            _require(tokens == -1 or tokens % page == 0, f"offload.{name}", tokens, rule)
+        rule = f"must divide store.page = {page}, so that no chunk crosses a page"
+        _require(page % chunk == 0, "retrieval.chunk", chunk, rule)
+        path, rule = self.datastore.path, "names no file: build one with offload-rt datastore build FOLDER"
+        _require(bool(path) or DATASTORE not in self.sources, "datastore.path", path, rule)
 
     @property
     def sources(self) -> set[str]:
@@ -451,14 +336,13 @@ class Config:
 
 _CONFIGS = Path(__file__).with_name("configs")
 
-_SECTIONS: dict[str, type[Any]] = {
-    name: section for name, section in get_type_hints(Config).items() if name != "name"
-}
+_SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if name != "name"}
 _KEYS = {
     f"{section}.{key}": expected
-    for section, config_class in _SECTIONS.items()
-    for key, expected in get_type_hints(config_class).items()
+    for section, kind in _SECTIONS.items()
+    for key, expected in get_type_hints(kind, include_extras=True).items()
 }
+_TYPES = {int: "a whole number", bool: "true or false", str: "a string"}
 
 
 def config_names() -> list[str]:
@@ -481,8 +365,8 @@ def uses_small_model(configs: Iterable[Config]) -> bool:
 
 def possible(configs: Sequence[Config], small_model: bool) -> list[Config]:
     """Those of several that need no small model, where there is none; a single one is kept as it is."""
-    kept = len(configs) == 1 or small_model
-    return [config for config in configs if kept or DRAFT_STREAMING not in config.speculation.names]
+    kept = small_model or len(configs) == 1
+    return [config for config in configs if kept or not uses_small_model([config])]
 
 
 def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
@@ -501,31 +385,19 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Conf
             f"overrides {overrides!r}: give values by full key, e.g. {{'retrieval.budget': 4096}}"
         )
     path = _config_path(str(name_or_path))
-    values: dict[str, object] = {}
+    sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
     sources: dict[str, str] = {}
-    for source, given in ((str(path), _read_toml(path)), ("override", overrides)):
-        for key, value in given.items():
-            if key not in _KEYS:
-                raise UsageError(f"{source}: unknown key {key}{_nearest(key, _KEYS)}")
-            try:
-                values[key] = _typed(key, value)
-            except InvalidValue as error:
-                raise UsageError(f"{source}: {error}") from None
-            sources[key] = source
-    if "speculation.levels" not in values:
-        raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
     try:
-        sections = {
-            name: config_class(
-                **{
-                    item.name: values[key]
-                    for item in fields(config_class)
-                    if (key := f"{name}.{item.name}") in values
-                }
-            )
-            for name, config_class in _SECTIONS.items()
-        }
-        return Config(name=path.stem, **sections)
+        for source, given in ((str(path), _read_toml(path)), ("override", overrides)):
+            for key, value in given.items():
+                if key not in _KEYS:
+                    raise UsageError(f"{source}: unknown key {key}{_nearest(key, _KEYS)}")
+                sources[key] = source
+                section, _, name = key.partition(".")
+                sections[section][name] = _typed(key, value)
+        if "speculation.levels" not in sources:
+            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
+        return Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
     except InvalidValue as error:
         section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
         raise UsageError(f"{sources.get(section_key, 'default')}: {error}") from None
@@ -550,18 +422,16 @@ def parse_override(text: str) -> tuple[str, object]:
 
 
 def _config_path(name_or_path: str) -> Path:
-    names = [AUTO, *config_names()]
-    if name_or_path in names[1:]:
+    if name_or_path in config_names():
         return _CONFIGS / f"{name_or_path}.toml"
     path = Path(name_or_path)
     if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one
         return path
-    if os.path.isdir(name_or_path):
-        raise UsageError(f"config {name_or_path}: is a folder; give a TOML file or one of {', '.join(names)}")
-    if path.suffix == ".toml" or path.parent != Path("."):
-        raise UsageError(
-            f"config {name_or_path}: no such file; give a TOML file or one of {', '.join(names)}"
-        )
+    names = [AUTO, *config_names()]
+    is_folder = os.path.isdir(name_or_path)
+    if is_folder or path.suffix == ".toml" or path.parent != Path("."):
+        wrong = "is a folder" if is_folder else "no such file"
+        raise UsageError(f"config {name_or_path}: {wrong}; give a TOML file or one of {', '.join(names)}")
     raise UsageError(f"unknown config {name_or_path!r}{_nearest(name_or_path, names)}, or the path of a file")
 
 
@@ -588,27 +458,26 @@ def _read_toml(path: Path) -> dict[str, object]:
 def _typed(key: str, value: object) -> object:
     """`value` as the type that `key` holds."""
     expected = _KEYS[key]
-    if expected is int:
-        # bool is a subclass of int, and `true` is no number of tokens.
-        _require(type(value) is int, key, value, "must be a whole number")
-        return value
-    if expected is bool:
-        _require(type(value) is bool, key, value, "must be true or false")
-        return value
-    if expected is str:
-        _require(type(value) is str, key, value, "must be a string")
-        return value
-    if get_origin(expected) is Literal:
-        allowed = get_args(expected)
-        _require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
-        return value
     if expected is RefreshPolicy:
-        if not isinstance(value, str):
-            raise InvalidValue(key, value, "must be a string: every, stride:N or acceptance:X")
         return RefreshPolicy.parse(value)
+    if expected != tuple[LevelConfig, ...]:
+        _require_type(expected, key, value)
+        return value
     if not isinstance(value, list | tuple):
         raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
     return tuple(LevelConfig.parse(key, level) for level in value)
+
+
+def _require_type(expected: Any, key: str, value: Any) -> None:
+    if get_origin(expected) is Literal:
+        allowed = get_args(expected)
+        _require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
+        return
+    kind, *least = get_args(expected) or (expected,)
+    # bool is a subclass of int, and `true` is no number of tokens.
+    _require(type(value) is kind, key, value, f"must be {_TYPES[kind]}")
+    for number in least:
+        _require(value >= number, key, value, f"must be at least {number}")
 
 
 def _shown(value: object) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from offload_rt.errors import UsageError
@@ -37,6 +38,17 @@ def write_json(option: str, path: Path, report: Mapping[str, object], indent: in
         raise UsageError(f"{option} {path}: cannot be written ({error.strerror})") from None
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to be written, which takes its place unless that fails."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes the file as a whole or not at all; a link stays a link, a device or a pipe what it is.
 
@@ -47,13 +59,9 @@ def write_whole(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     target = Path(os.path.realpath(path))  # resolve raises RuntimeError for a link to itself
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
+        with replacing(target) as partial:
             partial.write_text(text, encoding="utf-8")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         if error.errno not in _WRITTEN_IN_PLACE:
             raise

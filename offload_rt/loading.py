@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.hardware import GIB
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
@@ -86,9 +85,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one thing
-        raise UsageError(
-            f"model {source}: its tokenizer cannot be read ({_first_line(error)}); download it again"
-        ) from error
+        wrong = f"its tokenizer cannot be read ({first_line(error)}); download it again"
+        raise UsageError(f"model {source}: {wrong}") from error
     return tokenizer
 
 
@@ -124,21 +122,22 @@ def model_config(source: str | Path) -> PretrainedConfig:
     """
     where = str(source)
     if not isinstance(source, str | Path):
-        raise UsageError(
-            f"model {where[:60]!r} is no folder and no hub id; LLM.from_models takes loaded models"
-        )
+        wrong = "is no folder and no hub id; LLM.from_models takes loaded models"
+        raise UsageError(f"model {where[:60]!r} {wrong}")
     folder = Path(source)
-    if folder.exists():
-        _check_folder(folder)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"model {where}: there is no config.json in it")
+    elif folder.exists():
+        raise UsageError(f"model {where}: is a file; name the folder that holds config.json and the weights")
     elif folder.is_absolute() or where.startswith(("./", "../", "~")) or where.count("/") > 1:
         raise UsageError(f"model {where}: there is no such folder")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
-        wrong = "its config.json cannot be read"
-        if not folder.exists():
-            wrong = "there is no such folder here, and no model of that id can be had"
-        raise UsageError(f"model {where}: {wrong}: {_first_line(error)}") from error
+        fetched = "there is no such folder here, and no model of that id can be had"
+        wrong = "its config.json cannot be read" if folder.exists() else fetched
+        raise UsageError(f"model {where}: {wrong}: {first_line(error)}") from error
     return config
 
 
@@ -175,12 +174,10 @@ def load_model(
                 trust_remote_code=False,
             )
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UsageError(
-            f"model {where}: its weights do not fit into memory: {_first_line(error)}"
-        ) from error
+        raise UsageError(f"model {where}: its weights do not fit into memory: {first_line(error)}") from error
     except Exception as error:
         kind = ", ".join(config.architectures or [config.model_type])
-        raise UsageError(f"model {where} ({kind}): cannot be loaded: {_first_line(error)}") from error
+        raise UsageError(f"model {where} ({kind}): cannot be loaded: {first_line(error)}") from error
     _check_report(where, report)
     try:
         placed: PreTrainedModel = model.to(device).eval()
@@ -242,19 +239,6 @@ def _check_report(where: str, report: Mapping[str, Any]) -> None:
         )
 
 
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise UsageError(f"model {folder}: is a file; name the folder that holds config.json and the weights")
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"model {folder}: there is no config.json in it")
-    try:
-        json.loads((folder / "config.json").read_bytes())
-    except ValueError as error:
-        raise UsageError(
-            f"model {folder}: its config.json is no JSON ({error}); download it again"
-        ) from error
-
-
 def _check_weights(folder: Path) -> None:
     shards = sorted(folder.glob("*.safetensors"))
     if not shards and not list(folder.glob("pytorch_model*.bin")):
@@ -264,12 +248,5 @@ def _check_weights(folder: Path) -> None:
             with safetensors.safe_open(shard, framework="pt") as opened:
                 opened.keys()
         except Exception as error:  # safetensors raises its own error types, OSError and ValueError
-            raise UsageError(
-                f"model {folder}: {shard.name} is truncated or corrupt ({_first_line(error)}); "
-                "download it again"
-            ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+            wrong = f"{shard.name} is truncated or corrupt ({first_line(error)}); download it again"
+            raise UsageError(f"model {folder}: {wrong}") from error

@@ -7,6 +7,7 @@ import operator
 import reprlib
 import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,11 +19,9 @@ FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 
 def whole_number(name: str, value: object) -> int:
     """`value` as an int; UsageError, which names it, where it is none (True is none either)."""
-    try:
+    with suppress(TypeError):
         if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
     raise UsageError(f"{name} {reprlib.repr(value)} is no whole number")
 
 
@@ -31,15 +30,6 @@ def number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name} {reprlib.repr(value)} is no number")
     return float(value)
-
-
-_NUMBERS = {
-    "temperature": number,
-    "top_p": number,
-    "top_k": whole_number,
-    "max_tokens": whole_number,
-    "seed": whole_number,
-}
 
 
 def is_batch(prompt: object) -> bool:
@@ -57,10 +47,8 @@ def token_ids(prompt: object) -> list[int]:
     """
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(given, Sequence):
-        raise UsageError(
-            f"prompt {reprlib.repr(prompt)} is of type {type(prompt).__name__}:"
-            " give a text (str) or token ids"
-        )
+        kind = type(prompt).__name__
+        raise UsageError(f"prompt {reprlib.repr(prompt)} is of type {kind}: give a text (str) or token ids")
     return [whole_number(f"prompt token {at}:", token) for at, token in enumerate(given)]
 
 
@@ -89,10 +77,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in _NUMBERS.items():
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
             value = getattr(self, name)
             if name != "seed" or value is not None:
-                object.__setattr__(self, name, kind(name.replace("_", "-"), value))
+                read = number if name in ("temperature", "top_p") else whole_number
+                object.__setattr__(self, name, read(name.replace("_", "-"), value))
         Sampler(self.temperature, self.top_p, self.top_k)  # says what is out of range
         if self.max_tokens < 1:
             raise UsageError(f"max-tokens {self.max_tokens} is out of range: use 1 or more")
@@ -116,9 +105,8 @@ class SamplingParams:
 def check_params(params: object) -> None:
     """Raises UsageError for what are no `SamplingParams`."""
     if not isinstance(params, SamplingParams):
-        raise UsageError(
-            f"params {reprlib.repr(params)}: give SamplingParams, a list of them to a list of prompts"
-        )
+        remedy = "give SamplingParams, a list of them to a list of prompts"
+        raise UsageError(f"params {reprlib.repr(params)}: {remedy}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offload_rt.errors import UsageError
+from offload_rt.files import replacing
 
 
 def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -43,12 +43,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as partial:
         partial.touch()
         mode = partial.stat().st_mode  # as files of this user usually have it; safetensors has its own idea
         save_file(dict(tensors), partial, dict(about))
         partial.chmod(mode)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -17,10 +17,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = Non
     Args:
         last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
     """
-    longest = tokenizer.model_max_length
-    tokenizer.model_max_length = 10**12  # its warning about long prompts does not apply
-    tokens: list[int] = tokenizer(text)["input_ids"]
-    tokenizer.model_max_length = longest
+    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]  # no warning about long prompts
     return tokens if last is None else keep_last(tokens, last, tokenizer.bos_token_id)
 
 
@@ -57,13 +54,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
-        """Without a tokenizer the text is always empty.
-
-        Raises:
-            UsageError: an empty stop string, or stop strings without a tokenizer.
-        """
-        if any(not string for string in stop):
-            raise UsageError("stop string '': is empty; leave it out")
+        """Without a tokenizer the text is always empty, and stop strings are a UsageError."""
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
         self.text = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from typing import Any
 
 from offload_rt.config import Config, RefreshPolicy
@@ -18,12 +18,8 @@ def to_toml(config: Config) -> str:
 
 def _changed(part: Any) -> dict[str, object]:
     """Values of a section, or of a level, that differ from their defaults."""
-    given = {key: (getattr(part, key.name), _default(key)) for key in fields(part)}
-    return {key.name: _plain(value) for key, (value, default) in given.items() if value != default}
-
-
-def _default(key: Field[Any]) -> object:
-    return key.default if key.default_factory is MISSING else key.default_factory()
+    given = {key.name: (getattr(part, key.name), key.default) for key in fields(part)}
+    return {name: _plain(value) for name, (value, default) in given.items() if value != default}
 
 
 def _plain(value: object) -> object:

@@ -64,10 +64,7 @@ class Writer:
         """Events of a round's tokens, up to the end of the text."""
         if isinstance(round, Exception):
             self._finish, self._error = "error", str(round) or type(round).__name__
-        else:
-            yield from self._events(round)
-
-    def _events(self, round: Round) -> Generator[TokenEvent]:
+            return
         ends = self.session.stop_tokens
         for number, token in enumerate(round.tokens):
             self._tokens.append(token)
@@ -91,8 +88,8 @@ class Writer:
             self._stream.finish()
         engine, session, params, ms = self._engine, self.session, self._params, self._ms
         target, draft, stats = engine.target, engine.draft, session.verifier.levels
-        accepted = [above.accepted for above in stats[1:]] + [0]
-        proposed = [above.proposed for above in stats[1:]] + [0]
+        # A level's proposals are counted by the one above; the target over its full cache makes none.
+        offered = [*((above.proposed, above.accepted) for above in stats[1:]), (0, 0)]
         notices = list(self._notices)
         if session.pace.steps_down:
             notices.append(
@@ -122,14 +119,11 @@ class Writer:
             ),
             rounds=len(session.rounds),
             levels=[
-                Level(level.name, level.passes, offered, kept, level.ms)
-                for level, offered, kept in zip(stats, proposed, accepted, strict=True)
+                Level(level.name, level.passes, *counts, level.ms)
+                for level, counts in zip(stats, offered, strict=True)
             ],
             transfer=Transfer(
-                counters.bytes_to_device,
-                counters.bytes_to_host,
-                counters.bytes_abandoned,
-                counters.wait_ms,
+                counters.bytes_to_device, counters.bytes_to_host, counters.bytes_abandoned, counters.wait_ms
             ),
             memory=Memory(
                 kv_bytes=engine.store.used_bytes,

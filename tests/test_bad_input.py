@@ -172,7 +172,7 @@ TABLE = [
     ("generate --prompt a --model F/modle", 2, "model F/modle: there is no such folder"),
     ("generate --prompt a --model F/empty.txt", 2, "is a file; name the folder"),
     ("generate --prompt a --model F/no-config", 2, "there is no config.json in it"),
-    ("generate --prompt a --model F/cut-config", 2, "its config.json is no JSON"),
+    ("generate --prompt a --model F/cut-config", 2, "its config.json cannot be read"),
     ("generate --prompt a --model F/strange", 2, "perceptron9000"),
     ("generate --prompt a --model F/no-files", 2, "there are no weights in it"),
     ("generate --prompt a --model F/cut-file", 2, "model.safetensors is truncated or corrupt"),

@@ -112,10 +112,9 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 class CharacterTokenizer:
     """Encodes a character as a token."""
 
-    model_max_length = 10
     bos_token_id = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in text]}
 
 
@@ -233,9 +232,9 @@ def test_a_long_prompt_is_encoded_once_and_says_so(
 ) -> None:
     encode, encoded = CharacterTokenizer.__call__, []
 
-    def counted(self: CharacterTokenizer, text: str) -> dict[str, list[int]]:
+    def counted(self: CharacterTokenizer, text: str, verbose: bool) -> dict[str, list[int]]:
         encoded.append(text)
-        return encode(self, text)
+        return encode(self, text, verbose)
 
     monkeypatch.setattr(CharacterTokenizer, "__call__", counted)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -318,7 +317,7 @@ def test_ctrl_c_while_comparing_keeps_the_result(
 def test_ctrl_c_while_loading(
     llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(self: CharacterTokenizer, text: str) -> None:
+    def encode(self: CharacterTokenizer, text: str, verbose: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(CharacterTokenizer, "__call__", encode)
@@ -338,7 +337,7 @@ def test_an_error_of_the_runtime_is_one_line_and_leaves_no_file(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def encode(self: CharacterTokenizer, text: str) -> None:
+    def encode(self: CharacterTokenizer, text: str, verbose: bool) -> None:
         raise UsageError("the prompt\nis too long")
 
     monkeypatch.setattr(CharacterTokenizer, "__call__", encode)

@@ -201,8 +201,11 @@ def test_a_level_may_stand_below_each_dearer_one() -> None:
         ({"model": "target", "cache": "retreived"}, ["did you mean target:retrieved?"]),
         ({"model": "lookup", "cache": "streaming"}, ["'lookup:streaming'", "is not a level"]),
         ({"model": "draft", "cache": "streaming", "drafts": "chain"}, [".drafts", "did you mean draft?"]),
-        ({"model": "draft", "cache": "streaming", "calibrate": 1}, [".calibrate = 1", "must be a bool"]),
-        ({"model": "draft", "cache": "streaming", "layers": 4}, [".layers = 4", "must be a str"]),
+        (
+            {"model": "draft", "cache": "streaming", "calibrate": 1},
+            [".calibrate = 1", "must be true or false"],
+        ),
+        ({"model": "draft", "cache": "streaming", "layers": 4}, [".layers = 4", "must be a string"]),
         ({"model": "draft", "cache": "streaming", "draft": "bush:3"}, [".draft = 'bush:3'", "tree:W,W,..."]),
         ({"model": "draft", "cache": "streaming", "draft": "tree:2,0"}, [".draft = 'tree:2,0'", "grown:N"]),
         ({"model": "draft", "cache": "streaming", "draft": "sequences:2,2"}, ["sequences:K"]),

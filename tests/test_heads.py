@@ -228,7 +228,7 @@ def test_training_teaches(target: PreTrainedModel) -> None:
     model = CausalModel(target, "tiny")
     target.requires_grad_(False)
     tokens = torch.tensor(byte_ids(20_000))
-    sampler = WindowSampler([tokens], 0, 256, 2, 8192, torch.Generator().manual_seed(0))
+    sampler = WindowSampler([tokens], 0, 256, 8192, torch.Generator().manual_seed(0))
     head, evaluated = train_head.new_head(64), [tokens[:200], tokens[900:1100]]
     before = train_head.acceptance(head, model, evaluated)
     train_head.train(head, model, sampler, [(step, 0.0) for step in range(60)])

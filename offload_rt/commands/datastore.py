@@ -8,22 +8,7 @@ from pathlib import Path
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 
-EXTENSIONS = (
-    ".txt",
-    ".md",
-    ".py",
-    ".rst",
-    ".json",
-    ".html",
-    ".c",
-    ".h",
-    ".cpp",
-    ".js",
-    ".ts",
-    ".java",
-    ".go",
-    ".rs",
-)
+EXTENSIONS = ".txt, .md, .py, .rst, .json, .html, .c, .h, .cpp, .js, .ts, .java, .go, .rs"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,20 +21,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     actions = datastore.add_subparsers(dest="action", metavar="build", required=True)
     build = actions.add_parser("build", help="from a folder of text files", allow_abbrev=False)
-    build.add_argument("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {', '.join(EXTENSIONS)}")
-    build.add_argument("--model", metavar="FOLDER|ID", help="whose tokenizer (default: the demo pair's)")
-    build.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: FOLDER.datastore.safetensors, beside the folder"
-    )
+    add = build.add_argument
+    add("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {EXTENSIONS}")
+    add("--model", metavar="FOLDER|ID", help="whose tokenizer (default: the demo pair's)")
+    place = "default: FOLDER.datastore.safetensors, beside the folder"
+    add("--out", type=Path, metavar="FILE", help=place)
     build.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds it, and says how to use it.
-
-    Raises:
-        UsageError: there is no such folder, no text in it, no tokenizer, or the file cannot be written.
-    """
+    """Builds it, and says how to use it."""
     from safetensors import SafetensorError
 
     from offload_rt.drafting.datastore import build
@@ -59,9 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     if not folder.is_dir():
         raise UsageError(f"{folder}: is no folder; name one that holds text files")
-    out: Path = arguments.out or folder.absolute().with_name(
-        f"{folder.absolute().name}.datastore.safetensors"
-    )
+    whole = folder.absolute()
+    out: Path = arguments.out or whole.with_name(f"{whole.name}.datastore.safetensors")
     check_writable("--out", out)
     source = demo_model("target") if arguments.model is None else arguments.model
     tokenizer = load_tokenizer(source)
@@ -69,17 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
     texts = []
     for path in sorted(folder.rglob("*")):
-        if path.suffix in EXTENSIONS and path.is_file():
+        if path.suffix in EXTENSIONS.split(", ") and path.is_file():
             try:
                 texts.append(encode(tokenizer, path.read_text(encoding="utf-8")))
             except UnicodeDecodeError as error:
-                raise UsageError(
-                    f"{path}: not UTF-8 (byte {error.start}); convert it, or move it away"
-                ) from None
+                wrong = f"not UTF-8 (byte {error.start}); convert it, or move it away"
+                raise UsageError(f"{path}: {wrong}") from None
             except OSError as error:
                 raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     if not any(texts):
-        raise UsageError(f"{folder}: holds no text in files of {', '.join(EXTENSIONS)}")
+        raise UsageError(f"{folder}: holds no text in files of {EXTENSIONS}")
     try:
         tokens = build(texts, tokenizer, out)
     except (OSError, SafetensorError) as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import machine_errors_in_a_line, tokens_verdict, write_text
+from offload_rt.commands.generate import machine_errors_in_a_line, ms_per_token, tokens_verdict, write_text
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -31,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         " decoding.",
         allow_abbrev=False,
     )
-    demo.set_defaults(run=run)
+    demo.set_defaults(run=run, model=None)
     prompts.add_arguments(demo)
 
 
@@ -50,15 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         load_model(demo_model(part), cpu, choose_dtype("auto", cpu)) for part in ("target", "draft")
     )
     tokenizer = load_tokenizer(demo_model("target"))
-    sampled = SamplingParams(
-        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=NEW_TOKENS, seed=SEED, ignore_eos=True
-    )
     greedy = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    sampled = replace(greedy, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
 
-    prompt = prompts.encode(tokenizer, text, arguments, console)
+    prompt = prompts.tokens(text, arguments, console)
     with machine_errors_in_a_line():
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
-            status, failure = write_text(llm, prompt, sampled, console, arguments.prompt_tokens is not None)
+            status, failure = write_text(llm, prompt, sampled, console, bool(arguments.prompt_tokens))
             if failure is not None:
                 raise failure
             if status:
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _compare(where: str, llm: LLM, params: SamplingParams, console: Console) -> None:
     """Decodes the last prompt plainly and prints how the last result compares."""
     result, plain = llm.last_result, llm.plain(params)
-    ms, plain_ms = (each.timings.predicted_ms / each.timings.predicted_n for each in (result, plain))
+    ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     console.say(
         f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({ms:.1f} against {plain_ms:.1f}"
         f" ms/token); {tokens_verdict(result, plain, params)}"

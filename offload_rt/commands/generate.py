@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of
 from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig, config_names, parse_override
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, first_line
 from offload_rt.files import check_writable, write_json
 
 if TYPE_CHECKING:
@@ -40,39 +40,37 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_sampling(generate)
     _add_configuration(generate)
 
-    output = generate.add_argument_group("output")
-    output.add_argument(
-        "--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens"
-    )
-    output.add_argument(
+    add = generate.add_argument_group("output").add_argument
+    add("--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens")
+    add(
         "--json",
         type=Path,
         metavar="FILE",
         help="write the result and its statistics to FILE (default: nowhere)",
     )
-    output.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
+    add("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which models run, and where."""
-    model = parser.add_argument_group("model")
-    model.add_argument(
+    add = parser.add_argument_group("model").add_argument
+    add(
         "--model",
         metavar="PATH|ID",
         help="target model: a folder or a hub id (default: the embedded demo pair)",
     )
-    model.add_argument(
+    add(
         "--draft",
         metavar="PATH|ID|none",
         help="small model with the target's tokenizer, which drafts (default: none, or the demo's own)",
     )
-    model.add_argument(
+    add(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
         help="where models run (default: auto, the GPU if there is one)",
     )
-    model.add_argument(
+    add(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
@@ -102,87 +100,50 @@ def add_distribution(sampling: argparse._ArgumentGroup) -> None:
     """Adds the flags that say from which distribution tokens are drawn."""
     add = sampling.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default: 0)")
+    meaning = "draw from the fewest likely tokens that have probability P together (default: 1, all)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=meaning)
     add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the fewest likely tokens that have probability P together (default: 1, all)",
-    )
-    add(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="draw from the K likeliest tokens (default: 0, all)",
-    )
-
-
-def add_overrides(parser: argparse._ActionsContainer, help: str) -> None:
-    """Adds the flag for any key of a configuration."""
-    parser.add_argument(
-        "--set",
-        type=parse_override,
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="section.key=value",
-        help=help,
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: 0, all)"
     )
 
 
 ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"
 
 
-def _add_configuration(generate: argparse.ArgumentParser) -> None:
-    config = generate.add_argument_group("configuration")
-    config.add_argument(
-        "--config",
-        default=AUTO,
-        metavar="NAME|FILE",
-        help=f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default: auto)",
+def add_overrides(
+    parser: argparse._ActionsContainer,
+    meaning: str = ANY_KEY,
+    flag: str = "--set",
+    metavar: str = "section.key=value",
+    key: str = "",
+) -> None:
+    """Adds a flag for any key of a configuration, or for one `key`."""
+    parser.add_argument(
+        flag,
+        type=lambda given: parse_override(f"{key}={given}" if key else given),
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar=metavar,
+        help=meaning,
     )
-    for flag, key, metavar, meaning in (
-        (
-            "--retrieval-budget",
-            "retrieval.budget",
-            "N",
-            f"tokens retrieved (default: {RetrievalConfig.budget})",
-        ),
-        (
-            "--chunk-size",
-            "retrieval.chunk",
-            "N",
-            f"tokens chosen together (default: {RetrievalConfig.chunk})",
-        ),
-        (
-            "--gamma1",
-            "speculation.gamma1",
-            "N",
-            f"depth of first drafts (default: {SpeculationConfig.gamma1})",
-        ),
-        ("--gamma2", "speculation.gamma2", "N", "depth of drafts for the full cache (default: as it pays)"),
-        (
-            "--refresh",
-            "retrieval.refresh",
-            "POLICY",
-            "when to retrieve anew: every, stride:N or acceptance:X (default: the config's)",
-        ),
-    ):
-        config.add_argument(
-            flag,
-            type=_override(key),
-            action="append",
-            dest="overrides",
-            metavar=metavar,
-            help=f"{meaning}; sets {key}",
-        )
-    add_overrides(config, ANY_KEY)
-    generate.set_defaults(overrides=[])
 
 
-def _override(key: str) -> Callable[[str], tuple[str, object]]:
-    return lambda value: parse_override(f"{key}={value}")
+def _add_configuration(generate: argparse.ArgumentParser) -> None:
+    group = generate.add_argument_group("configuration")
+    meaning = f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default: auto)"
+    group.add_argument("--config", default=AUTO, metavar="NAME|FILE", help=meaning)
+
+    def add(flag: str, key: str, meaning: str, metavar: str = "N") -> None:
+        add_overrides(group, f"{meaning}; sets {key}", flag, metavar, key)
+
+    add("--retrieval-budget", "retrieval.budget", f"tokens retrieved (default: {RetrievalConfig.budget})")
+    add("--chunk-size", "retrieval.chunk", f"tokens chosen together (default: {RetrievalConfig.chunk})")
+    add("--gamma1", "speculation.gamma1", f"depth of first drafts (default: {SpeculationConfig.gamma1})")
+    add("--gamma2", "speculation.gamma2", "depth of drafts for the full cache (default: as it pays)")
+    policies = "every, stride:N or acceptance:X (default: the config's)"
+    add("--refresh", "retrieval.refresh", f"when to retrieve anew: {policies}", "POLICY")
+    add_overrides(group)
 
 
 def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
@@ -223,14 +184,11 @@ def run(arguments: argparse.Namespace) -> int:
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
     console = Console(arguments.quiet)
+    console.tokens["decode"] = params.max_tokens
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
-        console.tokens["decode"] = params.max_tokens
-    with (
-        machine_errors_in_a_line(),
-        open_llm(arguments, console, len(prompt)) as llm,
-    ):
-        as_tokens = arguments.prompt_tokens is not None
+    with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
+        as_tokens = bool(arguments.prompt_tokens)
         status, failure = write_text(llm, prompt, params, console, as_tokens)
         result = llm.last_result
         report = result.to_json()
@@ -250,31 +208,24 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+class MachineError(UsageError):
+    """What the machine refused at run time, with its remedy."""
+
+
 @contextmanager
 def machine_errors_in_a_line() -> Iterator[None]:
-    """Turns what the machine refuses at run time into a `UsageError`."""
-    try:
-        yield
-    except _refusals() as error:
-        raise _told(error) from error
-
-
-def _refusals() -> tuple[type[Exception], ...]:
+    """Turns what the machine refuses into a `MachineError`."""
     import torch
 
     from cpu_kv import CopyFailed, TransferStalled
 
-    return MemoryError, torch.OutOfMemoryError, CopyFailed, TransferStalled
-
-
-def _told(error: Exception) -> UsageError:
-    """What the machine refused, with its remedy."""
-    from cpu_kv import CopyFailed, TransferStalled
-
-    if isinstance(error, CopyFailed | TransferStalled):
-        return UsageError(f"{error}; check the GPU and its driver (nvidia-smi)")
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UsageError(f"out of memory: {reason}; give a shorter prompt or fewer new tokens")
+    try:
+        yield
+    except (CopyFailed, TransferStalled) as error:
+        raise MachineError(f"{error}; check the GPU and its driver (nvidia-smi)") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        remedy = "give a shorter prompt or fewer new tokens"
+        raise MachineError(f"out of memory: {first_line(error)}; {remedy}") from error
 
 
 def write_text(
@@ -293,7 +244,7 @@ def write_text(
     # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
     events = llm.stream(prompt, params)
     try:
-        with closing(events):
+        with machine_errors_in_a_line(), closing(events):
             for made, event in enumerate(events, 1):
                 piece = f"{' ' * (made > 1)}{event.token}" if as_tokens else event.text
                 console.clear()
@@ -304,8 +255,8 @@ def write_text(
                     console.progress("decode", made, params.max_tokens)
     except KeyboardInterrupt as interrupt:
         status = status_of(interrupt)
-    except _refusals() as error:
-        failure = _told(error)
+    except MachineError as error:
+        failure = error
     except OSError as error:
         drop_stdout()
         if not isinstance(error, BrokenPipeError):
@@ -339,16 +290,17 @@ def _write(text: str, console: Console) -> None:
 def _compare(llm: LLM, params: SamplingParams, console: Console) -> dict[str, object]:
     """Decodes the text plainly too; the JSON's `plain`: our time per token against plain decoding's."""
     result, plain = llm.last_result, llm.plain(params)
-    ours, theirs = result.timings, plain.timings
-    per_token = ours.predicted_ms / max(ours.predicted_n, 1)
-    ratio = theirs.predicted_ms / max(theirs.predicted_n, 1) / per_token if per_token else 0.0
+    ms, plain_ms = ms_per_token(result), ms_per_token(plain)
+    ratio = plain_ms / ms if ms else 0.0
     verdict = tokens_verdict(result, plain, params)
     console.say(f"compared   {ratio:.2f} times as fast as plain decoding; {verdict}")
-    return {
-        "predicted_ms": theirs.predicted_ms,
-        "ratio": ratio,
-        "tokens_equal": result.tokens == plain.tokens,
-    }
+    equal = result.tokens == plain.tokens
+    return {"predicted_ms": plain.timings.predicted_ms, "ratio": ratio, "tokens_equal": equal}
+
+
+def ms_per_token(result: GenerationResult) -> float:
+    """What a token took to decode."""
+    return result.timings.predicted_ms / max(result.timings.predicted_n, 1)
 
 
 def tokens_verdict(result: GenerationResult, plain: GenerationResult, params: SamplingParams) -> str:

@@ -9,14 +9,9 @@ import re
 import reprlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from offload_rt.commands.console import Console
 from offload_rt.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from offload_rt.commands.console import Console
 
 BUILT_IN = "Python's help pages"
 BUILT_IN_TOKENS = 32768
@@ -24,28 +19,18 @@ BUILT_IN_TOKENS = 32768
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `read` and `encode` look at."""
-    prompt = parser.add_argument_group(f"prompt (default: {BUILT_IN})")
-    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="the text itself (default: none)")
-    prompt.add_argument(
-        "--prompt-file",
-        action="append",
-        metavar="FILE",
-        help="a UTF-8 text file, such as a book (default: none)",
-    )
-    prompt.add_argument(
-        "--prompt-tokens",
-        action="append",
-        metavar="FILE",
-        help="token ids, with spaces or commas or as a JSON list; token ids are written too (default: none)",
-    )
-    prompt.add_argument("stdin", nargs="?", metavar="-", help="read a text from stdin")
-    prompt.add_argument(
-        "--max-prompt-tokens",
-        type=positive,
-        metavar="N",
-        help=f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)",
-    )
+    """Adds the flags that `read` and `tokens` look at."""
+    add = parser.add_argument_group(f"prompt (default: {BUILT_IN})").add_argument
+    ids = "token ids, with spaces or commas or as a JSON list; token ids are written too"
+    for flag, metavar, meaning in (
+        ("--prompt", "TEXT", "the text itself"),
+        ("--prompt-file", "FILE", "a UTF-8 text file, such as a book"),
+        ("--prompt-tokens", "FILE", ids),
+    ):
+        add(flag, action="append", default=[], metavar=metavar, help=f"{meaning} (default: none)")
+    add("stdin", nargs="?", metavar="-", help="read a text from stdin")
+    limit = f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)"
+    add("--max-prompt-tokens", type=positive, metavar="N", help=limit)
 
 
 def positive(text: str) -> int:
@@ -126,27 +111,15 @@ def _token_ids(source: str, text: str) -> list[int]:
 
 
 def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Console) -> list[int]:
-    """As `encode`, by the tokenizer of the model that the arguments name."""
-    from offload_rt.loading import demo_model, load_tokenizer
-
-    tokenizer = load_tokenizer(arguments.model or demo_model("target"))
-    return encode(tokenizer, prompt, arguments, console)
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompt: str | list[int],
-    arguments: argparse.Namespace,
-    console: Console,
-) -> list[int]:
-    """Token ids of the prompt: the last of them if there are more than the limit.
+    """Token ids of the prompt for the model that the arguments name: the last of them, up to the limit.
 
     Raises:
-        UsageError: the prompt is a text, and there is no tokenizer.
+        UsageError: the prompt is a text, and the model has no tokenizer.
     """
-    from offload_rt.text import encode as encoded
-    from offload_rt.text import keep_last
+    from offload_rt.loading import demo_model, load_tokenizer
+    from offload_rt.text import encode, keep_last
 
+    tokenizer = load_tokenizer(arguments.model or demo_model("target"))
     limit: int | None = arguments.max_prompt_tokens
     built_in = not _named(arguments)
     if limit is None and built_in:
@@ -160,7 +133,7 @@ def encode(
         )
     else:
         console.working("encode", f"{len(prompt):,} characters")
-        tokens = encoded(tokenizer, prompt)
+        tokens = encode(tokenizer, prompt)
         console.clear()
     if limit is not None and len(tokens) > limit:
         source = f" of {BUILT_IN}" if built_in else ""
@@ -176,6 +149,6 @@ def _named(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         "--prompt": arguments.prompt,
         "--prompt-file": arguments.prompt_file,
         "--prompt-tokens": arguments.prompt_tokens,
-        "-": None if arguments.stdin is None else [arguments.stdin],
+        "-": [] if arguments.stdin is None else [arguments.stdin],
     }
-    return [(flag, value) for flag, values in given.items() for value in values or ()]
+    return [(flag, value) for flag, values in given.items() for value in values]

@@ -15,7 +15,6 @@ from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import status_of
 from offload_rt.commands.generate import (
-    ANY_KEY,
     add_distribution,
     add_model,
     add_overrides,
@@ -40,6 +39,7 @@ ROUNDS = 5
 """How often the fastest plans are compared in the end."""
 SHORTEST = 256
 """Tokens of the shortest sample from which anything is concluded."""
+FASTER = "times as fast as all layers"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,51 +60,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sampling.add_argument(
         "-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text (default: 64)"
     )
-    _add_search(parser)
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search")
-    group.add_argument(
-        "--config",
-        default="retrieval",
-        metavar="NAME|FILE",
-        help="composition in which the target drafts for itself (default: retrieval)",
-    )
-    add_overrides(group, ANY_KEY)
-    group.add_argument(
-        "--trials",
-        type=prompts.positive,
-        metavar="N",
-        help=f"plans to measure (default: {TRIALS_A_LAYER} for each layer of the model)",
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of the search and of its texts (default: 0)"
-    )
-    group.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        default=Path("skips.toml"),
-        metavar="FILE",
-        help="the configuration; no file of that name may exist (default: skips.toml)",
-    )
+    add = group.add_argument
+    meaning = "composition in which the target drafts for itself (default: retrieval)"
+    add("--config", default="retrieval", metavar="NAME|FILE", help=meaning)
+    add_overrides(group)
+    meaning = f"plans to measure (default: {TRIALS_A_LAYER} for each layer of the model)"
+    add("--trials", type=prompts.positive, metavar="N", help=meaning)
+    add("--seed", type=int, default=0, metavar="S", help="of the search and of its texts (default: 0)")
+    meaning = "the configuration; no file of that name may exist (default: skips.toml)"
+    add("-o", "--out", type=Path, default=Path("skips.toml"), metavar="FILE", help=meaning)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Searches, writes the configuration, and prints how fast it is.
-
-    Raises:
-        UsageError: a library is missing, the file exists, the target does not draft in the configuration, or
-            the sample is too short.
-    """
+    """Searches, writes the configuration, and prints how fast it is."""
     base = _checked(arguments)
     text = prompts.read(arguments)
     from offload_rt.loading import DEMO
     from offload_rt.planning.shapes import find_shape
 
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
-    console, overrides = Console(quiet=False), dict(arguments.overrides)
+    console = Console(quiet=False)
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     if len(prompt) < SHORTEST:
@@ -112,12 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.model or DEMO
     layers = find_shape(name, None).layers
     trials = arguments.trials or TRIALS_A_LAYER * layers
-    with (
-        machine_errors_in_a_line(),
-        open_llm(arguments, console, len(prompt)) as llm,
-    ):
+    with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
         llm.generate(prompt, params)
-        found = _search(Sample(llm, base, arguments.config, overrides, params), layers, trials, console)
+        sample = Sample(llm, base, arguments.config, dict(arguments.overrides), params)
+        found = _search(sample, layers, trials, console)
     source = f"{name}, {layers} layers; sample of {len(prompt):,} tokens, temperature {params.temperature:g}"
     comments = (f"# {line}\n" for line in ("By offload-rt search-skips.", f"Model {source}.", found.verdict))
     try:
@@ -207,10 +181,8 @@ def _search(sample: Sample, layers: int, trials: int, console: Console) -> Found
         if not made:
             raise
         best = max([Trial(EXACT, 1.0), *fastest(made, 1)], key=lambda trial: trial.speed)
-        verdict = (
-            f"interrupted after {len(made)} of {trials} trials, {best.speed:.2f} times as fast as all layers"
-        )
-        return Found(best.layers, verdict, status=status_of(interrupt))
+        when, gain = f"interrupted after {len(made)} of {trials} trials", f"{best.speed:.2f} {FASTER}"
+        return Found(best.layers, f"{when}, {gain}", status=status_of(interrupt))
     finally:
         console.clear()
     return _compared(rounds)
@@ -224,10 +196,6 @@ def _compared(rounds: Sequence[dict[str, float]]) -> Found:
     width = max(map(len, medians))
     lines = [f"{'layers':{width}}  tokens/s  over plain"]
     lines += [f"{layers:{width}}  {it:8.1f}  {it / plain:10.2f}" for layers, it in medians.items()]
-    gain = (
-        "nothing is gained by skipping"
-        if best == EXACT
-        else f"{rate / whole:.2f} times as fast as all layers"
-    )
+    gain = "nothing is gained by skipping" if best == EXACT else f"{rate / whole:.2f} {FASTER}"
     verdict = f"{rate:.1f} tokens/s, {rate / plain:.2f} times as fast as plain decoding; {gain}"
     return Found(best, verdict, "\n".join(lines) + "\n\n")

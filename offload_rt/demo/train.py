@@ -10,9 +10,9 @@ on the target's own laws (distillation), since what a draft is for is to guess t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -88,6 +86,11 @@ def read_corpus(folder: Path) -> list[str]:
     return [file.read_text(encoding="utf-8") for file in files]
 
 
+def read_books(folder: Path, tokenizer: Any) -> list[Tensor]:
+    """Token ids of each text, without special tokens."""
+    return [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in read_corpus(folder)]
+
+
 class Optimizers:
     """Muon for the matrices of `layers`, AdamW for what else `model` has; one schedule for both."""
 
@@ -103,16 +106,7 @@ class Optimizers:
         self._parameters = list(model.parameters())
 
     def step(self, scale: float) -> None:
-        """One update at `scale` times the peak rate, with the workers' mean gradient clipped to norm 1."""
-        if dist.is_initialized():
-            joined = torch.cat([p.grad.flatten() for p in self._parameters if p.grad is not None])
-            dist.all_reduce(joined)
-            joined /= dist.get_world_size()
-            at = 0
-            for p in self._parameters:
-                if p.grad is not None:
-                    p.grad.copy_(joined[at : at + p.numel()].view_as(p))
-                    at += p.numel()
+        """One update at `scale` times the peak rate, with the gradient clipped to norm 1."""
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimizer in self._all:
             for group in optimizer.param_groups:
@@ -129,7 +123,7 @@ def rate_scale(step: int, progress: float) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """What a worker trains on in one step.
+    """What is trained on in one step.
 
     Attributes:
         batch, length: windows and their tokens.
@@ -165,10 +159,10 @@ def target_plan(progress: float, step: int, longest: int) -> Step:
 
 
 def hidden_states(model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-    output: Tensor = model.model(
-        input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
-    ).last_hidden_state
-    return output
+    body: Any = model.model
+    output = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 def next_token_loss(
@@ -185,24 +179,13 @@ def next_token_loss(
 
 
 def steps_within(seconds: float, begin: float = 0.0) -> Iterator[tuple[int, float]]:
-    """(step, progress from `begin` to 1) until the time is over; the same for every worker."""
+    """(step, progress from `begin` to 1) until the time is over."""
     start = time.monotonic()
-    step = 0
-    while True:
+    for step in itertools.count():
         progress = begin + (1.0 - begin) * (time.monotonic() - start) / seconds
-        if dist.is_initialized():
-            agreed = torch.tensor([progress])
-            dist.broadcast(agreed, 0)
-            progress = float(agreed)
         if progress >= 1.0:
             return
         yield step, progress
-        step += 1
-
-
-def is_first() -> bool:
-    """Whether this worker speaks and writes for all."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -241,11 +224,11 @@ def train_target(
         seen += plan.batch * length
         value = float(loss.detach())
         running[length] = 0.95 * running.get(length, value) + 0.05 * value
-        if step % 25 == 0 and is_first():
+        if step % 25 == 0:
             losses = " ".join(f"{n}:{v:.3f}" for n, v in running.items())
             rate = seen / (time.monotonic() - started)
             print(f"step {step} {progress:.1%} loss {losses} tok/s {rate:.0f} M {seen / 1e6:.2f}", flush=True)
-        if time.monotonic() - last_save > 600 and is_first():
+        if time.monotonic() - last_save > 600:
             save_model(model, save)
             last_save = time.monotonic()
 
@@ -269,23 +252,19 @@ def train_draft(
             with torch.no_grad():
                 wanted = target.lm_head(hidden_states(target, tokens, positions, None))
             logits = draft.lm_head(hidden_states(draft, tokens, positions, None))
-        log_law = F.log_softmax(logits.float(), -1).flatten(0, 1)
-        loss = F.kl_div(
-            log_law,
-            F.log_softmax(wanted.float(), -1).flatten(0, 1),
-            log_target=True,
-            reduction="batchmean",
-        )
+        own, law = (F.log_softmax(each.float(), -1).flatten(0, 1) for each in (logits, wanted))
+        loss = F.kl_div(own, law, log_target=True, reduction="batchmean")
         loss.backward()
         optimizers.step(rate_scale(step, progress))
         running = 0.95 * running + 0.05 * float(loss.detach()) if step else float(loss.detach())
-        if step % 25 == 0 and is_first():
+        if step % 25 == 0:
             print(f"draft step {step} {progress:.1%} kl {running:.3f}", flush=True)
 
 
 def placed(model: Any, device: torch.device) -> Any:
-    """`model.to(device)`, whose annotation in transformers is of no use."""
-    return model.to(device)
+    """`model` on `device`, with torch's attention."""
+    model.config._attn_implementation = "sdpa"
+    return model.to(device)  # whose annotation in transformers is of no use
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
@@ -297,74 +276,45 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     copy.save_pretrained(folder)
 
 
-def train(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
-    """One worker: trains the target, then the draft; the first one writes them."""
-    if options.workers > 1:
-        # A worker a core, each with one thread: they meet once a step, not at every operation.
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=options.workers
-        )
-    torch.set_flush_denormal(True)
-    torch.manual_seed(options.seed)
-    device = torch.device(options.device)
-    target_folder, draft_folder = options.out / "target", options.out / "draft"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_folder)
-    texts = read_corpus(options.corpus)
-    books = [torch.tensor(tokenizer.encode(t, add_special_tokens=False)) for t in texts]
-    if is_first():
-        print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
-    generator = torch.Generator().manual_seed(options.seed + 1000 * rank)
-    sampler = WindowSampler(books, 0, VOCABULARY, 2, TRAINED_POSITIONS, generator)
-    if options.init:
-        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-    else:
-        target = LlamaForCausalLM(target_config())
-    target.config._attn_implementation = "sdpa"
-    target = placed(target, device)
-    train_target(
-        target, sampler, options.minutes * 60, options.longest_window, target_folder, device, options.begin
-    )
-    if is_first():
-        save_model(target, target_folder)
-    draft = placed(LlamaForCausalLM(draft_config()), device)
-    draft.config._attn_implementation = "sdpa"
-    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
-    if is_first():
-        save_model(draft, draft_folder)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m offload_rt.demo.train", description="Train the demo pair on a folder of text files."
     )
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of .txt files")
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/ and draft/")
-    parser.add_argument("--minutes", type=float, default=120.0, help="for the target")
-    parser.add_argument("--draft-minutes", type=float, default=12.0)
-    parser.add_argument("--longest-window", type=int, default=32_768)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init", type=Path, help="continue from this target instead of random weights")
-    parser.add_argument("--begin", type=float, default=0.0, help="with --init: progress to go on from")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes of one thread each that share the work (CPU)"
-    )
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="folder of .txt files")
+    add("--out", type=Path, required=True, help="folder for target/ and draft/")
+    add("--minutes", type=float, default=120.0, help="for the target")
+    add("--draft-minutes", type=float, default=12.0)
+    add("--longest-window", type=int, default=32_768)
+    add("--seed", type=int, default=0)
+    add("--init", type=Path, help="continue from this target instead of random weights")
+    add("--begin", type=float, default=0.0, help="with --init: progress to go on from")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
 
+    torch.set_flush_denormal(True)
+    torch.manual_seed(options.seed)
+    device = torch.device(options.device)
+    target_folder, draft_folder = options.out / "target", options.out / "draft"
     if options.init:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
+        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
     else:
         tokenizer = train_tokenizer(read_corpus(options.corpus))
-    for folder in (options.out / "target", options.out / "draft"):
+        target = LlamaForCausalLM(target_config())
+    for folder in (target_folder, draft_folder):
         tokenizer.save_pretrained(folder)
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
-        if options.workers == 1:
-            train(0, options, rendezvous)
-        else:
-            spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-            spawn(train, (options, rendezvous), nprocs=options.workers)
+    books = read_books(options.corpus, tokenizer)
+    print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
+    generator = torch.Generator().manual_seed(options.seed)
+    sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
+    target = placed(target, device)
+    seconds, longest = options.minutes * 60, options.longest_window
+    train_target(target, sampler, seconds, longest, target_folder, device, options.begin)
+    save_model(target, target_folder)
+    draft = placed(LlamaForCausalLM(draft_config()), device)
+    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
+    save_model(draft, draft_folder)
     return 0
 
 

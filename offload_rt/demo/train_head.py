@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.demo.train import Optimizers, autocast, rate_scale, read_corpus, steps_within
+from offload_rt.demo.train import Optimizers, autocast, rate_scale, read_books, steps_within
 from offload_rt.demo.windows import WindowSampler
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
@@ -98,9 +98,8 @@ def acceptance(head: Head, target: CausalModel, windows: Sequence[Tensor]) -> li
         states = target_states(target, window[None])
         wanted = log_law(target, states).exp()
         for step, guess in enumerate(unrolled(head, target, window[None], states), 1):
-            accepted[step - 1] += (
-                torch.minimum(log_law(target, guess).exp(), wanted[step:]).sum(-1).mean().cpu()
-            )
+            shared = torch.minimum(log_law(target, guess).exp(), wanted[step:])
+            accepted[step - 1] += shared.sum(-1).mean().cpu()
     return (accepted / len(windows)).tolist()
 
 
@@ -135,13 +134,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m offload_rt.demo.train_head",
         description="Train a draft head on a folder of text files.",
     )
-    parser.add_argument("--corpus", type=Path, required=True, help="folder of .txt files")
-    parser.add_argument("--out", type=Path, required=True, help="file for the head (.safetensors)")
-    parser.add_argument("--model", help="folder or hub id of the target (default: the demo's)")
-    parser.add_argument("--eval", type=Path, help="folder of .txt files on which acceptance is told")
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add = parser.add_argument
+    add("--corpus", type=Path, required=True, help="folder of .txt files")
+    add("--out", type=Path, required=True, help="file for the head (.safetensors)")
+    add("--model", help="folder or hub id of the target (default: the demo's)")
+    add("--eval", type=Path, help="folder of .txt files on which acceptance is told")
+    add("--minutes", type=float, default=15.0)
+    add("--seed", type=int, default=0)
+    add("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(arguments)
     try:
         check_writable("--out", options.out)
@@ -161,10 +161,9 @@ def main(arguments: list[str] | None = None) -> int:
     begin, vocabulary = tokenizer.bos_token_id or 0, len(tokenizer)
 
     def windows_of(folder: Path) -> WindowSampler:
-        books = [
-            torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in read_corpus(folder)
-        ]
-        return WindowSampler(books, begin, vocabulary, 2, target.max_positions, generator)
+        return WindowSampler(
+            read_books(folder, tokenizer), begin, vocabulary, target.max_positions, generator
+        )
 
     head = new_head(target.hidden_size).to(target.device)
     train(head, target, windows_of(options.corpus), steps_within(60 * options.minutes))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -42,34 +43,27 @@ class Window:
     local_start: int
 
 
+@dataclass
 class WindowSampler:
     """Draws training windows from books.
 
-    Args:
+    Attributes:
         books: token ids of each book, `[tokens]` each, without special tokens.
         bos: beginning-of-text token, first in every window.
-        vocabulary: number of token ids; random passages use ids from `first_text_token` on.
+        vocabulary: number of token ids.
         max_positions: largest position id plus one.
         generator: source of all randomness.
     """
 
-    def __init__(
-        self,
-        books: list[Tensor],
-        bos: int,
-        vocabulary: int,
-        first_text_token: int,
-        max_positions: int,
-        generator: torch.Generator,
-    ) -> None:
-        self.bos = bos
-        self.vocabulary = vocabulary
-        self.first_text_token = first_text_token
-        self.max_positions = max_positions
-        self.generator = generator
-        self._stream = torch.cat(books)
-        starts = torch.tensor([0] + [len(book) for book in books]).cumsum(0)
-        self._book_spans = [(int(starts[i]), int(starts[i + 1])) for i in range(len(books))]
+    books: list[Tensor]
+    bos: int
+    vocabulary: int
+    max_positions: int
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cat(self.books)
+        self._book_spans = list(pairwise(accumulate(map(len, self.books), initial=0)))
 
     def _integer(self, low: int, high: int) -> int:
         """A uniform integer from `low` to `high - 1`."""
@@ -77,6 +71,10 @@ class WindowSampler:
 
     def _chance(self) -> float:
         return float(torch.rand((), generator=self.generator))
+
+    def _random(self, length: int) -> Tensor:
+        """Random tokens; the first two ids are special."""
+        return torch.randint(2, self.vocabulary, (length,), generator=self.generator)
 
     def _text(self, length: int) -> Tensor:
         """Consecutive tokens, inside one book where one is long enough."""
@@ -117,10 +115,7 @@ class WindowSampler:
         there, `draw` carries it to far distances.
         """
         size = int(math.exp(math.log(6) + self._chance() * math.log(16)))
-        if self._chance() < 0.6:
-            segment = torch.randint(self.first_text_token, self.vocabulary, (size,), generator=self.generator)
-        else:
-            segment = self._text(size)
+        segment = self._random(size) if self._chance() < 0.6 else self._text(size)
         tokens = segment.repeat(-(-length // size))[: length - 1]
         positions = torch.arange(length)
         positions[1:] += self._integer(0, self.max_positions - length)
@@ -137,9 +132,7 @@ class WindowSampler:
                 break
             source = self._integer(1, local_start - size)
             if self._chance() < 0.3:
-                tokens[source : source + size] = torch.randint(
-                    self.first_text_token, self.vocabulary, (size,), generator=self.generator
-                )
+                tokens[source : source + size] = self._random(size)
             tokens[cursor : cursor + size] = tokens[source : source + size]
             sources.append((source, source + size))
             cursor += size + self._integer(8, length // 4)
