@@ -89,9 +89,9 @@ class DraftShape:
     def children(self, depth: int, nodes: int) -> list[int]:
         """Of each of the `nodes` at `depth`; of the level below, the eldest children of all come first."""
         if self.kind != "sequoia":
-            return [self.width(depth)] * nodes
-        levels = self._levels
-        return levels[depth] if depth < len(levels) else [0] * nodes
+            return [self.width(depth) if depth < self.depth else 0] * nodes
+        # Fewer than planned where there are more ranks than tokens.
+        return self._levels[depth][:nodes] if depth < len(self._levels) else [0] * nodes
 
     @property
     def _levels(self) -> list[list[int]]:

@@ -91,15 +91,12 @@ class Verifier:
 
     def verification(self, view: TokenView, draft: Draft) -> Verification:
         """The pass that verifies `draft`; the cache is rolled back to the text."""
-        missing = self.roll_back(view)
-        start = len(self.cache.held) + len(missing)
-        parents = [start + parent for parent in draft.tree.parents]
-        drafted = draft.tokens
-        known = [*missing, *drafted.known] if drafted.arrived else missing
+        missing, held = self.roll_back(view), len(self.cache.held)
+        behind = held + len(missing)
         forward = self.forward(
-            [*range(len(self.cache.held) - 1, start - 1), *parents],
-            known,
-            None if drafted.arrived else drafted,
+            [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)],
+            missing,
+            draft.tokens,
             rows=1 + len(draft),
             hidden=self.drafter.wants_hidden,
         )
