@@ -23,7 +23,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.layers import LayerPlan
 from offload_rt.parts import Output, Part
-from offload_rt.timeline import NO_TIMELINE, Timeline
+from offload_rt.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class PassThread:
     on the device too.
     """
 
-    def __init__(self, device: torch.device, timeline: Callable[[], Timeline] = lambda: NO_TIMELINE) -> None:
+    def __init__(self, device: torch.device, timeline: Callable[[], Timeline]) -> None:
         self._device = device
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")

@@ -80,17 +80,13 @@ class Tree:
         Args:
             nodes: only the first so many count.
         """
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents[:nodes]):
-            children.setdefault(parent, []).append(node)
-        tried = [[0, 0] for _ in range(max(map(len, children.values()), default=0))]
-        stands = set(path)
-        for above in (ROOT, *path):
-            for rank, node in enumerate(children.get(above, ())):
-                tried[rank][node not in stands] += 1
-                if node in stands:
-                    break  # its younger siblings are not tried
-        return [(accepted, rejected) for accepted, rejected in tried]
+        reached, tries = {ROOT, *path}, []
+        for rank in Tree(self.parents[:nodes]).ranks:
+            tried = [node for node in rank if self.parents[node] in reached]
+            accepted = [node for node in tried if node in path]
+            reached -= {self.parents[node] for node in accepted}  # younger siblings are not tried
+            tries.append((len(accepted), len(tried) - len(accepted)))
+        return tries
 
     def parent_rows(self, device: torch.device) -> Tensor:
         """Row of each node's parent, `[nodes]`."""

@@ -108,14 +108,15 @@ class Growth(ABC):
         """Finds text and nodes in the cache after others have used it, which forgets the rest.
 
         Returns:
-            What it lacks: the end of the text, and tokens of nodes that it held before.
+            Tokens that it lacks: the end of the text, and nodes that it held before.
         """
         cache = self._verifier.cache
         text = self._view.part(cache.verified_length)
         # At first logits are wanted after the text's last token: it goes through the model again.
         kept = cache.held.match(text if self._entries else text[:-1])
-        lacking, before = text[len(kept) :], [token for level in self._levels[:-1] for token in level.known]
-        found = kept[-1:]
+        lacking = text[len(kept) :]
+        before = [token for level in self._levels[:-1] for token in level.known]
+        found = kept[-1:]  # entries of the text's last token and of nodes
         if not lacking:
             for parent, token in zip(self._parents, before, strict=False):
                 entry = cache.held.child(found[1 + parent], token)
@@ -208,8 +209,9 @@ class LevelGrowth(Growth):
 
     def _ended(self) -> bool:
         """Whether the text is known to end with each of the newest nodes: no use to draft beyond."""
-        newest = self._levels[-1:]
-        return any(level.arrived and {*level.known} <= {*self._drafter.stop_tokens} for level in newest)
+        if not self._levels or not self._levels[-1].arrived:
+            return False
+        return all(token in self._drafter.stop_tokens for token in self._levels[-1].known)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
         draft = self.draft()

@@ -61,7 +61,7 @@ class MergedProposal:
         self._joined: Draft | None = None
 
     def step(self) -> Work[bool]:
-        return (yield from self._made.step())
+        return self._made.step()
 
     def complete(self) -> Work[Draft]:
         if self._joined is None:
@@ -79,7 +79,7 @@ class MergedProposal:
         return self._made.draft() if self._joined is None else self._joined
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        return (yield from self._made.outcomes(most, acceptance))
+        return self._made.outcomes(most, acceptance)
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:
