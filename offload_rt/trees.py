@@ -32,10 +32,11 @@ class Tree:
         if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(f"parents {list(self.parents)} must be {ROOT} or an earlier node")
 
-    @classmethod
-    def chain(cls, nodes: int) -> Tree:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def chain(nodes: int) -> Tree:
         """Each node's parent is the one before it."""
-        return _chain(nodes)
+        return Tree(tuple(range(ROOT, nodes - 1)))
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -80,7 +81,8 @@ class Tree:
         Args:
             nodes: only the first so many count.
         """
-        reached, tries = {ROOT, *path}, []
+        reached = {ROOT, *path}
+        tries: list[tuple[int, int]] = []
         for rank in Tree(self.parents[:nodes]).ranks:
             tried = [node for node in rank if self.parents[node] in reached]
             accepted = [node for node in tried if node in path]
@@ -110,11 +112,6 @@ class Tree:
         for _ in range(max(self.depths).bit_length()):  # each time twice as many steps
             following = following[following]
         return following[0]
-
-
-@lru_cache(maxsize=256)
-def _chain(nodes: int) -> Tree:
-    return Tree(tuple(range(ROOT, nodes - 1)))
 
 
 @lru_cache(maxsize=1024)

@@ -189,10 +189,13 @@ class LevelGrowth(Growth):
 
     def __init__(self, drafter: GrowsFrom, view: TokenView, shape: DraftShape) -> None:
         super().__init__(drafter, view, shape)
+        self._widths = shape.levels
         self._logits: list[Tensor] = []
 
     def _deepen(self) -> Work[bool]:
-        widths = self._shape.children(len(self._levels), len(self._newest))
+        depth = len(self._levels)
+        # Fewer nodes than planned where there are more ranks than tokens.
+        widths = self._widths[depth][: len(self._newest)] if depth < len(self._widths) else []
         if not any(widths) or self._ended():
             return False
         logits = yield from self.foresee()

@@ -26,6 +26,7 @@ class MergedDrafter:
         self._drafter = drafter
         self._source = source
         self.wants_hidden = drafter.wants_hidden
+        self.expected_acceptance = drafter.expected_acceptance
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -41,10 +42,6 @@ class MergedDrafter:
     def observe(self, view: TokenView, round: Round) -> None:
         self._source.observe(view, round)
         self._drafter.observe(view, round)
-
-    @property
-    def expected_acceptance(self) -> float:
-        return self._drafter.expected_acceptance
 
     def nominal_ms(self, length: int, shape: DraftShape) -> float:
         return self._drafter.nominal_ms(length, shape)
