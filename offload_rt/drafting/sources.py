@@ -141,10 +141,7 @@ class SourceDrafter:
     def __init__(self, name: str, source: Source) -> None:
         self._source = source
         self._stats = LevelStats(name)
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        return [self._stats]
+        self.levels = [self._stats]
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from ()
