@@ -203,11 +203,8 @@ class RunningAcceptance:
         """A verification accepted and rejected so many eldest children, second ones, …"""
         for rank, (accepted, rejected) in enumerate(tries[: len(self._counts)]):
             if accepted or rejected:
-                before = self._counts[rank]
-                self._counts[rank] = (
-                    FORGETTING * before[0] + accepted,
-                    FORGETTING * before[1] + rejected,
-                )
+                stood, fell = self._counts[rank]
+                self._counts[rank] = (FORGETTING * stood + accepted, FORGETTING * fell + rejected)
 
 
 class DraftDepth:
