@@ -200,7 +200,7 @@ def test_a_draft_is_not_waited_for(
         verifier, view = setting.verifier, setting.session.view
         verification = verifier.verification(view, draft)
         (output,) = verifier.model.forward([verification.forward.part])
-        result = run_alone(verifier.verdict(view, verification, output))
+        result = run_alone(verifier.verdict(verification, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them

@@ -87,7 +87,7 @@ class Verifier:
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
         output = yield verification.forward
-        return (yield from self.verdict(view, verification, output))
+        return (yield from self.verdict(verification, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Verification:
         """The pass that verifies `draft`; the cache is rolled back to the text."""
@@ -127,7 +127,7 @@ class Verifier:
         self.stats.passes += 1
         return Forward(self.model, Part(self.cache, new, rows, hidden), plan or self.plan, self.stats)
 
-    def verdict(self, view: TokenView, verification: Verification, output: Output) -> Work[Round]:
+    def verdict(self, verification: Verification, output: Output) -> Work[Round]:
         """Decides what of the draft stands, and commits its KV. The host waits once."""
         draft, logits, sampler = verification.draft, output.logits, self.sampling.sampler
         probs = None if sampler.greedy else sampler.probs(logits)
