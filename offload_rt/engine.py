@@ -9,7 +9,6 @@ from functools import cached_property
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
-from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import HEAD, TARGET_RETRIEVED, Config, possible
 from offload_rt.devices import available_memory
@@ -72,7 +71,7 @@ class Engine:
         self._heads = Heads()
         self.configs = tuple(map(self.available, possible(configs, draft is not None)))
         self._chosen = ""
-        self._backend = choose_backend(target.device)
+        backend = choose_backend(target.device)
         if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):
             on_notice(without_kernel(kernel))
         self.store = PagedKVStore(
@@ -86,7 +85,7 @@ class Engine:
         if not self._link.in_place:
             self._thread = PassThread(target.device, lambda: self.timeline)
         self._together = Together(self._thread)
-        self._pool = BufferPool()
+        self._shared = Shared(target, draft, self.store, self._link, backend, heads=self._heads)
         self._sessions: list[Session] = []
         self._lock = threading.RLock()
         self._closed = False
@@ -110,16 +109,7 @@ class Engine:
         with self._lock:
             self.check_room(len(prompt), continuation.max_tokens)
             config, shares = self._plan(len(prompt), continuation.max_tokens)
-            shared = Shared(
-                self.target,
-                self.draft,
-                self.store,
-                self._link,
-                self._backend,
-                self.timeline,
-                self._pool,
-                self._heads,
-            )
+            shared = replace(self._shared, timeline=self.timeline)
             session = Session(shared, config, prompt, continuation, shares)
             report = self._on_progress
             try:
@@ -190,7 +180,7 @@ class Engine:
         """The fastest plan for such a text; tells which composition that is, where there is a choice."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
-        loaded += self._pool.free_bytes  # kept for this text, or let go before it takes others
+        loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
         hardware = usable_hardware(self.target.device, loaded, self._on_progress)
         plans = ranked(
             PlanRequest(*self._shapes, config, prompt_tokens, new_tokens, hardware) for config in self.configs
@@ -250,7 +240,7 @@ class Engine:
             closing.callback(self.store.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)
-            closing.callback(self._pool.drop_free)
+            closing.callback(self._shared.pool.drop_free)
             for session in self._sessions:
                 closing.callback(session.close)
             self._sessions = []

@@ -3,8 +3,8 @@
 A pass of so many new tokens over a bounded cache runs the same operations on the same memory every time, but
 for a few numbers: the tokens, their positions, how many entries the cache has, and which of the speculative
 ones each token sees. Those stand in one tensor on the device, and the rest is captured once and replayed: a
-tree as well as a chain. The cache is told of every pass as always, so
-whatever it does in `begin` (choose its entries anew, grow, turn to another buffer) happens before a replay.
+tree as well as a chain. The cache is told of every pass as always, so whatever it does in `begin` (choose its
+entries anew, grow, turn to another buffer) happens before a replay.
 
 A graph belongs to a buffer, not to the cache or the text that uses it. What is expected to recur is recorded
 before a text's first pass (`prepare`), once for all texts that use the buffer after one another.
@@ -185,23 +185,20 @@ class GraphedModel(CausalModel):
         self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor
     ) -> StepGraph | None:
         """Recorded now, if it was not before; None where nothing can be."""
-        known = self._of_buffer.setdefault(buffer, _BufferGraphs())
-        if key in known.graphs:
-            known.graphs.move_to_end(key)
-            return known.graphs[key]
+        graphs = self._of_buffer.setdefault(buffer, _BufferGraphs()).graphs
+        if key in graphs:
+            graphs.move_to_end(key)
+            return graphs[key]
         if self._capture is None:
             return None
         try:
-            known.graphs[key] = StepGraph(self, buffer, backend, key, numbers, self._capture)
+            graphs[key] = StepGraph(self, buffer, backend, key, numbers, self._capture)
         except RuntimeError as error:
-            self._give_up(error)
+            self._capture = None
+            self._of_buffer.clear()
+            reason = str(error).partition("\n")[0]
+            self._on_notice(f"{self.name}: no CUDA graphs, which makes drafting slower: {reason}")
             return None
-        if len(known.graphs) > self.MOST:
-            known.graphs.popitem(last=False)
-        return known.graphs[key]
-
-    def _give_up(self, error: RuntimeError) -> None:
-        self._capture = None
-        self._of_buffer.clear()
-        reason = str(error).partition("\n")[0]
-        self._on_notice(f"{self.name}: no CUDA graphs, which makes drafting slower: {reason}")
+        if len(graphs) > self.MOST:
+            graphs.popitem(last=False)
+        return graphs[key]

@@ -13,10 +13,12 @@ drawn is used, since its cost depends on its tokens. Whatever several ranks must
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Protocol
+
+import torch
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -108,7 +110,7 @@ class Pace:
         self._forecast = forecast
         self._acceptance = RunningAcceptance(usual_acceptance)
         self._clock = clock
-        self._shape = shape
+        self._shape = shape or CHAIN
         self._depth: DraftDepth | None = None
         if shape is not None and shape.depth == 0:
             self._depth = DraftDepth(forecast, shape, self._acceptance, clock=clock, ahead=ahead > 0)
@@ -122,8 +124,6 @@ class Pace:
         self._breaks.begin(length, self._wanted())
 
     def _wanted(self) -> DraftShape:
-        if self._shape is None:
-            return CHAIN
         return self._shape if self._depth is None else self._depth.choose(self._length)
 
     def shape(self, room: int) -> DraftShape:
@@ -203,11 +203,8 @@ class RunningAcceptance:
         """A verification accepted and rejected so many eldest children, second ones, …"""
         for rank, (accepted, rejected) in enumerate(tries[: len(self._counts)]):
             if accepted or rejected:
-                before = self._counts[rank]
-                self._counts[rank] = (
-                    FORGETTING * before[0] + accepted,
-                    FORGETTING * before[1] + rejected,
-                )
+                stood, fell = self._counts[rank]
+                self._counts[rank] = (FORGETTING * stood + accepted, FORGETTING * fell + rejected)
 
 
 class DraftDepth:
@@ -239,35 +236,35 @@ class DraftDepth:
 
     def choose(self, length: int) -> DraftShape:
         """What to draft below a text of `length` tokens."""
-        return max(self._shapes, key=lambda shape: self._rate(length, shape))
+        rates = self._acceptance.rates
+        measured_ms = _fitted(self._passes, self._forecast.nominal_pass_ms(length, 0))
+        # A draft is steps of one cost each: its time is proportional to its depth.
+        draft_ratio = _ratio(self._drafts)
+
+        def tokens_per_ms(shape: DraftShape) -> float:
+            pass_ms = measured_ms(self._forecast.nominal_pass_ms(length, shape.size))
+            draft_ms = draft_ratio * self._draft_ms(length, shape)
+            round_ms = pass_ms + draft_ms
+            if self._ahead and shape.kind == "chain":  # what may follow a tree is not guessed
+                guessed = rates[0] ** (shape.depth + 1)
+                round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
+            return shape.expected_tokens(rates) / round_ms
+
+        return max(self._shapes, key=tokens_per_ms)
 
     def observe_pass(self, length: int, nodes: int, ms: float) -> None:
         """A verification of `nodes` drafted tokens took `ms`."""
-        self._passes.append((self._forecast.nominal_pass_ms(length, nodes), ms))
+        if self._clock:
+            self._passes.append((self._forecast.nominal_pass_ms(length, nodes), ms))
 
     def observe_draft(self, length: int, levels: int, ms: float) -> None:
         """Drafting so many levels took `ms`."""
         nominal = self._draft_ms(length, self._shapes[0].deep(levels))
-        if nominal > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
+        if self._clock and nominal > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
             self._drafts.append((nominal, ms))
 
     def _draft_ms(self, length: int, shape: DraftShape) -> float:
         return self._forecast.nominal_ms(length, shape) - self._forecast.nominal_pass_ms(length, shape.size)
-
-    def _rate(self, length: int, shape: DraftShape) -> float:
-        pass_ms = self._forecast.nominal_pass_ms(length, shape.size)
-        draft_ms = self._draft_ms(length, shape)
-        if self._clock:
-            plain_ms = self._forecast.nominal_pass_ms(length, 0)
-            pass_ms = _fitted(self._passes, pass_ms, plain_ms)
-            # A draft is steps of one cost each: its time is proportional to its depth.
-            draft_ms *= _ratio(self._drafts)
-        acceptance, rates = self._acceptance.rate, self._acceptance.rates
-        round_ms = pass_ms + draft_ms
-        if self._ahead and shape.kind == "chain":  # what may follow a tree is not guessed
-            guessed = acceptance ** (shape.depth + 1)
-            round_ms = guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * round_ms
-        return shape.expected_tokens(rates) / round_ms
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:
@@ -276,30 +273,19 @@ def _ratio(observed: deque[tuple[float, float]]) -> float:
     return sum(ms for _, ms in observed) / nominal if nominal else 1.0
 
 
-def _fitted(observed: deque[tuple[float, float]], nominal: float, plain: float) -> float:
-    """What a pass of a `nominal` cost takes: its plain part and what its queries add, fitted apart.
+def _fitted(observed: deque[tuple[float, float]], plain: float) -> Callable[[float], float]:
+    """What a pass of a nominal cost takes: its plain part and what its queries add, fitted apart.
 
     Least squares of measured times over (plain, nominal - plain), drawn towards one ratio for both where
     the rounds say little about one of them.
     """
-    if not observed:
-        return nominal
     ratio = _ratio(observed)
-    a = b = c = u = v = 0.0
-    for shape, ms in observed:
-        added, rest = shape - plain, ms - ratio * shape
-        a += plain * plain
-        b += plain * added
-        c += added * added
-        u += plain * rest
-        v += added * rest
-    a, c = (1.0 + RIDGE) * a, (1.0 + RIDGE) * c
-    determinant = a * c - b * b
-    if determinant == 0.0:
-        return ratio * nominal
-    fixed, per_query = (c * u - b * v) / determinant, (a * v - b * u) / determinant
-    fitted = (ratio + fixed) * plain + (ratio + per_query) * (nominal - plain)
-    return max(fitted, 0.1 * ratio * nominal)
+    rounds = [[plain, nominal - plain, ms - ratio * nominal] for nominal, ms in observed]
+    parts, rest = torch.tensor(rounds, dtype=torch.float64).view(-1, 3).split([2, 1], 1)
+    squares = parts.T @ parts
+    squares.diagonal().mul_(1.0 + RIDGE)
+    fixed, added = (ratio + torch.linalg.pinv(squares, hermitian=True) @ parts.T @ rest).flatten().tolist()
+    return lambda nominal: max(fixed * plain + added * (nominal - plain), 0.1 * ratio * nominal)
 
 
 class StepDown:

@@ -8,10 +8,10 @@ reads as if it were alone, and a batch needs no code of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.layers import LayerPlan
 from offload_rt.parts import Output, Part
-from offload_rt.timeline import NO_TIMELINE, Timeline
+from offload_rt.timeline import Timeline
 
 T = TypeVar("T")
 
@@ -96,22 +96,31 @@ class Finish:
     running: Running
 
 
+Outputs = dict[int, Output]
+"""By the number of a text's work."""
+
+Passed = tuple[Outputs, float]
+"""Outputs of a background pass, and when it ended, in seconds of `time.perf_counter`."""
+
+
 @dataclass(eq=False)
 class Running:
-    """A pass in the background, perhaps of several texts; `number` is this text's part.
+    """A pass in the background, perhaps of several texts.
 
     Attributes:
-        ended: seconds of `time.perf_counter`, once it is over.
+        passed: what it computed, once it is over.
+        number: of this text's work.
+        started, ended: seconds of `time.perf_counter`; `ended` is known once it was asked for by `Finish`.
     """
 
-    outputs: Future[list[Output]]
+    passed: Future[Passed]
     number: int
-    started: float = field(default_factory=perf_counter)
+    started: float
     ended: float = 0.0
 
     @property
     def done(self) -> bool:
-        return self.outputs.done()
+        return self.passed.done()
 
     @property
     def ms(self) -> float:
@@ -130,36 +139,26 @@ class PassThread:
     on the device too.
     """
 
-    def __init__(self, device: torch.device, timeline: Callable[[], Timeline] = lambda: NO_TIMELINE) -> None:
+    def __init__(self, device: torch.device, timeline: Callable[[], Timeline]) -> None:
         self._device = device
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def start(
-        self,
-        caches: Sequence[FullCache],
-        forward: Callable[[], list[Output]],
-        ended: Callable[[], None],
-    ) -> Future[list[Output]]:
-        """Runs a pass over these caches, and calls `ended` before its result is there."""
+    def start(self, caches: Sequence[FullCache], forward: Callable[[], Outputs]) -> Future[Passed]:
+        """Runs a pass over these caches."""
         fence = None
         if self._stream is not None:
             fence = torch.cuda.Event()
             fence.record(torch.cuda.current_stream(self._device))
-        return self._thread.submit(self._run, caches, forward, ended, fence)
+        return self._thread.submit(self._run, caches, forward, fence)
 
     def _run(
-        self,
-        caches: Sequence[FullCache],
-        forward: Callable[[], list[Output]],
-        ended: Callable[[], None],
-        fence: torch.cuda.Event | None,
-    ) -> list[Output]:
-        with ExitStack() as over, self._timeline().span("pass", "verify"):
-            over.callback(ended)
+        self, caches: Sequence[FullCache], forward: Callable[[], Outputs], fence: torch.cuda.Event | None
+    ) -> Passed:
+        with self._timeline().span("pass", "verify"):
             if self._stream is None or fence is None:
-                return forward()
+                return forward(), perf_counter()
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(fence)
                 try:
@@ -170,7 +169,7 @@ class PassThread:
                         _finish_compute(caches)
                     raise
                 _finish_compute(caches)
-            return outputs
+            return outputs, perf_counter()
 
     def join(self) -> None:
         """Waits until nothing runs, also what an interrupt kept its starter from knowing of."""
@@ -255,40 +254,33 @@ class Together:
     def _begin(self, progress: _Progress, asked: dict[int, Begin]) -> None:
         forwards = {number: request.forward for number, request in asked.items()}
 
-        def forward() -> list[Output]:
-            outputs: dict[int, Output] = {}
+        def forward() -> Outputs:
+            outputs: Outputs = {}
             for model, plan, group in _by_model(forwards):
                 parts = [request.part for request in group.values()]
                 outputs |= zip(group, model.forward(parts, plan), strict=True)
-            return [outputs[number] for number in forwards]
+            return outputs
 
-        def ended() -> None:
-            for one in running:
-                one.ended = perf_counter()
-
-        outputs: Future[list[Output]] = Future()
-        running = [Running(outputs, number) for number in range(len(asked))]
-        if self._thread is None:
-            try:
-                outputs.set_result(forward())
-            except Exception as error:
-                outputs.set_exception(error)
-            ended()
+        started, passed = perf_counter(), Future[Passed]()
+        if self._thread is not None:
+            passed = self._thread.start([request.full for request in asked.values()], forward)
         else:
-            outputs = self._thread.start([request.full for request in asked.values()], forward, ended)
-            for one in running:
-                one.outputs = outputs
-        for number, one in zip(asked, running, strict=True):
-            progress.answer(number, one)
+            try:
+                passed.set_result((forward(), perf_counter()))
+            except Exception as error:
+                passed.set_exception(error)
+        for number in asked:
+            progress.answer(number, Running(passed, number, started))
 
     def _finish(self, progress: _Progress, asked: dict[int, Finish]) -> None:
         for number, request in asked.items():
             running = request.running
             try:
-                output = running.outputs.result()[running.number]
+                outputs, running.ended = running.passed.result()
             except Exception as error:
-                progress.fail([number], error)
+                progress.answer(number, error)
             else:
+                output = outputs[running.number]
                 progress.answer(number, output.error or output)
 
 
@@ -327,9 +319,9 @@ class _Progress:
         else:
             self.asked[number] = request
 
-    def fail(self, numbers: Sequence[int] | dict[int, Any], error: Exception) -> None:
+    def fail(self, numbers: Iterable[int], error: Exception) -> None:
         """The same error for several."""
-        for number in list(numbers):
+        for number in numbers:
             self.answer(number, error)
 
 

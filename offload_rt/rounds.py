@@ -72,7 +72,7 @@ def round_of(text: Text) -> Work[Round]:
     output = yield Finish(running)
 
     both = perf_counter()
-    round = yield from verifier.verdict(view, verification, output)
+    round = yield from verifier.verdict(verification, output)
     text.ready = ahead.get(tuple(round.tokens))
     verifier.stats.ms += running.ms
     done = perf_counter()

@@ -95,8 +95,9 @@ class Session:
         self._ended = False
         self._caches: list[BoundedCache] = []
         self._sequence = shared.store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
-        with ExitStack() as failed:
-            failed.callback(self._sequence.close)
+        with ExitStack() as closing:
+            closing.callback(self._release_caches)
+            closing.callback(self._sequence.close)
             self._sequence.reserve(len(self.tokens) + continuation.max_tokens)
             self.engine = TransferEngine(
                 self._sequence,
@@ -104,12 +105,11 @@ class Session:
                 segment_tokens=config.store.segment_tokens,
                 ring_buffers=config.store.ring_buffers,
             )
-            failed.callback(self.engine.close)
-            self._cpu: CpuShare | None = None
+            closing.callback(self.engine.close)
+            cpu = None
             if shares.cpu_tokens:
                 backend = cpu_share_backend(shared.target.device)
-                self._cpu = CpuShare(backend, shared.target.device, shared.timeline)
-                failed.callback(self._cpu.close)
+                cpu = CpuShare(backend, shared.target.device, shared.timeline)
             self.full = FullCache(
                 self._sequence,
                 self.engine,
@@ -118,11 +118,13 @@ class Session:
                 shared.target.device,
                 shared.backend,
                 shares,
-                self._cpu,
+                cpu,
             )
-            failed.callback(self._release_caches)
+            closing.callback(self.full.close)
+            if cpu is not None:
+                closing.callback(cpu.close)
             self._compose(continuation)
-            failed.pop_all()
+            self._closing = closing.pop_all()
 
     def _compose(self, continuation: Continuation) -> None:
         config, shared = self.config, self._shared
@@ -248,13 +250,7 @@ class Session:
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""
-        with ExitStack() as closing:
-            closing.callback(self._release_caches)
-            closing.callback(self._sequence.close)
-            closing.callback(self.engine.close)
-            closing.callback(self.full.close)
-            if self._cpu is not None:
-                closing.callback(self._cpu.close)
+        self._closing.close()
 
 
 def _retrieves(config: Config) -> bool:

@@ -32,10 +32,11 @@ class Tree:
         if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(f"parents {list(self.parents)} must be {ROOT} or an earlier node")
 
-    @classmethod
-    def chain(cls, nodes: int) -> Tree:
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def chain(nodes: int) -> Tree:
         """Each node's parent is the one before it."""
-        return _chain(nodes)
+        return Tree(tuple(range(ROOT, nodes - 1)))
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -80,17 +81,14 @@ class Tree:
         Args:
             nodes: only the first so many count.
         """
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents[:nodes]):
-            children.setdefault(parent, []).append(node)
-        tried = [[0, 0] for _ in range(max(map(len, children.values()), default=0))]
-        stands = set(path)
-        for above in (ROOT, *path):
-            for rank, node in enumerate(children.get(above, ())):
-                tried[rank][node not in stands] += 1
-                if node in stands:
-                    break  # its younger siblings are not tried
-        return [(accepted, rejected) for accepted, rejected in tried]
+        reached = {ROOT, *path}
+        tries: list[tuple[int, int]] = []
+        for rank in Tree(self.parents[:nodes]).ranks:
+            tried = [node for node in rank if self.parents[node] in reached]
+            accepted = [node for node in tried if node in path]
+            reached -= {self.parents[node] for node in accepted}  # younger siblings are not tried
+            tries.append((len(accepted), len(tried) - len(accepted)))
+        return tries
 
     def parent_rows(self, device: torch.device) -> Tensor:
         """Row of each node's parent, `[nodes]`."""
@@ -114,11 +112,6 @@ class Tree:
         for _ in range(max(self.depths).bit_length()):  # each time twice as many steps
             following = following[following]
         return following[0]
-
-
-@lru_cache(maxsize=256)
-def _chain(nodes: int) -> Tree:
-    return Tree(tuple(range(ROOT, nodes - 1)))
 
 
 @lru_cache(maxsize=1024)

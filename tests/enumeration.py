@@ -32,7 +32,7 @@ from offload_rt.heads import Head
 from offload_rt.layers import LayerPlan
 from offload_rt.pace import Pace, RoundTimes
 from offload_rt.parts import Output, Part
-from offload_rt.passes import LevelStats, Together, run_alone
+from offload_rt.passes import LevelStats, Outputs, Passed, Together, run_alone
 from offload_rt.rounds import round_of
 from offload_rt.sampling import Draws, Sampler, choices
 from offload_rt.timeline import NO_TIMELINE
@@ -422,15 +422,15 @@ class BackgroundAtOnce:
         self._draws = draws
         self._clock = clock
 
-    def start(self, caches: Any, forward: Callable[[], list[Output]], ended: Callable[[], None]) -> Any:
+    def start(self, caches: Any, forward: Callable[[], Outputs]) -> Any:
         outputs, first, clock, draws = forward(), len(self._draws.taken), self._clock, self._draws
 
         class Begun:
             def done(self) -> bool:
                 return clock(draws.taken[first:])
 
-            def result(self) -> list[Output]:
-                return outputs
+            def result(self) -> Passed:
+                return outputs, 0.0
 
         return Begun()
 

@@ -73,13 +73,6 @@ def test_it_finds_what_a_search_finds(
             assert draft.tokens.known == searched(len(text), grown.part(0), largest, smallest, count)
 
 
-def test_a_prefill_forgets_the_text_before() -> None:
-    drafter = prefilled([1, 2, 3, 1, 2], 3, 1)
-    assert proposed(drafter, [1, 2, 3, 1, 2], 2) == [3, 1]
-    run_alone(drafter.prefill(TokenView([9, 1, 2])))
-    assert proposed(drafter, [9, 1, 2], 2) == []
-
-
 def test_speculation_leaves_no_trace() -> None:
     drafter = prefilled([5, 6, 7], 2, 1)
     proposed(drafter, [5, 6, 7], 3, [8, 9, 8])

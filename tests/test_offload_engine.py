@@ -346,7 +346,7 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             llm.generate(PROMPT, SHORT)
             assert planned == [[], []]
             assert len(buffers) == 2 and all(one() is not None for one in buffers), "kept for the next text"
-            pool, told = llm._engine._pool, []
+            pool, told = llm._engine._shared.pool, []
             usable = offload_rt.engine.usable_hardware
             monkeypatch.setattr(
                 offload_rt.engine,

@@ -147,7 +147,7 @@ def test_a_draft_of_the_right_outcome_is_used(
 class _AtOnce:
     """A background that is over at the end only."""
 
-    def start(self, caches: Any, forward: Any, ended: Any) -> Any:
+    def start(self, caches: Any, forward: Any) -> Any:
         outputs = forward()
 
         class Begun:
@@ -155,7 +155,7 @@ class _AtOnce:
                 return False
 
             def result(self) -> Any:
-                return outputs
+                return outputs, 0.0
 
         return Begun()
 

@@ -200,7 +200,7 @@ def test_a_draft_is_not_waited_for(
         verifier, view = setting.verifier, setting.session.view
         verification = verifier.verification(view, draft)
         (output,) = verifier.model.forward([verification.forward.part])
-        result = run_alone(verifier.verdict(view, verification, output))
+        result = run_alone(verifier.verdict(verification, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them
@@ -221,6 +221,28 @@ def test_tokens_of_a_draft_made_step_by_step_are_known(target: PreTrainedModel) 
             assert len(proposal.draft().tokens.known) == setting.stats.host_reads == steps
         assert not run_alone(proposal.step())
         assert setting.stats.host_reads == 3
+
+
+@pytest.mark.parametrize("shape", [DraftShape(depth=3), DraftShape("grown", 3, nodes=9)], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_another_draft_displaced_is_computed_in_one_pass(
+    target: PreTrainedModel, shape: DraftShape, temperature: float
+) -> None:
+    with opened(target, "naive", temperature) as setting:
+        view, width = setting.session.view, shape.per_pass
+        undisturbed = run_alone(setting.drafter.proposal(view.extended([1]), shape).complete())
+        # The text's last token and the outcome, then each level but the last.
+        assert setting.passed == [2, width, width]
+        first, second = (setting.drafter.proposal(view.extended([token]), shape) for token in (1, 2))
+        for proposal in (first, first, second):
+            assert run_alone(proposal.step())
+        setting.passed.clear()
+        draft = run_alone(first.complete())
+        assert setting.passed == [1 + 2 * width]  # the outcome, and both levels
+        assert len(draft) == len(undisturbed) == 3 * width
+        if temperature == 0.0:
+            known = [one.tokens.on(torch.device("cpu")).tolist() for one in (draft, undisturbed)]
+            assert known[0] == known[1] and draft.tree == undisturbed.tree
 
 
 NAN = SIZES | {"draft.window": 28, "speculation.gamma2": 4}

@@ -63,11 +63,11 @@ class HeldVerifier(Verifier):
         drafter: Any = _Replaced(over.drafter, proposal=proposal)
         self.drafter = drafter
 
-    def verdict(self, view: TokenView, verification: Verification, output: Output) -> Work[Round]:
+    def verdict(self, verification: Verification, output: Output) -> Work[Round]:
         drafted = verification.draft.tokens
         drafted.arrive((yield Read(drafted.pending(), self.stats)))
         held = replace(output, logits=self._held_logits(drafted.known, output.logits))
-        return (yield from super().verdict(view, verification, held))
+        return (yield from super().verdict(verification, held))
 
     def _held_logits(self, drafted: Sequence[int], logits: Tensor) -> Tensor:
         """Logits whose greedy choice after the text and after each drafted token is what the coins say."""

@@ -127,7 +127,7 @@ class Drafter(Protocol):
         """Statistics of the drafter's levels, the cheapest first."""
 
     def prefill(self, view: TokenView) -> Work[None]:
-        """A new text begins with this prompt; the caches derived from the full one are built already."""
+        """The text begins with this prompt; the caches derived from the full one are built already."""
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         """Begins a draft below the last token of `view`. Others may be drawn between its steps."""

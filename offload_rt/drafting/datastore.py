@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,24 +60,19 @@ class Datastore:
         if wrong:
             raise UsageError(f"datastore {self.path}: {wrong}; build it again: {BUILD}")
 
-    def restart(self) -> None:
-        """Nothing depends on the text."""
-
     def extend(self, view: TokenView) -> None:
         """Nothing depends on the text."""
 
     def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         """Of the longest end that something follows."""
         asked = view.part(max(0, len(view) - self._longest))
-        low, high = 1, len(asked)
-        while low <= high:  # what occurs with more tokens in front occurs with fewer
-            middle = (low + high) // 2
-            first, last = self._span(asked[len(asked) - middle :])
-            low, high = (middle + 1, high) if first < last else (low, middle - 1)
-        for size in range(high, 0, -1):
-            first, last = self._span(asked[len(asked) - size :])
-            count = min(self._occurrences, last - first)
-            places = [first + at * (last - first) // count for at in range(count)]
+        # What occurs with more tokens in front occurs with fewer.
+        sizes = range(1, len(asked) + 1)
+        longest = bisect_left(sizes, True, key=lambda size: not self._span(asked[-size:]))
+        for size in range(longest, 0, -1):
+            span = self._span(asked[-size:])
+            count = min(self._occurrences, len(span))
+            places = [span[at * len(span) // count] for at in range(count)]
             starts = (self._order[places] + size).tolist()
             if found := [one for start in starts if (one := self._text(start, depth))]:
                 return found
@@ -86,23 +82,17 @@ class Datastore:
         tokens: list[int] = self._tokens[start : start + count].tolist()
         return tokens[: tokens.index(END)] if END in tokens else tokens
 
-    def _span(self, asked: Sequence[int]) -> tuple[int, int]:
+    def _span(self, asked: list[int]) -> range:
         """Where the suffixes that begin with `asked` lie in the order."""
-        first = self._bound(asked, 0, inclusive=False)
-        return first, self._bound(asked, first, inclusive=True)
 
-    def _bound(self, asked: Sequence[int], low: int, *, inclusive: bool) -> int:
-        """How many suffixes, `low` or more, begin with less than `asked`, or with no more than it."""
-        high = len(self._order)
-        while low < high:
-            middle = (low + high) // 2
-            start = int(self._order[middle])
-            begins: list[int] = self._tokens[start : start + len(asked)].tolist()
-            if begins < list(asked) or (inclusive and begins == list(asked)):
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        def begins(at: int) -> list[int]:
+            start = int(self._order[at])
+            tokens: list[int] = self._tokens[start : start + len(asked)].tolist()
+            return tokens
+
+        suffixes = range(len(self._order))
+        first = bisect_left(suffixes, asked, key=begins)
+        return range(first, bisect_right(suffixes, asked, first, key=begins))
 
 
 BUILD = "offload-rt datastore build FOLDER"

@@ -22,7 +22,6 @@ from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel, NotANumber
 from offload_rt.parts import Output, Part
-from offload_rt.passes import Work
 
 
 class HeadStates:
@@ -114,23 +113,17 @@ def _generations(parts: Sequence[Part], held: int) -> list[tuple[list[int], list
     Args:
         held: rows of the states that come before those of the pass.
     """
-    generations: list[tuple[list[int], list[int]]] = []
-    born: list[int] = []  # of each token, its generation
-    behind = 0
+    generations: dict[int, tuple[list[int], list[int]]] = {}
+    behind = first = 0
     for part in parts:
-        first, size = len(born), len(part.cache.held)
-        for parent in part.new.parents:
-            if parent < size:
-                row, generation = behind + 1 + parent, 0
-            else:
-                row, generation = held + first + parent - size, 1 + born[first + parent - size]
-            if generation == len(generations):
-                generations.append(([], []))
-            generations[generation][0].append(len(born))
-            generations[generation][1].append(row)
-            born.append(generation)
+        size = len(part.cache.held)
+        for at, (parent, sees) in enumerate(zip(part.new.parents, part.new.sees, strict=True)):
+            tokens, above = generations.setdefault((sees >> size).bit_count(), ([], []))
+            tokens.append(first + at)
+            above.append(behind + 1 + parent if parent < size else held + first + parent - size)
         behind += 1 + size
-    return generations
+        first += part.new.count
+    return list(generations.values())
 
 
 class HeadDrafter(ModelDrafter):
@@ -154,10 +147,6 @@ class HeadDrafter(ModelDrafter):
         verifier = Verifier(HEAD, model, nothing, NoDrafter(), sampling, nominal_pass_ms)
         super().__init__(verifier, CHAIN, stop_tokens)
         self._verified: HiddenState | None = None
-
-    def prefill(self, view: TokenView) -> Work[None]:
-        self._verified = None
-        yield from super().prefill(view)
 
     def observe(self, view: TokenView, round: Round) -> None:
         assert round.hidden is not None

@@ -10,7 +10,7 @@ from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenVie
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import SourceDrafter, heaviest
 from offload_rt.host import to_device
-from offload_rt.passes import LevelStats, Read, Work
+from offload_rt.passes import Read, Work
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
 
@@ -26,10 +26,8 @@ class MergedDrafter:
         self._drafter = drafter
         self._source = source
         self.wants_hidden = drafter.wants_hidden
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        return self._drafter.levels  # a look-up verifies nothing, and takes no time to speak of
+        self.expected_acceptance = drafter.expected_acceptance
+        self.levels = drafter.levels  # a look-up verifies nothing, and takes no time to speak of
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from self._source.prefill(view)
@@ -41,10 +39,6 @@ class MergedDrafter:
     def observe(self, view: TokenView, round: Round) -> None:
         self._source.observe(view, round)
         self._drafter.observe(view, round)
-
-    @property
-    def expected_acceptance(self) -> float:
-        return self._drafter.expected_acceptance
 
     def nominal_ms(self, length: int, shape: DraftShape) -> float:
         return self._drafter.nominal_ms(length, shape)
@@ -61,7 +55,7 @@ class MergedProposal:
         self._joined: Draft | None = None
 
     def step(self) -> Work[bool]:
-        return (yield from self._made.step())
+        return self._made.step()
 
     def complete(self) -> Work[Draft]:
         if self._joined is None:
@@ -79,30 +73,27 @@ class MergedProposal:
         return self._made.draft() if self._joined is None else self._joined
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        return (yield from self._made.outcomes(most, acceptance))
+        return self._made.outcomes(most, acceptance)
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:
     """`draft` with a chain of certain tokens below the text, as far as they are not in it."""
     tokens, parents = list(draft.tokens.known), list(draft.tree.parents)
-    children = {
-        (parent, token): node
-        for node, (parent, token) in reversed([*enumerate(zip(parents, tokens, strict=True))])
-    }
+    nodes: dict[tuple[int, int], int] = {}
+    for node, place in enumerate(zip(parents, tokens, strict=True)):
+        nodes.setdefault(place, node)  # of equal siblings the eldest, which is tried first
     at = ROOT
     for token in chain:
-        node = children.get((at, token))
-        if node is None:
+        if (at, token) not in nodes:
+            nodes[at, token] = len(tokens)
             tokens.append(token)
             parents.append(at)
-            node = len(tokens) - 1
-        at = node
+        at = nodes[at, token]
     added = tokens[len(draft) :]
     if not added:
         return draft
     probs = draft.probs
     if probs is not None:
-        certain = probs.new_zeros(len(added), probs.shape[1])
-        certain.scatter_(1, to_device(added, probs.device)[:, None], 1.0)
-        probs = torch.cat([probs, certain])
+        certain = torch.nn.functional.one_hot(to_device(added, probs.device), probs.shape[1])
+        probs = torch.cat([probs, certain.to(probs.dtype)])
     return Draft(Tokens(tokens), Tree(tuple(parents)), probs, len(added))

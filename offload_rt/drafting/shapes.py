@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal
 
 from offload_rt.drafting.sequoia import plan
@@ -86,16 +87,17 @@ class DraftShape:
         """Children of each node at `depth`, the root's at 0."""
         return self.widths[depth] if depth < len(self.widths) else 1
 
-    def children(self, depth: int, nodes: int) -> list[int]:
-        """Of each of the `nodes` at `depth`; of the level below, the eldest children of all come first."""
-        if self.kind != "sequoia":
-            return [self.width(depth)] * nodes
-        levels = self._levels
-        return levels[depth] if depth < len(levels) else [0] * nodes
-
-    @property
-    def _levels(self) -> list[list[int]]:
-        return plan(self.rates, self.nodes).levels(self.depth)
+    @cached_property
+    def levels(self) -> list[list[int]]:
+        """By depth, how many children each node has; of each level the eldest children of all come first."""
+        if self.kind == "sequoia":
+            return plan(self.rates, self.nodes).levels(self.depth)
+        levels: list[list[int]] = []
+        nodes = 1
+        for depth in range(self.depth):
+            levels.append([self.width(depth)] * nodes)
+            nodes *= self.width(depth)
+        return levels
 
     @property
     def given_nodes(self) -> bool:
@@ -107,20 +109,14 @@ class DraftShape:
         """Nodes, at most."""
         if self.nodes:
             return self.nodes if self.depth else 0
-        nodes, level = 0, 1
-        for depth in range(self.depth):
-            level *= self.width(depth)
-            nodes += level
-        return nodes
+        return sum(map(sum, self.levels))
 
     @property
     def per_pass(self) -> int:
         """Tokens in the widest pass that drafts it."""
-        if self.kind == "sequoia":
-            return max(map(sum, self._levels), default=0)
-        if self.nodes:
+        if self.kind == "grown":
             return -(-self.nodes // max(1, self.depth))
-        return max((self.deep(d + 1).size - self.deep(d).size for d in range(self.depth)), default=0)
+        return max(map(sum, self.levels), default=0)
 
     def candidates(self) -> list[DraftShape]:
         """Shapes to choose among where the depth, or more, is chosen as it runs."""

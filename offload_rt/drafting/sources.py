@@ -5,7 +5,7 @@ Found, not drawn: such a draft is deterministic and reports no probabilities.
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
@@ -20,9 +20,6 @@ from offload_rt.verification import Draft, Tokens
 
 class Source(Protocol):
     """Where the end of a text is looked up."""
-
-    def restart(self) -> None:
-        """Another text begins."""
 
     def extend(self, view: TokenView) -> None:
         """All of `view` is verified, and longer than it was."""
@@ -40,9 +37,6 @@ class NGrams:
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self.restart()
-
-    def restart(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its newest occurrence
         self._indexed = 0
 
@@ -78,9 +72,6 @@ class SuffixAutomaton:
 
     def __init__(self, shortest: int) -> None:
         self._shortest = shortest
-        self.restart()
-
-    def restart(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._longest = [0]  # length of the longest substring of a state
@@ -150,14 +141,10 @@ class SourceDrafter:
     def __init__(self, name: str, source: Source) -> None:
         self._source = source
         self._stats = LevelStats(name)
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        return [self._stats]
+        self.levels = [self._stats]
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from ()
-        self._source.restart()
         self._source.extend(view)  # which is the prompt's time, not the level's
 
     def observe(self, view: TokenView, round: Round) -> None:
@@ -187,35 +174,20 @@ def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft
 
     Among equals, what was found first.
     """
-    if len(continuations) < 2:
-        return Draft.chain(continuations[0][: shape.size] if continuations else ())
-    following: list[dict[int, int]] = [{}]  # of each node of the trie, its children by their tokens
-    weights = [0]
-    for continuation in continuations:
-        at = 0
-        for token in continuation:
-            if token not in following[at]:
-                following[at][token] = len(following)
-                following.append({})
-                weights.append(0)
-            at = following[at][token]
-            weights[at] += 1
+    weights = Counter(
+        tuple(continuation[:length])
+        for continuation in continuations
+        for length in range(1, len(continuation) + 1)
+    )
     tokens: list[int] = []
     parents: list[int] = []
-    open_nodes: list[
-        tuple[int, int, int, int]
-    ] = []  # lightness, node of the trie, token, parent in the draft
-
-    def reach(node: int, parent: int) -> None:
-        for token, child in following[node].items():
-            heapq.heappush(open_nodes, (-weights[child], child, token, parent))
-
-    reach(0, ROOT)
-    while open_nodes and len(tokens) < shape.size:
-        _, node, token, parent = heapq.heappop(open_nodes)
-        tokens.append(token)
-        parents.append(parent)
-        if shape.kind == "chain":
-            open_nodes.clear()
-        reach(node, len(tokens) - 1)
+    nodes: dict[tuple[int, ...], int] = {(): ROOT}
+    # What begins another one is no lighter and was found no later: parents come before their children.
+    for beginning, _ in weights.most_common():
+        if beginning[:-1] in nodes and len(tokens) < shape.size:
+            parents.append(nodes[beginning[:-1]])
+            if shape.kind == "chain":
+                nodes.clear()
+            nodes[beginning] = len(tokens)
+            tokens.append(beginning[-1])
     return Draft(Tokens(tokens), Tree(tuple(parents)))

@@ -87,19 +87,16 @@ class Verifier:
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
         output = yield verification.forward
-        return (yield from self.verdict(view, verification, output))
+        return (yield from self.verdict(verification, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Verification:
         """The pass that verifies `draft`; the cache is rolled back to the text."""
-        missing = self.roll_back(view)
-        start = len(self.cache.held) + len(missing)
-        parents = [start + parent for parent in draft.tree.parents]
-        drafted = draft.tokens
-        known = [*missing, *drafted.known] if drafted.arrived else missing
+        missing, held = self.roll_back(view), len(self.cache.held)
+        behind = held + len(missing)
         forward = self.forward(
-            [*range(len(self.cache.held) - 1, start - 1), *parents],
-            known,
-            None if drafted.arrived else drafted,
+            [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)],
+            missing,
+            draft.tokens,
             rows=1 + len(draft),
             hidden=self.drafter.wants_hidden,
         )
@@ -130,7 +127,7 @@ class Verifier:
         self.stats.passes += 1
         return Forward(self.model, Part(self.cache, new, rows, hidden), plan or self.plan, self.stats)
 
-    def verdict(self, view: TokenView, verification: Verification, output: Output) -> Work[Round]:
+    def verdict(self, verification: Verification, output: Output) -> Work[Round]:
         """Decides what of the draft stands, and commits its KV. The host waits once."""
         draft, logits, sampler = verification.draft, output.logits, self.sampling.sampler
         probs = None if sampler.greedy else sampler.probs(logits)
