@@ -2,16 +2,15 @@
 
 The planner is asked for the placements that were run, with the figures that were measured apart from them in
 the same turn: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a
-drafted token takes, and what both take beside each other, over links of other bandwidths, and the bandwidth
-of the paced link; on a GPU, what `offload-rt doctor` says. Of a row itself it is given the acceptance of a
-drafted token, and nothing else. Each run is held against what was measured just before it; medians over runs.
+drafted token and a verdict take, and the bandwidth of the paced link; on a GPU, what `offload-rt doctor`
+says. Of a row itself it is given the acceptance of a drafted token, and nothing else. Each run is held
+against what was measured just before it; medians over runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.planning.shapes import ModelShape
-from offload_rt.planning.times import PassTime, Refresh, Work
+from offload_rt.planning.times import Work
 
 Values = dict[str, Any]
 """JSON values: of a result, its cases, their rows, and the turns of `References`."""
@@ -175,9 +174,6 @@ def paced_hardware(figures: Values, target: ModelShape, link: float) -> Hardware
 class MeasuredAlone(Predictor):
     """What the processor does by itself as it was measured; what comes of it over a link is predicted.
 
-    Drafting and a pass share that processor: what each is slowed by the other was measured over other links
-    than those of the rows.
-
     Args:
         figures: of `References.turn`.
     """
@@ -193,40 +189,8 @@ class MeasuredAlone(Predictor):
         measured = self._figures["plain_pass_ms" if queries == 1 else "pass_ms"]
         return Work(max(0.0, measured - attention) + self._figures["verdict_ms"])
 
-    def head_ms(self, dense: Work) -> float:
-        verdict = self._figures["verdict_ms"]
-        return verdict + super().head_ms(Work(dense.busy_ms - verdict))
-
-    def refresh(self) -> Refresh:
-        return replace(super().refresh(), work=Work(self._figures["refresh_ms"]), scoring=0.0)
-
     def draft(self, gamma: int) -> Work:
         return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
-
-    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
-        return super().round_ms(self._beside(verification) if chances else verification, draft, chances)
-
-    def _beside(self, verification: PassTime) -> PassTime:
-        """The same pass while drafts are made."""
-        # What slows it is the copying that a paced link does, on cores that drafting and the pass keep busy.
-        # Some of those passes refreshed the retrieved cache as well.
-        refreshing = self.refresh_share(self.request.config.speculation.gamma2 + 1) * self.refresh().work.ms
-        copying = max(0.0, (self._figures["pass_beside_ms"] - refreshing) / self._figures["pass_ms"] - 1)
-        slower = 1 + verification.placement.streamed_tokens / self.request.context * copying
-        return replace(
-            verification,
-            dense=verification.dense * slower,
-            attention=slower * verification.attention,
-            cpu_attention=verification.cpu_attention + (slower - 1) * verification.dense.ms
-            if verification.cpu_attention
-            else 0.0,
-        )
-
-    def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
-        gamma = self.request.config.speculation.gamma2
-        speed = min(1.0, self.draft(gamma).ms / self._figures["drafting_beside_ms"])
-        meanwhile = speed * verification.ms
-        return drafting / speed if drafting < meanwhile else verification.ms + drafting - meanwhile
 
 
 def _cells(one: Values) -> list[str]:

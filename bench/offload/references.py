@@ -26,7 +26,6 @@ from offload_rt.planning.shapes import ModelShape
 STREAM_FOR_DRAFTING = 2.0  # times what a draft takes alone
 ATTENTION_REPEATS = 7
 BALANCING_TURNS = 3
-NO_LIMIT = 1e12  # bytes a second
 AHEAD, LATE = System(1), System(0)
 
 Turn = dict[str, float]
@@ -34,7 +33,7 @@ Turn = dict[str, float]
 
 
 class References:
-    """The subject with its KV in place, and over a link of any bandwidth; on a CPU.
+    """The subject with its KV in place, and over the balanced link; on a CPU.
 
     Args:
         opened: closes both.
@@ -48,7 +47,7 @@ class References:
         # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
         self._held = 1.0 if subject.synthetic else None
         self._kv_bytes = sizes.context * shape.token_bytes
-        self._link = PacedLink(NO_LIMIT)
+        self._link = PacedLink(1e12)  # until it is balanced
         self._ratio = 1.0
         # Each by a prefill of its own: what is held against the tokens in place has its KV over a link.
         self._behind_link, self._in_place = (
@@ -61,13 +60,13 @@ class References:
         alone = steady(self._in_place.run(sizes.config(AHEAD), sizes.new_tokens).rounds)
         self._stream_ms = STREAM_FOR_DRAFTING * median(one.draft_ms for one in alone)
 
-    def _over_link(self, system: System, rate: float) -> Sequence[RoundTimes]:
-        self._link.bytes_per_second = rate
+    def _over_link(self, system: System) -> Sequence[RoundTimes]:
+        self._link.bytes_per_second = self._balanced_rate
         return self._behind_link.run(self._sizes.config(system), self._sizes.new_tokens, self._held).rounds
 
     def _balance(self) -> None:
         """Comes nearer to the link on which a pass takes as long as drafting beside it."""
-        drafting = _drafting_ms(self._over_link(AHEAD, self._balanced_rate))
+        drafting = _drafting_ms(self._over_link(AHEAD))
         self._stream_ms = drafting or self._stream_ms  # 0: no pass was long enough to draft beside
 
     @property
@@ -90,9 +89,7 @@ class References:
         """Measures everything once, in ms, and paces `link` by it."""
         plain = self._in_place.run(self._sizes.config(), self._sizes.plain_tokens).rounds
         drafted = self._in_place.run(self._sizes.config(AHEAD), self._sizes.new_tokens).rounds
-        refresh_ms = self._in_place.refresh_ms()
-        late = steady(self._over_link(LATE, self._balanced_rate))
-        unlimited = self._over_link(AHEAD, NO_LIMIT)
+        late = steady(self._over_link(LATE))
         self._balance()
         if isinstance(link, PacedLink):
             link.bytes_per_second = self.rate
@@ -101,14 +98,9 @@ class References:
             "rate_bytes_per_second": self.rate,
             # A token, while no pass runs; the processor has waited for a link before.
             "draft_token_ms": sum(one.draft_ms for one in late) / max(1, sum(one.proposed for one in late)),
-            # For one outcome, on a link on which a pass takes about as long as that.
-            "drafting_beside_ms": self._stream_ms,
-            # With the KV in place: over the last token; over it and a draft; the latter beside drafting.
+            # With the KV in place: over the last token, and over it and a draft.
             "plain_pass_ms": median(one.pass_ms for one in plain[1:]),
             "pass_ms": median(one.pass_ms for one in steady(drafted)),
-            "pass_beside_ms": mean(one.pass_ms for one in unlimited[1:-2] or unlimited),
-            # To choose and copy the entries of the retrieved cache anew.
-            "refresh_ms": refresh_ms,
             # From a pass's logits, and the drafts made beside it, to the committed tokens.
             "verdict_ms": median(one.verdict_ms for one in late),
         }

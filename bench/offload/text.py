@@ -14,7 +14,6 @@ from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine
-from offload_rt.machine.measuring import seconds
 from offload_rt.model import CausalModel
 from offload_rt.pace import RoundTimes
 from offload_rt.sampling import GeneratorDraws, Sampler
@@ -124,8 +123,3 @@ class Text:
 
     def _recorded(self) -> list[CopyRecord]:
         return self.link.recorded() if isinstance(self.link, RecordingLink) else []
-
-    @torch.inference_mode()
-    def refresh_ms(self) -> float:
-        """ms in which the caches of the last run's drafts choose and copy their entries anew."""
-        return 1e3 * seconds(self._session.full.build_derived)
