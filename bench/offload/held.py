@@ -19,6 +19,7 @@ from offload_rt.drafting.verifier import Verification, Verifier
 from offload_rt.parts import Output
 from offload_rt.passes import Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
+from offload_rt.verification import Draft
 
 
 class HeldVerifier(Verifier):
@@ -36,7 +37,7 @@ class HeldVerifier(Verifier):
         vars(self).update(vars(over))
         self._acceptance = acceptance
         self._coins = torch.Generator().manual_seed(0)
-        self._begun: list[TokenView] = []  # texts that were drafted below since the last verdict
+        self._begun: list[TokenView] = []  # texts that were drafted below while the pass ran
         begin = self.drafter.proposal
 
         def proposal(view: TokenView, shape: DraftShape) -> Proposal:
@@ -45,11 +46,15 @@ class HeldVerifier(Verifier):
 
         vars(self.drafter)["proposal"] = proposal
 
+    def verification(self, view: TokenView, draft: Draft) -> Verification:
+        self._length = len(view)
+        self._begun.clear()
+        return super().verification(view, draft)
+
     def verdict(self, view: TokenView, verification: Verification, output: Output) -> Work[Round]:
         drafted = verification.draft.tokens
         drafted.arrive((yield Read(drafted.pending(), self.stats)))
-        outcomes = [begun.part(len(view)) for begun in self._begun if len(begun) > len(view)]
-        self._begun.clear()
+        outcomes = [begun.part(self._length) for begun in self._begun]
         guesses = {len(tokens) - 1: tokens[-1] for tokens in outcomes}
         logits = self._held_logits(drafted.known, guesses, output.logits)
         return (yield from super().verdict(view, verification, replace(output, logits=logits)))
