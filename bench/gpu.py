@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial, wraps
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -33,10 +33,9 @@ from bench import inputs, machine, report
 from bench.attention import attended, exact
 from bench.offload.cases import ON_GPU
 from bench.offload.gpu import capped, planned_for, shares_of
-from bench.offload.held import Hold
 from bench.offload.random_models import random_model
-from bench.offload.rows import link_figures
-from bench.offload.text import Subject, Text
+from bench.offload.rows import busy, length, link_use, steady
+from bench.offload.text import Run, Subject, Text
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
@@ -63,7 +62,7 @@ PAUSE_S = 1e-4  # between two launches, so that the device's queue stays empty
 IDLE_S = 0.5
 ALLOWED_ERROR = 0.02  # of attention, over its largest entry: far above rounding, far below a wrong result
 SHAPE, CONTEXT = "llama3.1-8b", 131_072
-HELD = Hold(0.92)
+HELD = 0.92  # acceptance
 NEW_TOKENS = 48  # some five rounds of drafts of 16 at that acceptance
 STEPS = 20
 
@@ -250,7 +249,7 @@ def prefill(device: torch.device, context: int) -> Found:
     """Peak device memory of a prefill at 32K and 128K beside the plan's, of 24 GiB."""
     with opened(device, context, streamed=False) as (text, plan):
         torch.cuda.reset_peak_memory_stats(device)
-        milliseconds = text.prefill()
+        milliseconds = text.read()
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     planned = {name: size / GIB for name, size in plan.gpus[0].items()}
     found = {"context": context, "seconds": milliseconds / 1e3, "planned": planned}
@@ -271,6 +270,34 @@ def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -
     found = {"context": context, "trace": trace.name, "planned": dataclasses.asdict(shares_of(plan))}
     found |= link_figures(run, plan.request.hardware.gpus[0].to_device_rate)
     return found | {"calls_a_round": calls_a_round(names, len(traced.rounds))}
+
+
+def link_figures(run: Run, pinned: float) -> Found:
+    """What a run says of its link and its verdicts; times in ms.
+
+    Args:
+        pinned: GB/s of page-locked copies to the device alone.
+    """
+    carried, count, share = busy(run.copies), len(run.rounds), link_use(run)
+    gigabytes = sum(one.byte_count for one in run.copies if not one.to_host) / 1e9
+    rate = gigabytes / (length(carried) or 1.0)
+    rounds = steady(run.rounds)
+    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(carried)]
+    return {
+        "link_use": share and share * rate / pinned,
+        "link_use_target": 0.90,
+        "link_use_goal": 0.95,
+        "link_busy": share,
+        "copy_gb_s": rate,
+        "pinned_gb_s": pinned,
+        "longest_gap_ms": max(gaps, default=0.0),
+        "gap_ms_a_round": sum(gaps) / count,
+        "round_ms": median(one.ms for one in rounds),
+        "round_pass_ms": median(one.pass_ms for one in rounds),
+        "round_verdict_ms": median(one.verdict_ms for one in rounds),
+        "rounds": count,
+        "gb_a_round": gigabytes / count,
+    }
 
 
 def calls_a_round(names: Iterable[str], rounds: int) -> dict[str, float]:

@@ -105,11 +105,19 @@ class Engine:
         self._on_notice(f"no draft model: {' → '.join(level.name for level in left)} drafts alone")
         return config.having("speculation.levels", left)
 
-    def open(self, prompt: Sequence[int], continuation: Continuation) -> Session:
-        """Reads a prompt, so that `step` can continue it. Others may be under way."""
+    def open(
+        self, prompt: Sequence[int], continuation: Continuation, shares: Shares | None = None
+    ) -> Session:
+        """Reads a prompt, so that `step` can continue it. Others may be under way.
+
+        Args:
+            shares: which shares of the KV are not streamed; None: as planned.
+        """
         with self._lock:
             self.check_room(len(prompt), continuation.max_tokens)
-            config, shares = self._plan(len(prompt), continuation.max_tokens)
+            config = self.configs[0]
+            if shares is None:
+                config, shares = self._plan(len(prompt), continuation.max_tokens)
             shared = replace(self._shared, timeline=self.timeline)
             session = Session(shared, config, prompt, continuation, shares)
             report = self._on_progress

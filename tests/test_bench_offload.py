@@ -19,12 +19,10 @@ from test_bench import text as text
 from tiny_models import byte_ids, tiny_target
 
 import bench.__main__ as command_line
-from bench.offload import gpu, prediction_accuracy, references
-from bench.offload.cases import ACCEPTANCES, SHARES, Sizes, System, held_systems, paced_systems
-from bench.offload.held import Hold
+from bench.offload import gpu, held, prediction_accuracy, references
+from bench.offload.cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
 from bench.offload.random_models import SHAPES, random_model
-from bench.offload.references import References
-from bench.offload.rows import acceptance, busy, draft_token_ms, link_use, row, times_as_fast
+from bench.offload.rows import acceptance, busy, draft_token_ms, link_use, ms_per_token, row, times_as_fast
 from bench.offload.text import Run, Subject, Text
 from bench.offload.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
@@ -126,16 +124,23 @@ def copies(*times: tuple[float, float], to_host: bool = False) -> list[CopyRecor
     return [CopyRecord(to_host, 1, start, end) for start, end in times]
 
 
+def passing(passes: list[tuple[float, float]], carried: list[CopyRecord]) -> Run:
+    """Of such passes, after a first one that does not count."""
+    spans = [Span("pass", "verify", start, end) for start, end in [(-1.0, 10.0), *passes]]
+    return Run([], [], spans, carried)
+
+
 def test_link_use_is_the_busy_share_of_a_pass() -> None:
     # Busy 1 s before the pass, 6 of its first 8, then nothing until the pass ends.
     carried = copies((-1, 3), (3, 4), (6, 8)) + copies((0, 10), to_host=True)
-    assert link_use([(0, 10)], carried) == pytest.approx(6 / 8)
-    assert link_use([(0, 10), (20, 30)], carried) == pytest.approx(6 / 8), (
+    assert link_use(passing([(0, 10)], carried)) == pytest.approx(6 / 8)
+    assert link_use(passing([(0, 10), (20, 30)], carried)) == pytest.approx(6 / 8), (
         "a pass without copies says nothing"
     )
-    assert link_use([(2, 4), (0, 10), (6, 7)], carried) == pytest.approx(1.0), "the median over passes"
-    assert link_use([(4.5, 7)], carried) == pytest.approx(1 / 2.5), "idle at its begin"
-    assert link_use([(20, 30)], carried) is None
+    median_of_three = passing([(2, 4), (0, 10), (6, 7)], carried)
+    assert link_use(median_of_three) == pytest.approx(1.0), "the median over passes"
+    assert link_use(passing([(4.5, 7)], carried)) == pytest.approx(1 / 2.5), "idle at its begin"
+    assert link_use(passing([(20, 30)], carried)) is None
 
 
 def test_a_direction_is_busy_while_it_carries_anything() -> None:
@@ -169,10 +174,10 @@ def times(
     )
 
 
-def run_of(rounds: list[RoundTimes], tokens: int, ms: float) -> Run:
+def run_of(rounds: list[RoundTimes], tokens: int) -> Run:
     spans = [Span("pass", "verify", one.started, one.started + one.ms / 1e3) for one in rounds]
     carried = [CopyRecord(False, 1, rounds[0].started, rounds[-1].started + 1.0)]
-    return Run([0] * tokens, ms, rounds, spans, carried)
+    return Run([0] * tokens, rounds, spans, carried)
 
 
 def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
@@ -183,7 +188,7 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
         times(0.3, 95.0, True, draft=50.0),
         times(0.4, 30.0, None, proposed=1, accepted=1),
     ]
-    run = run_of(rounds, 18, 300.0)
+    run = run_of(rounds, 18)
     one = row([run], [40.0], compute=20.0, draft_token=10.0)
     assert one["ms_per_token"]["median"] == pytest.approx(300 / 12), "without the first round and the last"
     assert one["tokens_per_round"] == pytest.approx(12 / 3)
@@ -200,6 +205,8 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
     assert two["stream_ms"] == 60.0
     assert two["round_over_max"] == pytest.approx((44 / 40 + 46 / 80) / 2)
     assert acceptance([]) is None
+    short = run_of(rounds[:2], 10)
+    assert ms_per_token(short) == pytest.approx((100 + 44) / 10), "too few rounds to leave some out"
 
 
 def test_rows_are_compared_and_predicted_turn_by_turn(measured: dict[str, Any]) -> None:
@@ -239,18 +246,18 @@ def endless_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "over", lambda *_: False)
 
 
-def decoded(held: Hold, ahead: int, tokens: int) -> Run:
+def decoded(acceptance: float, ahead: int, tokens: int) -> Run:
     sizes = dataclasses.replace(TINY, gamma=4)
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
     config = sizes.config(System(ahead))
     with closing(Text(Subject.random(target, 200), PacedLink(1e9), config, tokens)) as text:
         text.read()
-        return text.run(config, tokens, held)
+        return text.run(config, tokens, acceptance)
 
 
 def test_a_held_acceptance_is_held_by_its_coins() -> None:
-    found = decoded(Hold(0.8, seed=3), ahead=0, tokens=200)
-    coins = torch.Generator().manual_seed(3)
+    found = decoded(0.8, ahead=0, tokens=200)
+    coins = torch.Generator().manual_seed(0)
 
     def chance() -> float:
         return float(torch.rand((), generator=coins, dtype=torch.float64))
@@ -269,7 +276,7 @@ def test_a_held_acceptance_is_held_by_its_coins() -> None:
 @pytest.mark.usefixtures("endless_passes")
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
-    found = decoded(Hold(rate), ahead=4, tokens=30)
+    found = decoded(rate, ahead=4, tokens=30)
     whole = found.rounds[:-1]
     assert all(one.accepted == rate * one.proposed for one in whole)
     guessed = [one.guessed for one in whole[:-1] if one.guessed is not None]
@@ -278,8 +285,9 @@ def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
 
 @pytest.mark.usefixtures("endless_passes")
 @pytest.mark.parametrize("runner_up", [0.0, 1.0])
-def test_a_runner_up_is_held_too(runner_up: float) -> None:
-    found = decoded(Hold(0.0, runner_up), ahead=4, tokens=30)
+def test_a_runner_up_is_held_too(runner_up: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "RUNNER_UP_HITS", runner_up)
+    found = decoded(0.0, ahead=4, tokens=30)
     guessed = [one.guessed for one in found.rounds if one.guessed is not None]
     # Until it is known that all is rejected, the likeliest outcome is another one.
     assert len(guessed) > 20 and sum(guessed[15:]) == runner_up * len(guessed[15:])
@@ -287,9 +295,9 @@ def test_a_runner_up_is_held_too(runner_up: float) -> None:
 
 def test_every_row_of_held_systems_is_labelled() -> None:
     systems = held_systems(ACCEPTANCES)
-    assert {system.held.acceptance for system in systems if system.held} == set(ACCEPTANCES)
+    assert {system.held for system in systems if system.held} == set(ACCEPTANCES)
     assert all((system.held is None) == system.plain for system in systems)
-    assert all(system.held is None for place in SHARES for system in paced_systems("balanced", place))
+    assert all(system.held is None for those in paced_systems("balanced").values() for system in those)
 
 
 # ----------------------------------------------------------------------------------------- the commands
@@ -309,9 +317,8 @@ def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(references, "READ_BYTES", 2**20)
         patch.setattr(references, "ATTENTION_REPEATS", 1)
-        patch.setattr(References, "BALANCING_TURNS", 1)
+        patch.setattr(references, "BALANCING_TURNS", 1)
         patch.setitem(SHAPES, "tiny", SMALLER)
         assert command_line.main(["offload", "--quick", "--device", "cpu", *arguments, *sizes, *given]) == 0
     assert torch.get_num_threads() == 2, "given back"
@@ -358,7 +365,7 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
             real = case["case"] != "synthetic acceptance" or one["system"] == "plain"
             assert (one["synthetic"] is None) == real
             assert 0 < one["link_use"] <= 1
-            assert (one["prefill_ms"] > 0) == (case["case"] != "synthetic acceptance")
+            assert one["prefill_ms"] > 0
     plain = cases[0]["rows"][0]["ms_per_token"]["median"]
     for one in cases[0]["rows"][:5]:
         assert one["ratio_over_plain"] == pytest.approx(plain / one["ms_per_token"]["median"])
@@ -388,8 +395,8 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     case = measured["result"]["cases"][0]
     one = next(row for row in case["rows"] if row["system"] == "ahead 4")
     alone = next(row for row in case["rows"] if row["system"] == "ahead 0")
-    turn = {"draft_token_ms": 7.0, "drafting_beside_ms": 210.0, "refresh_ms": 0.0, "verdict_ms": 0.0}
-    turn |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "pass_beside_ms": 30.0, "rate_bytes_per_second": 1e12}
+    turn = {"draft_token_ms": 7.0, "verdict_ms": 0.0}
+    turn |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "rate_bytes_per_second": 1e12}
     case["processor"]["attention"] = [{"queries": count, "rate": 5.0} for count in (1, 4)]
     request = prediction_accuracy._request(case, dict(one, acceptance=1.0), turn)
     sure = prediction_accuracy.MeasuredAlone(request, turn)
@@ -399,19 +406,15 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     assert fast.ms == pytest.approx(10.0, rel=0.05), "what a pass takes in place"
     hit = sure.round(fast, draft, 1)
     assert hit.hit_rate == 1
-    # A pass takes 30 ms beside drafting, which is at a tenth of its speed meanwhile.
-    assert hit.ms == pytest.approx(30.0 + 21.0 - 3.0, rel=0.05)
+    assert hit.ms == pytest.approx(10.0 + 21.0, rel=0.05), "one processor does both"
     predicted = prediction_accuracy.predict(
         case, dict(one, acceptance=1.0), turn | {"rate_bytes_per_second": 1e3}
     )
     bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
     assert predicted["pass_ms"] == pytest.approx(bytes_streamed, rel=0.02), "1 ms a byte"
-    assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"]), "all is drafted meanwhile"
+    assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"], rel=1e-4), "all is drafted meanwhile"
     without = prediction_accuracy.predict(case, alone, turn)
     assert without["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05)
-    refreshing = prediction_accuracy.predict(case, alone, turn | {"refresh_ms": 8.0})
-    share = sure.refresh_share(without["tokens_per_round"])
-    assert share > 0 and refreshing["round_ms"] - without["round_ms"] == pytest.approx(8.0 * share)
     with_verdict = prediction_accuracy.predict(case, alone, turn | {"verdict_ms": 4.0})
     assert with_verdict["round_ms"] - without["round_ms"] == pytest.approx(4.0)
     plain = next(row for row in case["rows"] if row["system"] == "plain")
@@ -443,10 +446,8 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     machine = named_hardware("rtx4090")
     card = dataclasses.replace(machine.gpus[0], memory_bytes=2**30)
     hardware = Hardware(machine.host, (card,), measured=False)
-    found = gpu.case_on_gpu(target, TINY, (1.0,), hardware, lambda: PacedLink(25e9))
-    assert found is not None
-    case, measured = found
-    assert [one.row for one in measured] == case["rows"]
+    ((case, runs),) = gpu.case_on_gpu(target, TINY, held_systems((1.0,)), hardware, lambda: PacedLink(25e9))
+    assert [len(those) for those in runs] == [1] * len(case["rows"])
     assert [(one["system"], one["placement"]) for one in case["rows"]] == [
         (name, place) for place in ("streamed", "planned") for name in ("plain", "ahead 0", "ahead 4")
     ]
@@ -454,7 +455,7 @@ def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
     prediction_accuracy.predict_rows(case)
     assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
     small = Hardware(machine.host, (dataclasses.replace(card, memory_bytes=2**20),), False)
-    assert gpu.case_on_gpu(target, TINY, (1.0,), small, lambda: PacedLink(25e9)) is None
+    assert not list(gpu.case_on_gpu(target, TINY, held_systems((1.0,)), small, lambda: PacedLink(25e9)))
 
 
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
@@ -465,6 +466,6 @@ def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> Non
         found = text.run(config, 24)
     shown = lanes(found)
     assert all(shown.values()), {name: len(times) for name, times in shown.items()}
-    start, end = window(found, rounds=2)
+    start, end = window(found, count=2)
     assert found.rounds[0].started <= start < end
     assert sum(start <= one.started < end for one in found.rounds) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.offload.held import Hold
 from offload_rt.caches.places import Shares
 from offload_rt.config import Config, OffloadConfig, load_config
 
@@ -15,7 +14,7 @@ SHARES = {STREAMED: (0.0, 0.0), "resident": (0.25, 0.0), "cpu": (0.0, 0.25), "bo
 
 BALANCED = "balanced"
 SYNTHETIC = "synthetic acceptance"
-LINK_CASES = {BALANCED: 1.0, "stream-bound": 2.0, "draft-bound": 0.5}
+LINK_CASES = {BALANCED: 1.0, "stream-bound": 2.0, "draft-bound": 0.5, SYNTHETIC: 1.0}
 """Paced links: how long a stream takes, over how long a draft does."""
 
 AHEAD = OffloadConfig().ahead
@@ -30,13 +29,13 @@ class System:
 
     Attributes:
         ahead: for how many outcomes of a pass the next round is drafted; None: plain decoding.
-        refresh_from: key of the config, where it is not as for all systems.
-        held: the acceptance is held by a synthetic verdict.
+        gathered: a refresh gathers what it wants instead of taking it as it passes by.
+        held: at what a synthetic verdict holds the acceptance.
     """
 
     ahead: int | None = None
-    refresh_from: str | None = None
-    held: Hold | None = None
+    gathered: bool = False
+    held: float | None = None
 
     @property
     def plain(self) -> bool:
@@ -46,25 +45,28 @@ class System:
     @property
     def name(self) -> str:
         """In reports."""
-        gathered = ", refresh gathered" if self.refresh_from == "store" else ""
+        gathered = ", refresh gathered" if self.gathered else ""
         return "plain" if self.plain else f"ahead {self.ahead}{gathered}"
 
 
 PLAIN = System()
 
+Systems = Mapping[str, list[System]]
+"""What is compared, by placement: plain decoding first."""
 
-def paced_systems(link_case: str, placement: str) -> list[System]:
-    """What is compared over one paced link at one placement."""
-    if placement != STREAMED:
-        return [PLAIN, System(0), System(AHEAD)]
-    # The last one gathers what a refresh wants instead of taking it as it passes by.
-    gathered = [System(AHEAD, "store")] if link_case == BALANCED else []
-    return [PLAIN, *map(System, dict.fromkeys((0, 1, AHEAD))), *gathered]
+
+def paced_systems(link_case: str) -> Systems:
+    """What is compared over one paced link."""
+    systems = [PLAIN, *map(System, (0, 1, AHEAD))]
+    if link_case != BALANCED:
+        return {STREAMED: systems}
+    others = {placement: [PLAIN, System(0), System(AHEAD)] for placement in SHARES}
+    return others | {STREAMED: [*systems, System(AHEAD, gathered=True)]}
 
 
 def held_systems(acceptances: tuple[float, ...]) -> list[System]:
     """Plain decoding, and speculation whose acceptance is held at each value."""
-    return [PLAIN, *(System(ahead, held=Hold(rate)) for rate in acceptances for ahead in (0, AHEAD))]
+    return [PLAIN, *(System(ahead, held=rate) for rate in acceptances for ahead in (0, AHEAD))]
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ class Sizes:
         """The composition that a system runs."""
         if system.plain:
             return load_config("plain", self.keys)
-        keys: dict[str, object] = {"offload.ahead": system.ahead}
-        keys |= {"offload.refresh_from": system.refresh_from} if system.refresh_from else {}
-        return load_config(self.composition, self.keys | keys)
+        keys = self.keys | {"offload.ahead": system.ahead}
+        if system.gathered:
+            keys["offload.refresh_from"] = "store"
+        return load_config(self.composition, keys)
 
     @property
     def keys(self) -> dict[str, object]:

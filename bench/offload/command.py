@@ -5,8 +5,8 @@ the KV once takes as long as drafting beside a pass (balanced), twice as long, o
 measured anew in every turn, for the machine is not alike from minute to minute. Two kinds of rows:
 
 - real: the demo pair continues a text greedily; its tokens must be those of plain decoding;
-- synthetic: models with random weights, over random KV, whose acceptance is held by coins. What a round
-  costs is real, what is accepted is not.
+- synthetic: models with random weights, whose acceptance is held by coins. What a round costs is real, what
+  is accepted is not.
 
 On a GPU only the latter, in the shapes of 7B and 8B models with memory capped at 24 GiB. All systems of a
 placement take turns in one run; times are medians, and ratios of two systems medians of those within a turn.
@@ -32,17 +32,18 @@ from transformers.utils import logging as transformers_logging
 from bench import inputs, machine, report
 from bench.inputs import say
 from bench.offload import cases
-from bench.offload.cases import AHEAD, BALANCED, LINK_CASES, SHARES, STREAMED, SYNTHETIC, Sizes
+from bench.offload.cases import AHEAD, BALANCED, LINK_CASES, STREAMED, SYNTHETIC, Sizes
 from bench.offload.gpu import cases_on_gpu
 from bench.offload.measure import Measured, paced_cases
 from bench.offload.prediction_accuracy import predict_rows, worst
-from bench.offload.random_models import LARGE_SHAPES, SHAPES, random_model
+from bench.offload.random_models import SHAPES, random_model
 from bench.offload.rows import times_as_fast
 from bench.offload.text import Subject
 from bench.offload.timeline_plot import draw
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
 from offload_rt.loading import choose_device
+from offload_rt.machine.measuring import CPU
 
 COLUMNS = {
     "tokens/round": ("tokens_per_round", 2),
@@ -96,12 +97,12 @@ def run(arguments: argparse.Namespace) -> None:
     default = inputs.RESULTS / f"offload-{device.type}.json"
     out = inputs.destination(arguments.out or default, "offload", described)
     measured: list[dict[str, Any]] = []
-    for case, systems in _on_cpu(arguments) if device.type == "cpu" else _on_gpu(arguments, device):
+    for case, runs in _on_cpu(arguments) if device.type == "cpu" else cases_on_gpu(arguments, device):
         predict_rows(case)
         if arguments.plot and not measured:
             # The last placement has all shares, so that every resource is at work.
-            shown = [one for one in systems if one.system.ahead == AHEAD][-1]
-            draw(shown, case["model"], out.with_name(f"{out.stem}-timeline.png"))
+            last = max(at for at, one in enumerate(case["rows"]) if one["ahead"] == AHEAD)
+            draw(runs[last], case["rows"][last], case["model"], out.with_name(f"{out.stem}-timeline.png"))
         measured.append(case)
     if not measured:
         raise UsageError("none of the shapes fits at any of the contexts: see above, and name others")
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
     report.finish(out, result, map(_table, measured), summary)
 
 
-def _on_cpu(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
+def _on_cpu(arguments: argparse.Namespace) -> Iterator[Measured]:
     declared = (cases.QUICK, cases.SYNTHETIC_QUICK) if arguments.quick else (cases.FULL, cases.SYNTHETIC_FULL)
     real, synthetic = (_given(sizes, arguments) for sizes in declared)
     models = inputs.load(arguments)
@@ -124,25 +125,13 @@ def _on_cpu(arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], lis
         raise UsageError(f"--context {real.context}: the text has {len(tokens)} tokens; give a longer --text")
     target = GraphedModel(models.target, models.names[0], say)
     draft = None if models.draft is None else GraphedModel(models.draft, models.names[1] or "", say)
-    placements = {name: tuple(SHARES) if name == BALANCED else (STREAMED,) for name in LINK_CASES}
-    systems = {
-        name: (ratio, {place: cases.paced_systems(name, place) for place in placements[name]})
-        for name, ratio in LINK_CASES.items()
-    }
-    yield from paced_cases(Subject(target, draft, tokens[: real.context]), real, systems)
+    links = {name: cases.paced_systems(name) for name in LINK_CASES if name != SYNTHETIC}
+    yield from paced_cases(Subject(target, draft, tokens[: real.context]), real, links)
     held = dict.fromkeys((STREAMED, "both"), cases.held_systems(arguments.acceptances))
     for shape in arguments.shapes or ("tiny",):
-        random = GraphedModel(random_model(shape, torch.device("cpu"), torch.float32), shape, say)
+        random = GraphedModel(random_model(shape, CPU, torch.float32), shape, say)
         subject = Subject.random(random, synthetic.context)
-        yield from paced_cases(subject, synthetic, {SYNTHETIC: (LINK_CASES[BALANCED], held)})
-
-
-def _on_gpu(
-    arguments: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
-    shapes = arguments.shapes or (LARGE_SHAPES[-1:] if arguments.quick else LARGE_SHAPES)
-    contexts = arguments.contexts[:1] if arguments.quick else arguments.contexts
-    return cases_on_gpu(shapes, contexts, arguments.acceptances, device)
+        yield from paced_cases(subject, synthetic, {SYNTHETIC: held})
 
 
 def _given(sizes: Sizes, arguments: argparse.Namespace) -> Sizes:
@@ -160,16 +149,14 @@ def headline(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows = [one for one in case["rows"] if one["placement"] == STREAMED]
     held = max((one["synthetic"] for one in rows if one["synthetic"] is not None), default=None)
     named = {one["system"]: one for one in rows if one["synthetic"] in (held, None)}
-    ahead, without = named[f"ahead {AHEAD}"], named["ahead 0"]
-    ms, other_ms = (one["ms_per_token"]["runs"] for one in (ahead, without))
+    plain, without, ahead = (named[system] for system in ("plain", "ahead 0", f"ahead {AHEAD}"))
+    ratios = [one["predicted_over_measured"] for every in measured for one in every["rows"]]
     keys = ("round_over_max", "link_use", "outcome_hit_rate", "ratio_over_plain")
     return {key: ahead[key] for key in keys} | {
-        "pass_over_bound": named["plain"]["pass_over_bound"],
-        "ahead_speedup": times_as_fast(ms, other_ms),
+        "pass_over_bound": plain["pass_over_bound"],
+        "ahead_speedup": times_as_fast(*(one["ms_per_token"]["runs"] for one in (ahead, without))),
         "ms_per_token": ahead["ms_per_token"]["median"],
-        "predicted_over_measured": worst(
-            [one["predicted_over_measured"] for every in measured for one in every["rows"]]
-        ),
+        "predicted_over_measured": worst(ratios),
         "synthetic": held,
     }
 
@@ -183,9 +170,9 @@ def _table(case: dict[str, Any]) -> str:
         cells.append(report.number(one["ms_per_token"]["median"]))
         rows.append([*cells, *(report.number(one[key], digits) for key, digits in COLUMNS.values())])
     first = case["rows"][0]
-    prefill = f" Prefill {first['prefill_ms'] / 1e3:.1f} s." if first["prefill_ms"] else ""
     return (
         f"{case['model']}, {case['case']}, {first['context']:,} tokens: carrying the KV once takes "
-        f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s.{prefill}\n\n"
+        f"{first['stream_ms']:.1f} ms at {first['rate_bytes_per_second'] / 1e9:.2f} GB/s. "
+        f"Prefill {first['prefill_ms'] / 1e3:.1f} s.\n\n"
         f"{report.table(['system', 'KV', 'accepted', 'ms/token', *COLUMNS], rows)}"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 
 import torch
 
@@ -20,8 +20,8 @@ from bench.offload.cases import (
     System,
     held_systems,
 )
-from bench.offload.measure import Measured, measure
-from bench.offload.random_models import random_model
+from bench.offload.measure import Measured, measure, shape_of
+from bench.offload.random_models import LARGE_SHAPES, random_model
 from bench.offload.text import Subject
 from cpu_kv import CudaLink, Link
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
@@ -31,22 +31,18 @@ from offload_rt.machine.hardware import Hardware
 from offload_rt.model import CausalModel
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
-from offload_rt.planning.shapes import from_config
 
 
-def cases_on_gpu(
-    shapes: Sequence[str], contexts: Sequence[int], acceptances: tuple[float, ...], device: torch.device
-) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
+def cases_on_gpu(arguments: argparse.Namespace, device: torch.device) -> Iterator[Measured]:
     """A case for each shape and context that fits; the others are named on stderr."""
     hardware = capped(inspect().hardware, device)
-    for shape in shapes:
+    for shape in arguments.shapes or (LARGE_SHAPES[-1:] if arguments.quick else LARGE_SHAPES):
         say(f"{shape}: random weights on {device}")
         target = GraphedModel(random_model(shape, device, torch.bfloat16), shape, say)
-        for context in contexts:
-            sizes = dataclasses.replace(ON_GPU, context=context)
-            case = case_on_gpu(target, sizes, acceptances, hardware, lambda: CudaLink(device))
-            if case is not None:
-                yield case
+        for context in arguments.contexts[:1] if arguments.quick else arguments.contexts:
+            sizes = replace(ON_GPU, context=context)
+            systems = held_systems(arguments.acceptances)
+            yield from case_on_gpu(target, sizes, systems, hardware, lambda: CudaLink(device))
         del target
         inputs.free(device)
 
@@ -56,35 +52,31 @@ def capped(hardware: Hardware, device: torch.device) -> Hardware:
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_MEMORY_BYTES / total), device)
     card = hardware.gpus[device.index or 0]
-    capped = dataclasses.replace(card, memory_bytes=min(card.memory_bytes, GPU_MEMORY_BYTES))
-    return dataclasses.replace(hardware, gpus=(capped,))
+    return replace(hardware, gpus=(replace(card, memory_bytes=min(card.memory_bytes, GPU_MEMORY_BYTES)),))
 
 
 def case_on_gpu(
     target: CausalModel,
     sizes: Sizes,
-    acceptances: tuple[float, ...],
+    systems: list[System],
     hardware: Hardware,
     link: Callable[[], Link],
-) -> tuple[dict[str, Any], list[Measured]] | None:
-    """One model at one context: all KV streamed, and placed as planned. None where it does not fit."""
+) -> Iterator[Measured]:
+    """One model at one context: all KV streamed, and placed as planned. Nothing where it does not fit."""
     planned = planned_for(target, sizes, hardware)
     if not planned.fits:
         say(f"{target.name} at {sizes.context:,} tokens is left out: {planned.refusal}")
-        return None
-    systems = held_systems(acceptances)
+        return
     placements = {STREAMED: (EVERYTHING_STREAMED, systems), "planned": (shares_of(planned), systems)}
-    rate = hardware.gpus[0].to_device_rate * 1e9
-    subject = Subject.random(target, sizes.context)
-    case, measured = measure(SYNTHETIC, subject, sizes, placements, link, rate)
-    return case | {"hardware": dataclasses.asdict(hardware)}, measured
+    subject, rate = Subject.random(target, sizes.context), hardware.gpus[0].to_device_rate * 1e9
+    case, runs = measure(SYNTHETIC, subject, sizes, placements, link, rate)
+    yield case | {"hardware": asdict(hardware)}, runs
 
 
 def planned_for(target: CausalModel, sizes: Sizes, hardware: Hardware) -> Plan:
     """Where the KV of such a text goes, drafted for over a retrieved cache."""
-    shape = from_config(target.module.config, target.dtype, target.name)
     config = sizes.config(System(AHEAD))
-    return plan(PlanRequest(shape, None, config, sizes.context, sizes.new_tokens, hardware))
+    return plan(PlanRequest(shape_of(target), None, config, sizes.context, sizes.new_tokens, hardware))
 
 
 def shares_of(planned: Plan) -> Shares:

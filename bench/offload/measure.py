@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,24 +13,23 @@ import torch
 
 from bench import inputs
 from bench.inputs import say
-from bench.offload.cases import PLAIN, Sizes, System
-from bench.offload.references import References, Turn
-from bench.offload.rows import draft_token_ms, ms_per_token, row, times_as_fast
+from bench.offload.cases import LINK_CASES, PLAIN, Sizes, System, Systems
+from bench.offload.references import References, Turn, processor
+from bench.offload.rows import draft_token_ms, middle, ms_per_token, row, times_as_fast
 from bench.offload.text import Run, Subject, Text
 from cpu_kv import Link, PacedLink
 from offload_rt.caches.places import Shares
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
-from offload_rt.planning.shapes import from_config
+from offload_rt.planning.shapes import ModelShape, from_config
+
+Measured = tuple[dict[str, Any], list[list[Run]]]
+"""A case as JSON values, and the runs of each of its rows."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A system's runs at a placement, and the row of a report that they make."""
-
-    system: System
-    runs: list[Run]
-    row: dict[str, Any]
+def shape_of(model: CausalModel) -> ModelShape:
+    """Sizes of a loaded model."""
+    return from_config(model.module.config, model.dtype, model.name)
 
 
 def measure(
@@ -41,8 +40,8 @@ def measure(
     link: Callable[[], Link],
     rate: float,
     references: References | None = None,
-) -> tuple[dict[str, Any], list[Measured]]:
-    """A case as JSON values, and what was measured of it.
+) -> Measured:
+    """Measures a case.
 
     The systems of a placement take turns (A B C A B C …), so that a machine that slows down slows all.
 
@@ -54,32 +53,33 @@ def measure(
     Raises:
         UsageError: tokens are not those of the references.
     """
-    measured: list[Measured] = []
+    target, shape = subject.target, shape_of(subject.target)
+    rows, all_runs = list[dict[str, Any]](), list[list[Run]]()
     for placement, (shares, systems) in placements.items():
-        say(f"{subject.target.name}, {sizes.context:,} tokens, {name}, {placement}")
+        say(f"{target.name}, {sizes.context:,} tokens, {name}, {placement}")
         with closing(Text(subject, link(), sizes.config(systems[-1]), sizes.room, shares)) as text:
             prefill_ms = text.read()
             runs, turns = take_turns(text, sizes, systems, references)
-        inputs.free(subject.target.device)
+        inputs.free(target.device)
         for system, done in runs.items():
-            if references is not None and not subject.random_kv:
+            if references is not None and not subject.synthetic:
                 _check_tokens(f"{system.name} ({placement})", done, references.tokens)
             one = _described(system, sizes, placement, shares) | {"prefill_ms": prefill_ms}
-            one |= _row(subject, system, runs, turns, one["streamed_tokens"], rate)
-            measured.append(Measured(system, done, one))
-    shapes = [None if one is None else _shape_values(one) for one in (subject.target, subject.draft)]
+            streamed_bytes = one["streamed_tokens"] * shape.token_bytes
+            rows.append(one | _timed(system, runs, turns, streamed_bytes, rate))
+            all_runs.append(done)
     case = {
         "case": name,
-        "model": subject.target.name,
+        "model": target.name,
         "draft": None if subject.draft is None else subject.draft.name,
-        "device": subject.target.device.type,
-        "shape": shapes[0],
-        "draft_shape": shapes[1],
+        "device": target.device.type,
+        "shape": _values(shape),
+        "draft_shape": None if subject.draft is None else _values(shape_of(subject.draft)),
         "drafting": sizes.composition,
         "settings": sizes.keys,
-        "rows": [one.row for one in measured],
+        "rows": rows,
     }
-    return case, measured
+    return case, all_runs
 
 
 def take_turns(
@@ -94,29 +94,9 @@ def take_turns(
             turns.append(references.turn(text.link))
         for system, done in runs.items():
             count = sizes.plain_tokens if system.plain else sizes.new_tokens
-            count = count if turn else min(count, sizes.warm_up)
-            run = text.run(sizes.config(system), count, system.held)
+            run = text.run(sizes.config(system), count if turn else min(count, sizes.warm_up), system.held)
             done += [run] if turn else []
     return runs, turns
-
-
-def _row(
-    subject: Subject,
-    system: System,
-    runs: Mapping[System, list[Run]],
-    turns: Sequence[Turn],
-    streamed_tokens: int,
-    rate: float,
-) -> dict[str, Any]:
-    done = runs[system]
-    rates = [one.rate_bytes_per_second for one in turns] or [rate for _ in done]
-    streamed_bytes = streamed_tokens * subject.target.kv_layout().token_bytes
-    compute = median(one.plain_pass_ms if system.plain else one.pass_ms for one in turns) if turns else None
-    alone = None if system.plain else draft_token_ms(runs[replace(system, ahead=0, refresh_from=None)])
-    one = row(done, [1e3 * streamed_bytes / one for one in rates], compute, alone)
-    one |= {"rate_bytes_per_second": median(rates), "turns": [asdict(turn) for turn in turns]}
-    plain = [ms_per_token(run) for run in runs[PLAIN]]  # in the same turns, with the same shares
-    return one | {"ratio_over_plain": times_as_fast(one["ms_per_token"]["runs"], plain)}
 
 
 def _described(system: System, sizes: Sizes, placement: str, shares: Shares) -> dict[str, Any]:
@@ -125,57 +105,63 @@ def _described(system: System, sizes: Sizes, placement: str, shares: Shares) -> 
     return {
         "system": system.name,
         "composition": config.name,
-        "synthetic": None if system.held is None else system.held.acceptance,
+        "synthetic": system.held,
         "placement": placement,
         "context": sizes.context,
         "gamma": 0 if system.plain else sizes.gamma,
         "ahead": system.ahead,
         "refresh_from": None if system.plain else config.offload.refresh_from,
-        "resident_tokens": shares.resident_tokens,
-        "cpu_tokens": shares.cpu_tokens,
+        **asdict(shares),
         "streamed_tokens": max(0, full - shares.resident_tokens - shares.cpu_tokens),
     }
 
 
-def _shape_values(model: CausalModel) -> dict[str, Any]:
-    shape = from_config(model.module.config, model.dtype, model.name)
-    return asdict(shape) | {"dtype": str(model.dtype).removeprefix("torch.")}
+def _timed(
+    system: System,
+    runs: Mapping[System, list[Run]],
+    turns: Sequence[Turn],
+    streamed_bytes: int,
+    rate: float,
+) -> dict[str, Any]:
+    done = runs[system]
+    rates = [turn["rate_bytes_per_second"] for turn in turns] or [rate for _ in done]
+    compute = middle([turn["plain_pass_ms" if system.plain else "pass_ms"] for turn in turns])
+    alone = None if system.plain else draft_token_ms(runs[replace(system, ahead=0, gathered=False)])
+    one = row(done, [1e3 * streamed_bytes / each for each in rates], compute, alone)
+    plain = [ms_per_token(run) for run in runs[PLAIN]]  # in the same turns, with the same shares
+    return one | {
+        "rate_bytes_per_second": median(rates),
+        "turns": turns,
+        "ratio_over_plain": times_as_fast(one["ms_per_token"]["runs"], plain),
+    }
 
 
-def _check_tokens(name: str, runs: Sequence[Run], expected: Sequence[int]) -> None:
-    for run in runs:
-        if any(token != other for token, other in zip(run.tokens, expected, strict=False)):
-            raise UsageError(
-                f"{name}: its tokens are not those of plain decoding; this is a fault of the engine, or two "
-                "logits closer than rounding: try another one"
-            )
+def _values(shape: ModelShape) -> dict[str, Any]:
+    return asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
 
 
-def paced_cases(
-    subject: Subject, sizes: Sizes, cases: Mapping[str, tuple[float, Mapping[str, Sequence[System]]]]
-) -> Iterator[tuple[dict[str, Any], list[Measured]]]:
-    """What a subject does over links on which a stream takes so many times as long as a draft.
+def _check_tokens(name: str, runs: Sequence[Run], expected: list[int]) -> None:
+    if any(run.tokens[: len(expected)] != expected[: len(run.tokens)] for run in runs):
+        raise UsageError(
+            f"{name}: its tokens are not those of plain decoding; this is a fault of the engine, or two "
+            "logits closer than rounding: try another one"
+        )
 
-    Args:
-        cases: by name, that ratio, and systems by placement.
-    """
-    with one_thread(), closing(References(subject, sizes)) as references:
-        for name, (ratio, systems) in cases.items():
-            references.begin(ratio)
+
+def paced_cases(subject: Subject, sizes: Sizes, cases: Mapping[str, Systems]) -> Iterator[Measured]:
+    """What a subject does over the links of `cases.LINK_CASES`; systems by the names of some of them."""
+    shape = shape_of(subject.target)
+    with ExitStack() as opened:
+        # Of torch, for each thread of ours: pass, drafting and a paced link share the processor.
+        opened.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        alone = processor(shape, sizes)
+        references = References(subject, shape, sizes, opened)
+        for name, systems in cases.items():
+            references.begin(LINK_CASES[name])
             rate = references.rate
             say(f"{name}: a link of {rate / 1e9:.2f} GB/s, paced anew in every turn")
             placements = {place: (sizes.shares(place), those) for place, those in systems.items()}
             link = partial(PacedLink, rate)
-            case, measured = measure(name, subject, sizes, placements, link, rate, references)
-            yield case | {"processor": references.processor()}, measured
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread of torch for each thread of ours: pass, drafting and a paced link share the processor."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+            case, runs = measure(name, subject, sizes, placements, link, rate, references)
+            yield case | {"processor": alone}, runs

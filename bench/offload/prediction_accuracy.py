@@ -2,16 +2,15 @@
 
 The planner is asked for the placements that were run, with the figures that were measured apart from them in
 the same turn: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a
-drafted token takes, and what both take beside each other, over links of other bandwidths, and the bandwidth
-of the paced link; on a GPU, what `offload-rt doctor` says. Of a row itself it is given the acceptance of a
-drafted token, and nothing else. Each run is held against what was measured just before it; medians over runs.
+drafted token and a verdict take, and the bandwidth of the paced link; on a GPU, what `offload-rt doctor`
+says. Of a row itself it is given the acceptance of a drafted token, and nothing else. Each run is held
+against what was measured just before it; medians over runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,10 +22,13 @@ from bench import inputs, report
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
-from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.planning.shapes import ModelShape
-from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
+from offload_rt.planning.times import Work
+
+Values = dict[str, Any]
+"""JSON values: of a result, its cases, their rows, and the turns of `References`."""
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 PREDICTED = ("pass_ms", "draft_ms", "round_ms", "tokens_per_round", "outcome_hit_rate", "ms_per_token")
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         for one in case["rows"]:
             named = {"case": case["case"], "model": case["model"]}
             named |= {key: one[key] for key in ("system", "placement", "context", "gamma", "synthetic")}
-            found = {key: one[key] for key in PREDICTED if key != "draft_ms"}
+            found = {key: one[key] for key in PREDICTED}
             found |= {"draft_ms": one["draft_alone_ms"], "ms_per_token": one["ms_per_token"]["median"]}
             ratio = one["predicted_over_measured"]
             rows.append(named | {"measured": found, "predicted": one["predicted"], "ratio": ratio})
@@ -75,9 +77,9 @@ def run(arguments: argparse.Namespace) -> None:
     report.finish(out, result, [table], {"worst": result["worst"], "rows": len(rows)})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Values:
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result: Values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"results {path}: cannot be read ({error.strerror}); run `python -m bench offload` first"
@@ -96,7 +98,7 @@ def worst(ratios: list[float]) -> float:
     return max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
 
 
-def predict_rows(case: dict[str, Any]) -> None:
+def predict_rows(case: Values) -> None:
     """Adds `predicted` and `predicted_over_measured` (of ms a token) to every row of a case."""
     for one in case["rows"]:
         runs = one["ms_per_token"]["runs"]
@@ -112,95 +114,68 @@ def predict(
     """What the planner says of one row, by the names in `PREDICTED`.
 
     Args:
-        turn: values of `Turn`, measured before one of its runs over a paced link.
+        turn: figures of `References.turn`, before one of its runs over a paced link.
     """
     request = _request(case, one, turn)
     predictor = Predictor(request) if turn is None else MeasuredAlone(request, turn)
-    store = request.config.store
-    placement = Placement(
-        resident_tokens=one["resident_tokens"],
-        cpu_tokens=one["cpu_tokens"],
-        streamed_tokens=one["streamed_tokens"],
-        ring_buffers=store.ring_buffers,
-        segment_tokens=store.segment_tokens,
-        shape=request.target,
-    )
+    ring = request.config.store.ring_buffers
+    placement = request.placement(one["resident_tokens"], one["cpu_tokens"], ring)
+    placement = replace(placement, streamed_tokens=one["streamed_tokens"])  # full pages alone
     gamma = one["gamma"]
     verification, draft = predictor.verification(placement, gamma), predictor.draft(gamma)
-    best: RoundTime = min(
-        (predictor.round(verification, draft, count) for count in predictor.outcomes),
-        key=lambda found: found.ms,
-    )
+    rounds = (predictor.round(verification, draft, count) for count in predictor.outcomes)
+    best = min(rounds, key=lambda found: found.ms)
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.hit_rate, best.ms_per_token)
     return dict(zip(PREDICTED, values, strict=True))
 
 
-def _request(case: dict[str, Any], one: dict[str, Any], turn: dict[str, float] | None) -> PlanRequest:
+def _request(case: Values, one: Values, turn: Values | None) -> PlanRequest:
+    target = _shape(case["shape"])
     if turn is None:
         hardware = Hardware.from_json(case["hardware"])
     else:
-        hardware = paced_hardware(case["processor"], _shape(case["shape"]), turn["rate_bytes_per_second"])
+        hardware = paced_hardware(case["processor"], target, turn["rate_bytes_per_second"] / 1e9)
     offload: dict[str, object] = {"offload.ahead": one["ahead"] or 0}
     if one["refresh_from"] is not None:
         offload["offload.refresh_from"] = one["refresh_from"]
-    acceptance = 1.0 if one["acceptance"] is None else one["acceptance"]
     return PlanRequest(
-        target=_shape(case["shape"]),
-        draft=None if case["draft_shape"] is None else _shape(case["draft_shape"]),
-        config=load_config(one["composition"], case["settings"] | offload),
+        target,
+        None if case["draft_shape"] is None else _shape(case["draft_shape"]),
+        load_config(one["composition"], case["settings"] | offload),
         context=one["context"],
         new_tokens=0,
         hardware=hardware,
-        same_model_acceptance=acceptance,
+        same_model_acceptance=1.0 if one["acceptance"] is None else one["acceptance"],
     )
 
 
-def _shape(values: dict[str, Any]) -> ModelShape:
+def _shape(values: Values) -> ModelShape:
     return ModelShape(**values | {"dtype": getattr(torch, values["dtype"])})
 
 
-def paced_hardware(figures: dict[str, Any], target: ModelShape, link: float) -> Hardware:
+def paced_hardware(figures: Values, target: ModelShape, link: float) -> Hardware:
     """A processor that stands in for a GPU, at the end of a paced link.
 
     Args:
-        figures: of `References.processor`.
-        link: bytes a second.
+        figures: of `references.processor`.
+        link: GB/s.
     """
     rates = tuple(AttentionRate(**rate) for rate in figures["attention"])
-    most = rates[-1]
-    host = Host(
-        memory_bytes=AMPLE_BYTES,
-        lockable_bytes=AMPLE_BYTES,
-        memory_rate=figures["memory_rate"],
-        compute_rate=figures["compute_rate"],
-        attention=rates,
-        attention_beside_link=1.0,
-        link_beside_attention=1.0,
-        launch_ms=0.0,
-        threads=1,
-    )
+    measured = figures["memory_rate"], figures["compute_rate"], rates
+    host = Host(AMPLE_BYTES, AMPLE_BYTES, *measured, 1.0, 1.0, launch_ms=0.0, threads=1)
     # FLOP a byte of KV, at as many queries as a draft has.
-    intensity = target.attention_flops * (most.queries / target.group) / target.layer_token_bytes
-    processor = Gpu(
-        name="a processor behind a paced link",
-        memory_bytes=AMPLE_BYTES,
-        memory_rate=rates[0].rate,
-        compute_rate=most.rate * intensity / 1e3,
-        to_device_rate=link / 1e9,
-        to_host_rate=link / 1e9,
-        launch_ms=0.0,
-    )
+    intensity = target.attention_flops * (rates[-1].queries / target.group) / target.layer_token_bytes
+    computing = rates[-1].rate * intensity / 1e3
+    name = "a processor behind a paced link"
+    processor = Gpu(name, AMPLE_BYTES, rates[0].rate, computing, link, link, launch_ms=0.0)
     return Hardware(host, (processor,), True)
 
 
 class MeasuredAlone(Predictor):
     """What the processor does by itself as it was measured; what comes of it over a link is predicted.
 
-    Drafting and a pass share that processor: what each is slowed by the other was measured over other links
-    than those of the rows.
-
     Args:
-        figures: values of `Turn`.
+        figures: of `References.turn`.
     """
 
     def __init__(self, request: PlanRequest, figures: dict[str, float]) -> None:
@@ -214,43 +189,11 @@ class MeasuredAlone(Predictor):
         measured = self._figures["plain_pass_ms" if queries == 1 else "pass_ms"]
         return Work(max(0.0, measured - attention) + self._figures["verdict_ms"])
 
-    def head_ms(self, dense: Work) -> float:
-        verdict = self._figures["verdict_ms"]
-        return verdict + super().head_ms(Work(dense.busy_ms - verdict))
-
-    def refresh(self) -> Refresh:
-        return replace(super().refresh(), work=Work(self._figures["refresh_ms"]), scoring=0.0)
-
     def draft(self, gamma: int) -> Work:
         return Work(gamma * self._figures["draft_token_ms"] if self.request.levels else 0.0)
 
-    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
-        return super().round_ms(self._beside(verification) if chances else verification, draft, chances)
 
-    def _beside(self, verification: PassTime) -> PassTime:
-        """The same pass while drafts are made."""
-        # What slows it is the copying that a paced link does, on cores that drafting and the pass keep busy.
-        # Some of those passes refreshed the retrieved cache as well.
-        refreshing = self.refresh_share(self.request.config.speculation.gamma2 + 1) * self.refresh().work.ms
-        copying = max(0.0, (self._figures["pass_beside_ms"] - refreshing) / self._figures["pass_ms"] - 1)
-        slower = 1 + verification.placement.streamed_tokens / self.request.context * copying
-        return replace(
-            verification,
-            dense=verification.dense * slower,
-            attention=slower * verification.attention,
-            cpu_attention=verification.cpu_attention + (slower - 1) * verification.dense.ms
-            if verification.cpu_attention
-            else 0.0,
-        )
-
-    def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
-        gamma = self.request.config.speculation.gamma2
-        speed = min(1.0, self.draft(gamma).ms / self._figures["drafting_beside_ms"])
-        meanwhile = speed * verification.ms
-        return drafting / speed if drafting < meanwhile else verification.ms + drafting - meanwhile
-
-
-def _cells(one: dict[str, Any]) -> list[str]:
+def _cells(one: Values) -> list[str]:
     name = ", ".join((one["case"], one["system"], one["placement"]))
     name += "" if one["synthetic"] is None else f", synthetic {one['synthetic']:g}"
     values = [report.number(one[side][key]) for key in TABLE for side in ("predicted", "measured")]

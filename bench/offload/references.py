@@ -8,97 +8,65 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
 from statistics import mean, median
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from bench import attention
 from bench.offload.cases import Sizes, System
-from bench.offload.held import Hold
-from bench.offload.rows import draft_token_ms, steady
-from bench.offload.text import Run, Subject, Text
+from bench.offload.rows import steady
+from bench.offload.text import Subject, Text
 from cpu_kv import CpuLink, Link, PacedLink
-from offload_rt.attention import attend, choose_backend
-from offload_rt.config import StoreConfig
-from offload_rt.machine.hardware import AttentionRate
-from offload_rt.machine.measuring import CPU, compute_rate, memory_rate
-from offload_rt.model import CausalModel
+from offload_rt.attention import choose_backend
+from offload_rt.machine.measuring import CPU, compute_rate
 from offload_rt.pace import RoundTimes
+from offload_rt.planning.shapes import ModelShape
 
 STREAM_FOR_DRAFTING = 2.0  # times what a draft takes alone
 ATTENTION_REPEATS = 7
-READ_BYTES = 2**28
+BALANCING_TURNS = 3
 AHEAD, LATE = System(1), System(0)
 
-
-@dataclass(frozen=True)
-class Turn:
-    """What was measured in one turn of the references; in ms, medians over rounds or means of them.
-
-    Attributes:
-        rate_bytes_per_second: of the paced link that followed from it.
-        draft_token_ms: to draft a token while no pass runs; the processor has waited for a link before.
-        drafting_beside_ms: for one outcome, on a link on which a pass takes about as long as that.
-        plain_pass_ms: a pass over the last token, with the KV in place.
-        pass_ms: a pass over the last token and a draft, likewise.
-        pass_beside_ms: the same while drafts are made, on a link without limit.
-        refresh_ms: to choose and copy the entries of the retrieved cache anew.
-        verdict_ms: from a pass's logits, and the drafts made beside it, to the committed tokens.
-    """
-
-    rate_bytes_per_second: float
-    draft_token_ms: float
-    drafting_beside_ms: float
-    plain_pass_ms: float
-    pass_ms: float
-    pass_beside_ms: float
-    refresh_ms: float
-    verdict_ms: float
+Turn = dict[str, float]
+"""What was measured in one turn of the references, as JSON values."""
 
 
 class References:
-    """The subject with its KV in place, and over a link of any bandwidth; on a CPU.
+    """The subject with its KV in place, and over the balanced link; on a CPU.
+
+    Args:
+        opened: closes both.
 
     Attributes:
-        attention: rates of `attention_rates`.
         tokens: what plain decoding yields, with the KV in place.
     """
 
-    BALANCING_TURNS = 3
-    NO_LIMIT = 1e12  # bytes a second
-
-    def __init__(self, subject: Subject, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.attention = attention_rates(subject.target, sizes.context, sizes.gamma)
+    def __init__(self, subject: Subject, shape: ModelShape, sizes: Sizes, opened: ExitStack) -> None:
+        self._sizes = sizes
         # Random weights agree with nobody, and what was not guessed right is not drafted to its end.
-        self._held = Hold(1.0) if subject.random_kv else None
-        self._kv_bytes = sizes.context * subject.target.kv_layout().token_bytes
-        self._link = PacedLink(self.NO_LIMIT)
+        self._held = 1.0 if subject.synthetic else None
+        self._kv_bytes = sizes.context * shape.token_bytes
+        self._link = PacedLink(1e12)  # until it is balanced
         self._ratio = 1.0
-        with ExitStack() as opened:
-            # Each by a prefill of its own: what is held against the tokens in place has its KV over a link.
-            self._over_link, self._in_place = (
-                opened.enter_context(closing(Text(subject, link, sizes.config(AHEAD), sizes.room)))
-                for link in (self._link, CpuLink())
-            )
-            for text in (self._over_link, self._in_place):
-                text.read()
-            self.tokens = self._in_place.run(sizes.config(), sizes.new_tokens).tokens
-            self._stream_ms = STREAM_FOR_DRAFTING * sizes.gamma * draft_token_ms([self._run_in_place()])
-            self.close = opened.pop_all().close
+        # Each by a prefill of its own: what is held against the tokens in place has its KV over a link.
+        self._behind_link, self._in_place = (
+            opened.enter_context(closing(Text(subject, link, sizes.config(AHEAD), sizes.room)))
+            for link in (self._link, CpuLink())
+        )
+        self._behind_link.read()
+        self._in_place.read()
+        self.tokens = self._in_place.run(sizes.config(), sizes.new_tokens).tokens
+        alone = steady(self._in_place.run(sizes.config(AHEAD), sizes.new_tokens).rounds)
+        self._stream_ms = STREAM_FOR_DRAFTING * median(one.draft_ms for one in alone)
 
-    def _run_in_place(self) -> Run:
-        return self._in_place.run(self.sizes.config(AHEAD), self.sizes.new_tokens)
-
-    def _run_over_link(self, system: System, rate: float) -> Sequence[RoundTimes]:
-        self._link.bytes_per_second = rate
-        return self._over_link.run(self.sizes.config(system), self.sizes.new_tokens, self._held).rounds
+    def _over_link(self, system: System) -> Sequence[RoundTimes]:
+        self._link.bytes_per_second = self._balanced_rate
+        return self._behind_link.run(self._sizes.config(system), self._sizes.new_tokens, self._held).rounds
 
     def _balance(self) -> None:
         """Comes nearer to the link on which a pass takes as long as drafting beside it."""
-        drafting = _drafting_ms(self._run_over_link(AHEAD, self._balanced_rate))
+        drafting = _drafting_ms(self._over_link(AHEAD))
         self._stream_ms = drafting or self._stream_ms  # 0: no pass was long enough to draft beside
 
     @property
@@ -114,36 +82,27 @@ class References:
         """Begins a case, in which carrying the KV once takes `ratio` times as long as a draft beside it."""
         self._ratio = ratio
         # A shorter stream leaves less time beside it, in which a draft takes longer: until both are alike.
-        for _ in range(self.BALANCING_TURNS):
+        for _ in range(BALANCING_TURNS):
             self._balance()
 
     def turn(self, link: Link) -> Turn:
-        """Measures everything once, and paces `link` by it."""
-        plain = self._in_place.run(self.sizes.config(), self.sizes.plain_tokens)
-        composed = self._run_in_place()
-        refresh_ms = self._in_place.refresh_ms()
-        late = steady(self._run_over_link(LATE, self._balanced_rate))
-        unlimited = self._run_over_link(AHEAD, self.NO_LIMIT)
+        """Measures everything once, in ms, and paces `link` by it."""
+        plain = self._in_place.run(self._sizes.config(), self._sizes.plain_tokens).rounds
+        drafted = self._in_place.run(self._sizes.config(AHEAD), self._sizes.new_tokens).rounds
+        late = steady(self._over_link(LATE))
         self._balance()
         if isinstance(link, PacedLink):
             link.bytes_per_second = self.rate
-        return Turn(
-            rate_bytes_per_second=self.rate,
-            draft_token_ms=sum(one.draft_ms for one in late) / max(1, sum(one.proposed for one in late)),
-            drafting_beside_ms=self._stream_ms,
-            plain_pass_ms=median(one.pass_ms for one in plain.rounds[1:]),
-            pass_ms=median(one.pass_ms for one in steady(composed.rounds)),
-            pass_beside_ms=mean(one.pass_ms for one in unlimited[1:-2] or unlimited),
-            refresh_ms=refresh_ms,
-            verdict_ms=median(one.verdict_ms for one in late),
-        )
-
-    def processor(self) -> dict[str, Any]:
-        """What it does alone with one thread, as JSON values: what `prediction-accuracy` predicts from."""
         return {
-            "attention": self.attention,
-            "memory_rate": memory_rate(CPU, READ_BYTES),
-            "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
+            # Of the paced link that followed from this turn.
+            "rate_bytes_per_second": self.rate,
+            # A token, while no pass runs; the processor has waited for a link before.
+            "draft_token_ms": sum(one.draft_ms for one in late) / max(1, sum(one.proposed for one in late)),
+            # With the KV in place: over the last token, and over it and a draft.
+            "plain_pass_ms": median(one.pass_ms for one in plain[1:]),
+            "pass_ms": median(one.pass_ms for one in steady(drafted)),
+            # From a pass's logits, and the drafts made beside it, to the committed tokens.
+            "verdict_ms": median(one.verdict_ms for one in late),
         }
 
 
@@ -155,27 +114,15 @@ def _drafting_ms(rounds: Sequence[RoundTimes]) -> float:
     return mean(guessed or [one.ahead_ms for one in rounds])
 
 
-@torch.inference_mode()
-def attention_rates(model: CausalModel, context: int, gamma: int) -> list[dict[str, float]]:
-    """GB/s at which KV of `context` tokens is attended by 1 query, by a draft of `gamma` tokens, and between.
-
-    Layers take turns, as in a pass, so that no cache holds them. Values of `AttentionRate`, by the queries
-    that a key head has.
-    """
-    queries = (1, 1 + gamma // 2, 1 + gamma)
-    backend, group = choose_backend(model.device), model.heads // model.kv_heads
-    layout = model.kv_layout(StoreConfig.page)
-    shape = (model.layers, *layout.pages_shape(layout.pages(context)))
-    pages = torch.randn(shape, dtype=model.dtype)
-    spent: dict[int, list[float]] = {count: [] for count in queries}
-    for turn in range(ATTENTION_REPEATS + 1):
-        for count, times in spent.items():
-            asked = torch.randn(model.heads, count, model.head_dim, dtype=model.dtype)
-            started = perf_counter()
-            for layer in range(model.layers):
-                attend(backend, asked, pages[layer, :, 0], pages[layer, :, 1], model.head_dim**-0.5)
-            times += [perf_counter() - started] if turn else []
-    return [
-        asdict(AttentionRate(count * group, pages.nbytes / median(times) / 1e9))
-        for count, times in spent.items()
-    ]
+def processor(shape: ModelShape, sizes: Sizes) -> dict[str, Any]:
+    """What it does alone with one thread, as JSON values: what `prediction-accuracy` predicts from."""
+    queries = tuple(sorted({shape.group * (1 + drafted) for drafted in (0, sizes.gamma // 2, sizes.gamma)}))
+    sized = (shape.kv_heads, shape.head_dim)
+    # The KV of all layers in one, so that no cache of the processor holds it.
+    case = attention.AttentionCase((sized,), shape.layers * sizes.context, queries, ATTENTION_REPEATS)
+    found = attention.measure(choose_backend(CPU), *sized, shape.dtype, case)
+    return {
+        "attention": [{"queries": one["queries"], "rate": one["ours"]["gb_s"]} for one in found["rows"]],
+        "memory_rate": found["read_rate_gb_s"],
+        "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
+    }

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from bench import report
-from bench.offload.text import Run
+from bench.offload.text import Interval, Run, interval
 from cpu_kv.link import CopyRecord
 from offload_rt.pace import RoundTimes
-from offload_rt.timeline import Span
 
 WARM_UP_ROUNDS = 1  # at the beginning of each run, not reported: nothing was streamed or drafted ahead of it
-
-Interval = tuple[float, float]
-"""Begin and end, in seconds."""
 
 
 def row(
@@ -24,10 +19,9 @@ def row(
 ) -> dict[str, Any]:
     """What several runs of one system say; times in ms, medians over rounds where nothing else is said.
 
-    All is of the steady rounds: without the first, which nothing was streamed or drafted ahead of, and the
-    last, which the end of the text cuts. `round_over_max` is of rounds whose draft had been made while the
-    pass before ran, over the longer of stream and of drafting alone. `pass_over_bound` may be below 1: a part
-    of its stream may have been carried before the pass began.
+    All is of the steady rounds. `round_over_max` is of rounds whose draft had been made while the pass before
+    ran, over the longer of stream and of drafting alone. `pass_over_bound` may be below 1: a part of its
+    stream may have been carried before the pass began.
 
     Args:
         streams: to carry the streamed share over the link once, in each run.
@@ -35,16 +29,22 @@ def row(
         draft_token: to draft a token while nothing else goes on; None for plain decoding.
     """
     rounds = [one for run in runs for one in steady(run.rounds)]
-    guesses = [one.guessed for run in runs for one in run.rounds if one.guessed is not None]
-    uses = [link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies) for run in runs]
+    every = [one for run in runs for one in run.rounds]
+    guesses = [one.guessed for one in every if one.guessed is not None]
     full = max((one.proposed for one in rounds), default=0)
     draft = full * (draft_token or 0.0)
-    held = list(zip(runs, streams, strict=True))
+    passes, guessed = list[float](), list[float]()  # over their bounds
+    for run, stream in zip(runs, streams, strict=True):
+        bound = max(stream, compute or 0.0)
+        passes += [one.pass_ms / bound for one in steady(run.rounds) if bound]
+        pairs = zip(run.rounds, run.rounds[1:-1], strict=False)
+        whole = [one for before, one in pairs if before.guessed and one.proposed == full]
+        guessed += [one.ms / max(stream, draft) for one in whole]
     return {
         "ms_per_token": report.spread([ms_per_token(run) for run in runs]),
         "tokens_per_round": sum(one.accepted + 1 for one in rounds) / len(rounds),
-        "acceptance": acceptance([one for run in runs for one in run.rounds]),
-        "rounds": sum(len(run.rounds) for run in runs),
+        "acceptance": acceptance(every),
+        "rounds": len(every),
         "outcome_hit_rate": sum(guesses) / len(guesses) if guesses else None,
         "round_ms": median(one.ms for one in rounds),
         "pass_ms": median(one.pass_ms for one in rounds),
@@ -53,23 +53,9 @@ def row(
         "stream_ms": median(streams),
         "compute_ms": compute,
         "draft_alone_ms": None if draft_token is None else draft,
-        "link_use": middle([use for use in uses if use is not None]),
-        "pass_over_bound": middle(
-            [
-                one.pass_ms / bound
-                for run, stream in held
-                for one in steady(run.rounds)
-                if (bound := max(stream, compute or 0.0))
-            ]
-        ),
-        "round_over_max": middle(
-            [
-                one.ms / max(stream, draft)
-                for run, stream in held
-                for before, one in zip(run.rounds, run.rounds[1:-1], strict=False)
-                if before.guessed and one.proposed == full
-            ]
-        ),
+        "link_use": middle([use for run in runs if (use := link_use(run)) is not None]),
+        "pass_over_bound": middle(passes),
+        "round_over_max": middle(guessed),
     }
 
 
@@ -84,9 +70,9 @@ def steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
 
 
 def ms_per_token(run: Run) -> float:
-    """From the begin of the second round to that of the last one."""
+    """From the begin of the second round to that of the last one; of all rounds, where there are too few."""
     if len(run.rounds) <= WARM_UP_ROUNDS + 1:
-        return run.ms / len(run.tokens)
+        return 1e3 * length([interval(run.rounds)]) / len(run.tokens)
     rounds = steady(run.rounds)
     tokens = sum(one.accepted + 1 for one in rounds)
     return 1e3 * (run.rounds[-1].started - rounds[0].started) / tokens
@@ -128,49 +114,21 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def on_lane(spans: Iterable[Span], lane: str) -> list[Interval]:
-    """When something ran on a lane of a timeline."""
-    return [(span.start, span.end) for span in spans if span.lane == lane]
+def on_lane(run: Run, lane: str) -> list[Interval]:
+    """When something ran on a lane of the timeline."""
+    return [(span.start, span.end) for span in run.spans if span.lane == lane]
 
 
-def link_use(passes: Sequence[Interval], copies: Sequence[CopyRecord]) -> float | None:
-    """Median over passes: bytes that the link carried to the device in a pass, over what it could have.
+def link_use(run: Run) -> float | None:
+    """Median over passes but the first: bytes that the link carried in a pass, over what it could have.
 
     A pass counts from its first copy to its last, the beginning of the next pass's stream among them: that
     is, from its begin where the link goes on at once, and to its end where it does not run dry before.
     """
-    carried = busy(copies)
+    carried = busy(run.copies)
     shares = []
-    for start, end in passes:
+    for start, end in on_lane(run, "pass")[WARM_UP_ROUNDS:]:
         within = [(max(a, start), min(b, end)) for a, b in carried if a < end and b > start]
         if within:
             shares.append(length(within) / (within[-1][1] - start))
     return middle(shares)
-
-
-def link_figures(run: Run, pinned: float) -> dict[str, Any]:
-    """What a run says of its link and its verdicts; times in ms.
-
-    Args:
-        pinned: GB/s of page-locked copies to the device alone.
-    """
-    carried = busy(run.copies)
-    rate = sum(one.byte_count for one in run.copies if not one.to_host) / (length(carried) or 1.0) / 1e9
-    share = link_use(on_lane(run.spans, "pass")[WARM_UP_ROUNDS:], run.copies)
-    rounds = steady(run.rounds)
-    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(carried)]
-    return {
-        "link_use": share and share * rate / pinned,
-        "link_use_target": 0.90,
-        "link_use_goal": 0.95,
-        "link_busy": share,
-        "copy_gb_s": rate,
-        "pinned_gb_s": pinned,
-        "longest_gap_ms": max(gaps, default=0.0),
-        "gap_ms_a_round": sum(gaps) / len(run.rounds),
-        "round_ms": median(one.ms for one in rounds),
-        "round_pass_ms": median(one.pass_ms for one in rounds),
-        "round_verdict_ms": median(one.verdict_ms for one in rounds),
-        "rounds": len(run.rounds),
-        "gb_a_round": run.bytes_to_device / len(run.rounds) / 1e9,
-    }

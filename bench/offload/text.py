@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from bench.offload.held import HeldVerifier, Hold
+from bench.offload.held import HeldVerifier
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
-from offload_rt.attention import choose_backend
-from offload_rt.caches.full import LAST_QUERIES
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
-from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine
 from offload_rt.model import CausalModel
 from offload_rt.pace import RoundTimes
 from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.session import Continuation, Session, Shared
+from offload_rt.session import Continuation
 from offload_rt.timeline import Span, Timeline
+
+Interval = tuple[float, float]
+"""Begin and end, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -33,41 +30,39 @@ class Subject:
 
     Attributes:
         prompt: tokens.
-        random_kv: its KV is drawn at random in the place of a prefill.
+        synthetic: weights and prompt are drawn at random.
     """
 
     target: CausalModel
     draft: CausalModel | None
     prompt: Sequence[int]
-    random_kv: bool = False
+    synthetic: bool = False
 
     @classmethod
     def random(cls, target: CausalModel, context: int) -> Subject:
-        """Tokens drawn at random, the same ones each time, over random KV."""
+        """A prompt drawn at random, the same one each time."""
         generator = torch.Generator().manual_seed(1)
         prompt = torch.randint(target.vocabulary, (context,), generator=generator).tolist()
-        return cls(target, None, prompt, random_kv=True)
+        return cls(target, None, prompt, synthetic=True)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One continuation.
-
-    Attributes:
-        ms: from the first round's begin to the last one's end.
-        spans, copies: what ran when; those of the time between `rounds[0].started` and the end.
-    """
+    """One continuation; `spans` and `copies` tell what ran when, from its first round to its last."""
 
     tokens: list[int]
-    ms: float
     rounds: list[RoundTimes]
     spans: list[Span]
     copies: list[CopyRecord]
-    bytes_to_device: int = 0
+
+
+def interval(rounds: Sequence[RoundTimes]) -> Interval:
+    """From the begin of the first round to the end of the last one."""
+    return rounds[0].started, rounds[-1].started + rounds[-1].ms / 1e3
 
 
 class Text:
-    """A prompt whose KV is in the store, and what continues it.
+    """A prompt over a link, and what continues it.
 
     Args:
         link: is closed with the text. One that is no `RecordingLink` leaves `Run.copies` empty.
@@ -84,100 +79,47 @@ class Text:
         new_tokens: int,
         shares: Shares = EVERYTHING_STREAMED,
     ) -> None:
-        target, draft = subject.target, subject.draft
         self.link = link
-        self._random_kv = subject.random_kv
-        self._device = target.device
-        self._engine = engine = Engine(target, draft, [config], link)
-        with ExitStack() as opened:
-            opened.callback(engine.close)
-            self._timeline = engine.timeline = Timeline()
-            backend = choose_backend(target.device)
-            shared = Shared(target, draft, engine.store, link, backend, self._timeline)
-            continuation = self._continuation(new_tokens)
-            self._session = Session(shared, engine.configs[0], subject.prompt, continuation, shares)
-            opened.callback(self._session.close)
-            if isinstance(link, RecordingLink):
-                link.record()
-            self._opened = opened.pop_all()
+        self._subject, self._new_tokens, self._shares = subject, new_tokens, shares
+        self._engine = Engine(subject.target, subject.draft, [config], link)
+        self._timeline = self._engine.timeline = Timeline()
+        self.close = self._engine.close
 
     def _continuation(self, new_tokens: int) -> Continuation:
-        return Continuation(Sampling(Sampler(), GeneratorDraws(0, self._device)), new_tokens)
+        return Continuation(Sampling(Sampler(), GeneratorDraws(0, self._subject.target.device)), new_tokens)
 
     def read(self) -> float:
-        """Takes the prompt, or random KV in its place; returns ms of its prefill."""
-        if self._random_kv:
-            self._fill()
-            return 0.0
-        return self.prefill()
-
-    def prefill(self) -> float:
-        """Takes the prompt; returns ms."""
-        self._session.prefill()
+        """Takes the prompt; returns ms of its prefill."""
+        continuation = self._continuation(self._new_tokens)
+        self._session = self._engine.open(self._subject.prompt, continuation, self._shares)
+        if isinstance(self.link, RecordingLink):
+            self.link.record()
         return self._session.prefill_ms
 
-    @torch.inference_mode()
-    def _fill(self) -> None:
-        # What is in it does not change how long anything takes.
-        full, tokens = self._session.full, self._session.prompt_tokens - 1
-        layout = full.layout
-        generator = torch.Generator(device=self._device).manual_seed(0)
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=self._device, dtype=layout.dtype)
-
-        for layer in range(layout.layers):
-            keys, values = (drawn(layout.kv_heads, tokens, layout.head_dim) for _ in range(2))
-            if self.link.in_place:
-                full.sequence.append(layer, keys, values)
-            else:
-                full.engine.write_prompt(layer, keys, values)
-                full.keep_resident(layer, keys, values)
-                full.engine.flush()
-        full.finish_prefill(tokens, drawn(layout.layers, full.heads, LAST_QUERIES, layout.head_dim))
-        self._session.take_prompt()
-
-    def run(self, config: Config, new_tokens: int, held: Hold | None = None) -> Run:
+    def run(self, config: Config, new_tokens: int, held: float | None = None) -> Run:
         """Continues the prompt greedily by a composition.
 
         Args:
-            held: the acceptance is held by a synthetic verdict.
+            held: at what a synthetic verdict holds the acceptance.
         """
-        session, link = self._session, self.link
+        session = self._session
         session.rerun(self._engine.available(config), self._continuation(new_tokens))
         if held is not None:
             session.verifier = HeldVerifier(session.verifier, held)
         self._timeline.spans.clear()
-        if isinstance(link, RecordingLink):
-            link.recorded()
-        started = perf_counter()
+        self._recorded()
         try:
             while not session.ended:
                 (round,) = self._engine.step([session])
                 if isinstance(round, Exception):
                     raise round
-            ended = perf_counter()
         finally:
-            session.stop()  # the link would go on into a pass that nobody asks for
-        copies = link.recorded() if isinstance(link, RecordingLink) else []
+            self._engine.stop(session)  # the link would go on into a pass that nobody asks for
+        start, end = interval(session.rounds)
+        copies = [copy for copy in self._recorded() if start <= copy.end and copy.start <= end]
         return Run(
-            session.tokens[session.prompt_tokens :],
-            1e3 * (ended - started),
-            session.rounds,
-            list(self._timeline.spans),
-            [copy for copy in copies if started <= copy.end and copy.start <= ended],
-            session.engine.counters.bytes_to_device,
+            session.tokens[session.prompt_tokens :], session.rounds, list(self._timeline.spans), copies
         )
 
-    @torch.inference_mode()
-    def refresh_ms(self) -> float:
-        """ms to choose and copy the entries of the retrieved cache anew; 0 where the last run had none."""
-        full, started = self._session.full, perf_counter()
-        for cache in full.derived:
-            if isinstance(cache, RetrievedCache):
-                cache.build(full.last_queries)
-        return 1e3 * (perf_counter() - started)
-
-    def close(self) -> None:
-        """Gives everything back, the link too. Idempotent."""
-        self._opened.close()
+    def _recorded(self) -> list[CopyRecord]:
+        return self.link.recorded() if isinstance(self.link, RecordingLink) else []
