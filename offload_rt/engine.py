@@ -64,7 +64,7 @@ class Engine:
                     f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
                     "put both on one device"
                 )
-            draft.share_vocabulary(target.vocabulary)
+            draft.vocabulary = target.vocabulary
         self.target = target
         self.draft = draft
         self.timeline = NO_TIMELINE
