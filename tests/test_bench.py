@@ -117,6 +117,12 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
         with pytest.raises(UsageError, match="more than the 8192 positions"):
             llm.rerun(SamplingParams(max_tokens=9000))
         assert len(llm.plain(SamplingParams(max_tokens=3)).tokens) == 3
+    with LLM.from_models(tiny_target(), config="retrieval", overrides=SMALL) as llm:
+        llm.generate(byte_ids(100), SamplingParams(max_tokens=2))
+        with pytest.raises(
+            UsageError, match="keys of chunks of 8 tokens"
+        ):  # chosen by attention, none are kept
+            llm.rerun(SamplingParams(max_tokens=2), "retrieval", by_means)
 
 
 # bad input
