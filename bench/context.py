@@ -35,7 +35,7 @@ class ContextReader(AbstractContextManager["ContextReader"]):
         on_gpu = model.device.type == "cuda"
         self._link: Link = CudaLink(model.device) if on_gpu else CpuLink()
         self._store = PagedKVStore(model.kv_layout(config.store.page), pin=on_gpu)
-        self._sequence = self._store.new_sequence(config.retrieval.chunk)
+        self._sequence = self._store.new_sequence(config.retrieval.chunk, page_means=True)
         self._sequence.reserve(room)
         self._engine = TransferEngine(
             self._sequence,
@@ -43,9 +43,7 @@ class ContextReader(AbstractContextManager["ContextReader"]):
             segment_tokens=config.store.segment_tokens,
             ring_buffers=config.store.ring_buffers,
         )
-        self.full = FullCache(
-            self._sequence, self._engine, self._store.layout, model.heads, model.device, self.backend
-        )
+        self.full = FullCache(self._engine, model.heads, self.backend)
 
     def read(self, tokens: Sequence[int], *, outputs: bool = False) -> Tensor | None:
         """Takes `tokens` into the empty cache; with `outputs`, returns the last layer's hidden states."""

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KVLayout
+from cpu_kv.layout import KVLayout, head_major
 
 
 class ChunkSummaries:
     """Means of the full chunks of one sequence, per layer: of its keys (TriForce, section 4.1) or values.
 
-    A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0. Means are summed in
-    float32 and kept in the layout's dtype. Raises ValueError for a ``chunk_size`` below 1.
+    A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0, and no chunk lies across
+    two pages. Means are summed in float32 and kept in the layout's dtype.
     """
 
     def __init__(self, layout: KVLayout, chunk_size: int):
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
         self.layout = layout
         self.chunk_size = chunk_size
         self._means = [self._storage(0) for _ in range(layout.layers)]
         self._counts = [0] * layout.layers
 
-    def count(self, layer: int) -> int:
-        """Number of full chunks of ``layer``."""
-        return self._counts[layer]
-
     def means(self, layer: int) -> Tensor:
-        """A view ``[kv_heads, count, head_dim]`` of the means, valid until the next append."""
+        """A view ``[kv_heads, full chunks, head_dim]`` of the means, valid until the next append."""
         return self._means[layer][:, : self._counts[layer]]
 
     def reserve(self, tokens: int) -> None:
@@ -43,16 +35,14 @@ class ChunkSummaries:
         full = max(length // self.chunk_size, self._counts[layer])
         return self._counts[layer] * self.chunk_size, full * self.chunk_size
 
-    def extend(self, layer: int, runs: Sequence[Tensor]) -> None:
-        """Add the chunks that ``runs`` ``[kv_heads, n, head_dim]``, in token order, fill together."""
-        # A chunk may lie across two runs, so several are joined first. That is rare and small.
-        keys = runs[0] if len(runs) == 1 else torch.cat(list(runs), dim=1)
+    def extend(self, layer: int, part: Tensor) -> None:
+        """Add the chunks of the tokens that follow, whole ones, ``[pages, kv_heads, n, head_dim]``."""
+        found = head_major(part.unflatten(2, (-1, self.chunk_size)).mean(dim=3, dtype=torch.float32))
         count = self._counts[layer]
-        full = count + keys.shape[1] // self.chunk_size
+        full = count + found.shape[1]
         if full > self._means[layer].shape[1]:
             self._grow(layer, max(full, 2 * count))
-        chunked = keys.view(keys.shape[0], full - count, self.chunk_size, keys.shape[2])
-        self._means[layer][:, count:full] = chunked.mean(dim=2, dtype=torch.float32)
+        self._means[layer][:, count:full] = found
         self._counts[layer] = full
 
     def truncate(self, length: int) -> None:

@@ -32,8 +32,8 @@ class CudaLink:
     in_place = False
     bytes_per_second = None
 
-    def __init__(self, device: torch.device | str | int, timeout: float = 60.0):
-        self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    def __init__(self, device: torch.device | str, timeout: float = 60.0):
+        self.device = torch.device(device)
         self._timeout = timeout
         self._streams = {to_host: torch.cuda.Stream(self.device) for to_host in (False, True)}
         self._urgent = torch.cuda.Stream(self.device)

@@ -15,8 +15,7 @@ KeysValues = tuple[Tensor, Tensor]
 class KVLayout:
     """Layers, heads, element type and page size of the KV of one model.
 
-    ``page_size`` is in tokens. Raises ValueError, naming the field and its value, for a size that is not
-    a positive integer or a dtype that is not floating point.
+    ``page_size`` is in tokens.
     """
 
     layers: int
@@ -24,14 +23,6 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
     page_size: int = 256
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "kv_heads", "head_dim", "page_size"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"KVLayout.{field} must be a positive integer, not {value!r}")
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise ValueError(f"KVLayout.dtype must be a floating-point torch.dtype, not {self.dtype!r}")
 
     @property
     def layer_token_bytes(self) -> int:
@@ -52,13 +43,14 @@ class KVLayout:
         """Pages that hold ``tokens`` tokens, rounded up."""
         return -(-tokens // self.page_size)
 
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of ``tokens`` tokens in all layers."""
-        return tokens * self.token_bytes
-
     def reserved_bytes(self, tokens: int) -> int:
         """Bytes of the whole pages that hold ``tokens`` tokens, in all layers."""
         return self.layers * self.pages(tokens) * self.page_bytes
+
+    def means_bytes(self, tokens: int, chunk_size: int | None, page_means: bool) -> int:
+        """Bytes of the means kept of ``tokens`` tokens; see ``PagedKVStore.new_sequence``."""
+        chunks = 0 if chunk_size is None else tokens // chunk_size
+        return (chunks + (2 * (tokens // self.page_size) if page_means else 0)) * self.token_bytes // 2
 
     def pages_shape(self, pages: int) -> tuple[int, int, int, int, int]:
         """Shape of pages of one layer, keys then values: ``[pages, 2, kv_heads, page_size, head_dim]``.

@@ -8,7 +8,9 @@ not begun: it goes before them, or, with CUDA, takes turns with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,6 +41,7 @@ class Ticket(Protocol):
 
     def wait(self) -> None:
         """Let the compute enqueued from here on wait. With CUDA the host goes on, else it waits itself."""
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Let the host wait."""
@@ -117,14 +120,11 @@ def describe(pairs: Pairs, to_host: bool) -> str:
     return f"copy {direction} of {pair_bytes(pairs):,} bytes (shapes {shapes})"
 
 
-class PassedTicket:
+class PassedTicket(Ticket):
     """A point that is passed already, or a copy that failed when it was asked for."""
 
     def __init__(self, error: CopyFailed | None = None):
         self._error = error
-
-    def wait(self) -> None:
-        self.synchronize()
 
     def synchronize(self) -> None:
         if self._error is not None:
@@ -132,6 +132,24 @@ class PassedTicket:
 
     def done(self) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class FutureTicket(Ticket):
+    """A point that another thread passes; if not in time, a copy of ``byte_count`` bytes has stalled."""
+
+    future: Future[None]
+    byte_count: int = 0
+    timeout: float = TIMEOUT_MAX
+
+    def synchronize(self) -> None:
+        try:
+            self.future.result(self.timeout)
+        except TimeoutError:
+            raise TransferStalled(self.byte_count, self.timeout) from None
+
+    def done(self) -> bool:
+        return self.future.done()
 
 
 class CpuLink:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 
-from cpu_kv.link import CopyRecord, Pairs, PassedTicket, Ticket, TransferStalled, failure, pair_bytes
+from cpu_kv.link import CopyRecord, FutureTicket, Pairs, PassedTicket, Ticket, failure, pair_bytes
 
 
 class PacedLink:
@@ -45,7 +46,7 @@ class PacedLink:
             lane.thread.submit(self._serve, lane)
         except RuntimeError as error:  # closed
             return PassedTicket(failure(pairs, to_host, error))
-        return _PacedTicket(asked.done, pairs, to_host, self._timeout)
+        return FutureTicket(asked.done, pair_bytes(pairs), self._timeout)
 
     def mark(self) -> Ticket:
         return PassedTicket()
@@ -54,8 +55,8 @@ class PacedLink:
         self._closing.set()
         for lane in self._lanes.values():
             lane.thread.shutdown(wait=True, cancel_futures=True)
-            for asked in (*lane.waiting[True], *lane.waiting[False]):
-                asked.done.cancel()
+            while waiting := lane.waiting[True] or lane.waiting[False]:
+                _fail(waiting.popleft(), lane, RuntimeError("the link was closed"))
 
     def record(self) -> None:
         self._records = []
@@ -73,37 +74,37 @@ class PacedLink:
         """Makes one of the copies that were asked for: there is one for each time this is called."""
         asked = (lane.waiting[True] or lane.waiting[False]).popleft()
         try:
-            self._run(lane, asked.pairs, asked.after, asked.at)
+            self._run(lane, asked)
         except BaseException as error:
-            asked.done.set_exception(error)
+            _fail(asked, lane, error)
         else:
             asked.done.set_result(None)
 
-    def _run(self, lane: _Lane, pairs: Pairs, after: Ticket | None, asked_at: float) -> None:
-        start = max(asked_at, lane.free_at)
-        if after is not None and not after.done():
-            after.synchronize()
+    def _run(self, lane: _Lane, asked: _Asked) -> None:
+        start, byte_count = max(asked.at, lane.free_at), pair_bytes(asked.pairs)
+        if asked.after is not None and not asked.after.done():
+            asked.after.synchronize()
             start = max(start, time.perf_counter())
-        end = start + self._latency_s + pair_bytes(pairs) / self.bytes_per_second
+        end = start + self._latency_s + byte_count / self.bytes_per_second
         if self._closing.wait(max(0.0, end - time.perf_counter())):
             raise RuntimeError("the link was closed")
         # The pace is kept over many copies: what this thread overslept, or took to move, is made up for.
         lane.free_at = end
         # The mode of a thread: without it, tensors made in inference mode could not be written to here.
         with torch.inference_mode():
-            self.move(pairs)
+            self.move(asked.pairs)
         if self._records is not None:
-            self._records.append(CopyRecord(lane.to_host, pair_bytes(pairs), start, end))
+            self._records.append(CopyRecord(lane.to_host, byte_count, start, end))
 
 
+@dataclass(frozen=True)
 class _Asked:
     """A copy that was asked for at some time, and what is known of it since."""
 
-    def __init__(self, pairs: Pairs, after: Ticket | None, at: float):
-        self.pairs = pairs
-        self.after = after
-        self.at = at
-        self.done: Future[None] = Future()
+    pairs: Pairs
+    after: Ticket | None
+    at: float
+    done: Future[None] = field(default_factory=Future)
 
 
 class _Lane:
@@ -117,25 +118,5 @@ class _Lane:
         self.free_at = 0.0
 
 
-class _PacedTicket:
-    def __init__(self, future: Future[None], pairs: Pairs, to_host: bool, timeout: float):
-        self._future = future
-        self._pairs = pairs
-        self._to_host = to_host
-        self._timeout = timeout
-
-    def wait(self) -> None:
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        try:
-            error = self._future.exception(self._timeout)
-        except TimeoutError:
-            raise TransferStalled(pair_bytes(self._pairs), self._timeout) from None
-        except CancelledError:
-            error = RuntimeError("the link was closed")
-        if error is not None:
-            raise failure(self._pairs, self._to_host, error)
-
-    def done(self) -> bool:
-        return self._future.done()
+def _fail(asked: _Asked, lane: _Lane, error: BaseException) -> None:
+    asked.done.set_exception(failure(asked.pairs, lane.to_host, error))

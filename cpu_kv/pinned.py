@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,19 +73,13 @@ class SlabAllocator:
             locking = PageLocking()
         self._locking = locking if pin else None
         self._warned = False
-        self._on_warning = on_warning or _warn
+        self._on_warning = on_warning or partial(warnings.warn, category=RuntimeWarning, stacklevel=2)
         self._slabs: dict[int, _Slab] = {}  # by the address of the memory
         self._slabs_lock = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_kv-slabs")
         # Memory that is freed while it is page-locked poisons its addresses, so an allocator that is
         # forgotten unlocks its slabs too.
         self._give_back_all = weakref.finalize(self, _give_back_all, self._slabs, self._locking)
-
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of the slabs that exist now."""
-        with self._slabs_lock:
-            return sum(slab.size for slab in self._slabs.values())
 
     @property
     def bytes_pinned(self) -> int:
@@ -178,7 +173,3 @@ def _give_back_all(slabs: dict[int, _Slab], locking: PageLocking | None) -> None
     for slab in slabs.values():
         _unlock(slab, locking)
     slabs.clear()
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)

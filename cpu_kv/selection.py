@@ -32,28 +32,20 @@ def expecting(scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(scores[:, :-1] / 2, (1, 0)) + scores
 
 
-def retrieval(scores: Tensor, count: int, first: int = 1, last: int = 0) -> Tensor:
-    """The ``count`` chunks with the highest scores, without the first and last ones, which are kept anyway.
+def retrieval(scores: Tensor, count: int, first: int = 1) -> Tensor:
+    """The ``count`` chunks with the highest scores, without the ``first`` ones, which are kept anyway.
 
-    ``scores`` ``[kv_heads, chunks]``; returns chunk numbers ``[kv_heads, count]``, falling in score. Raises
-    ValueError where there are fewer than ``count`` chunks between the ``first`` and the ``last``.
+    ``scores`` ``[kv_heads, chunks]``; returns chunk numbers ``[kv_heads, count]``, falling in score.
     """
-    available = max(scores.shape[1] - first - last, 0)
-    if not 0 <= count <= available:
-        raise ValueError(
-            f"cannot choose {count} chunks: {available} are left of {scores.shape[1]} "
-            f"without the first {first} and the last {last}"
-        )
-    return _largest(scores[:, first : first + available], count) + first
+    return _largest(scores[:, first:], count) + first
 
 
 def exact_top_k(queries: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
     """The ``count`` tokens with the largest attention mass, summed over the queries: the best choice.
 
     ``queries`` ``[kv_heads, grouped, head_dim]``, ``keys`` ``[kv_heads, tokens, head_dim]``; returns token
-    numbers ``[kv_heads, count]``, falling in mass. Raises ValueError where ``count`` exceeds the tokens.
+    numbers ``[kv_heads, count]``, falling in mass.
     """
-    _check_count(count, keys.shape[1])
     return _largest(_attention(queries, keys, scale).sum(dim=1), count)
 
 
@@ -70,8 +62,3 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     number = torch.arange(scores.shape[1], device=scores.device)
     return (rising * 2**32 - number).topk(count, dim=1).indices
-
-
-def _check_count(count: int, available: int) -> None:
-    if not 0 <= count <= available:
-        raise ValueError(f"cannot choose {count} of {available} tokens")

@@ -11,13 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from types import TracebackType
 
 from torch import Tensor
 
 from cpu_kv.chunks import ChunkSummaries
-from cpu_kv.gathering import UnitSource, gather_units
-from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, parts_of_pages
+from cpu_kv.gathering import gather_units
+from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
 from cpu_kv.pinned import SlabAllocator, pieces
 
 
@@ -55,7 +54,7 @@ class PagedKVStore:
     ``pin``: page-locked memory, which a GPU copies from at full rate. ``slab_tokens``: tokens that a
     sequence grows by where it has not reserved. ``on_warning`` hears once if page-locking is refused.
     A store and its sequences are used from one thread; memory is allocated in another one.
-    Raises ValueError for a ``slab_tokens`` below 1, RuntimeError for use after ``close``.
+    Raises RuntimeError for use after ``close``.
     """
 
     def __init__(
@@ -66,8 +65,6 @@ class PagedKVStore:
         slab_tokens: int = 4096,
         on_warning: Callable[[str], None] | None = None,
     ):
-        if slab_tokens < 1:
-            raise ValueError(f"slab_tokens must be at least 1, not {slab_tokens}")
         self.layout = layout
         self._slab_pages = layout.pages(slab_tokens)
         self._allocator = SlabAllocator(pin, on_warning)
@@ -77,13 +74,14 @@ class PagedKVStore:
         self._sequences: set[SequenceKV] = set()
         self._closed = False
 
-    def new_sequence(self, chunk_size: int | None = None) -> SequenceKV:
-        """An empty sequence; with ``chunk_size`` (in tokens) it keeps means too.
+    def new_sequence(self, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
+        """An empty sequence, which may keep means too, as its tokens come.
 
-        ``summaries``: of each chunk's keys; ``page_means``: of each page's keys, and of its values.
+        ``chunk_size`` (in tokens): of each chunk's keys, in ``summaries``. ``page_means``: of pages' keys,
+        and of their values.
         """
         self._check_open()
-        sequence = SequenceKV(self, chunk_size)
+        sequence = SequenceKV(self, chunk_size, page_means)
         self._sequences.add(sequence)
         return sequence
 
@@ -96,7 +94,7 @@ class PagedKVStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of the keys and values in all sequences."""
-        tokens = sum(sum(sequence.layer_lengths) for sequence in self._sequences)
+        tokens = sum(sum(sequence._lengths) for sequence in self._sequences)
         return tokens * self.layout.layer_token_bytes
 
     def close(self) -> None:
@@ -111,9 +109,7 @@ class PagedKVStore:
     def __enter__(self) -> PagedKVStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # What sequences use.
@@ -175,32 +171,29 @@ class SequenceKV:
     the sequence or its store is closed, ValueError for a layer that does not exist.
     """
 
-    def __init__(self, store: PagedKVStore, chunk_size: int | None):
-        self.layout = store.layout
-        self.summaries = None if chunk_size is None else ChunkSummaries(store.layout, chunk_size)
-        pages = [ChunkSummaries(store.layout, store.layout.page_size) for _ in range(2)]
-        self.page_means = None if chunk_size is None else (pages[0], pages[1])
+    def __init__(self, store: PagedKVStore, chunk_size: int | None, page_means: bool):
+        self.layout = layout = store.layout
+        self.summaries: ChunkSummaries | None = None
+        self.page_means: tuple[ChunkSummaries, ChunkSummaries] | None = None
+        self._means: list[tuple[ChunkSummaries, int]] = []  # all, with whether of keys (0) or of values (1)
+        if chunk_size is not None:
+            self.summaries = ChunkSummaries(layout, chunk_size)
+            self._means.append((self.summaries, 0))
+        if page_means:
+            self.page_means = (
+                ChunkSummaries(layout, layout.page_size),
+                ChunkSummaries(layout, layout.page_size),
+            )
+            self._means += zip(self.page_means, (0, 1), strict=True)
         self._store = store
         self._runs: list[_Run] = []
-        self._lengths = [0] * store.layout.layers
+        self._lengths = [0] * layout.layers
         self._closed = False
-
-    def _means(self) -> list[tuple[ChunkSummaries, int]]:
-        """The means that are kept, each with whether it is of keys (0) or values (1)."""
-        if self.summaries is None or self.page_means is None:
-            return []
-        keys, values = self.page_means
-        return [(self.summaries, 0), (keys, 0), (values, 1)]
 
     @property
     def length(self) -> int:
         """Number of tokens that are present in every layer."""
         return min(self._lengths)
-
-    @property
-    def layer_lengths(self) -> tuple[int, ...]:
-        """Number of tokens that are present in each layer."""
-        return tuple(self._lengths)
 
     def layer_length(self, layer: int) -> int:
         """Number of tokens that are present in ``layer``."""
@@ -215,7 +208,7 @@ class SequenceKV:
         """
         self._check()
         self._grow(tokens, slab_pages=1)
-        for means, _ in self._means():
+        for means, _ in self._means:
             means.reserve(tokens)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -250,10 +243,10 @@ class SequenceKV:
         if count < 0 or length > room:
             raise ValueError(f"cannot advance by {count} from {self._lengths[layer]}: room for {room}")
         self._lengths[layer] = length
-        for means, side in self._means():
+        for means, side in self._means:
             start, end = means.missing(layer, length)
-            if start < end:
-                means.extend(layer, [head_major(run[side]) for run in self._span(layer, start, end)])
+            for part in self._span(layer, start, end) if start < end else ():
+                means.extend(layer, part[side])
 
     def truncate(self, length: int) -> None:
         """Roll every layer back to ``length`` tokens and give the pages past it back to the store.
@@ -264,7 +257,7 @@ class SequenceKV:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate to {length}: {self.length} tokens are present")
         self._lengths = [length] * self.layout.layers
-        for means, _ in self._means():
+        for means, _ in self._means:
             means.truncate(length)
         self._keep_pages(self.layout.pages(length))
 
@@ -274,8 +267,10 @@ class SequenceKV:
         As few pieces ``[pages, kv_heads, tokens, head_dim]`` as the pages allow, in token order: runs of
         whole pages, and parts of the others. Raises ValueError for a range that is not present.
         """
-        end = self.layer_length(layer) if end is None else end
-        self.check_present(layer, start, end)
+        present = self.layer_length(layer)
+        end = present if end is None else end
+        if not 0 <= start <= end <= present:
+            raise ValueError(f"tokens {start} to {end} of layer {layer}: {present} are present")
         return self._span(layer, start, end)
 
     def memory(self, layer: int, start: int, end: int) -> list[Tensor]:
@@ -294,33 +289,20 @@ class SequenceKV:
             found += _locked_pieces(memory, first, last)
         return found
 
-    def check_present(self, layer: int, start: int, end: int) -> None:
-        """Raises ValueError unless ``layer`` holds the tokens ``start`` .. ``end``."""
-        if not 0 <= start <= end <= self.layer_length(layer):
-            raise ValueError(f"tokens {start} to {end} of layer {layer}: {self._lengths[layer]} are present")
+    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues) -> None:
+        """Copy the full chunks ``chunks`` ``[kv_heads, m]``, in any order, to ``out`` on the CPU.
 
-    def gather_chunks(
-        self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues | None = None
-    ) -> KeysValues:
-        """Copies of the full chunks ``chunks`` ``[kv_heads, m]``, in any order.
-
-        Chunk ``c`` is the tokens from ``c * chunk_size`` on. Returns K and V
-        ``[kv_heads, m * chunk_size, head_dim]``. ``out``: CPU tensors to write to. Fastest where
-        ``page_size`` is a multiple of ``chunk_size``. Raises ValueError for a chunk that is not full.
+        Chunk ``c`` is the tokens from ``c * chunk_size`` on, a part of a page. ``out``: K and V
+        ``[kv_heads, m * chunk_size, head_dim]``. Raises ValueError for a chunk that is not full, for one that
+        may cross pages, and for tensors of the wrong shape, dtype or device.
         """
         self._check(layer)
-        return gather_units(
-            self.layout,
-            [
-                UnitSource(self._store._memory(run.slab, layer), run.first, run.start)
-                for run in self._runs
-                if run.start * self.layout.page_size < self._lengths[layer]
-            ],
-            self._lengths[layer],
-            chunks,
-            chunk_size,
-            out,
-        )
+        sources = [
+            (self._store._memory(run.slab, layer), run.first, run.start)
+            for run in self._runs
+            if run.start * self.layout.page_size < self._lengths[layer]
+        ]
+        gather_units(self.layout, sources, self._lengths[layer], chunks, chunk_size, out)
 
     def close(self) -> None:
         """Give all pages back to the store. Idempotent."""

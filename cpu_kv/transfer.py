@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
-from cpu_kv.link import CopyFailed, Link, Ticket, TransferStalled, pair_bytes
+from cpu_kv.link import CopyFailed, FutureTicket, Link, Ticket, TransferStalled, pair_bytes
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
 
@@ -35,15 +35,6 @@ class TransferCounters:
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """Tokens start .. end of a layer: what one staging buffer holds."""
-
-    layer: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class _WriteBack:
     """A write-back under way. It holds its source, which may not be freed before."""
 
@@ -51,22 +42,6 @@ class _WriteBack:
     tokens: int
     source: Tensor
     ticket: Ticket
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """The point at which what came to the host is in its pages."""
-
-    future: Future[None]
-
-    def wait(self) -> None:
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        self.future.result()
-
-    def done(self) -> bool:
-        return self.future.done()
 
 
 @dataclass(frozen=True)
@@ -107,8 +82,8 @@ class TransferEngine:
         self._scattering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_kv-write-back")
         self._closed = False
 
-    def stream(self, end: int, layers: Sequence[int] | None = None, *, start: int = 0) -> LayerStream:
-        """One pass over the tokens ``start`` .. ``end``, whole pages, of ``layers`` (default: all), in order.
+    def stream(self, end: int, *, start: int = 0) -> LayerStream:
+        """One pass over the tokens ``start`` .. ``end``, whole pages, of all layers.
 
         Prefetching starts at once, as far as the ring has room. While streams before it are not at their
         end, what is left of them goes first: so the link runs ahead into the next pass. Waits for
@@ -117,12 +92,12 @@ class TransferEngine:
         """
         self._check_open()
         self.sequence.layout.check_whole(start, end)
-        layers = range(self.sequence.layout.layers) if layers is None else layers
-        if any(self.sequence.layer_length(layer) < end for layer in layers):
+        self.collect()
+        if self.sequence.length < end:
             self.flush()
-        for layer in layers:
-            self.sequence.check_present(layer, start, end)
-        stream = LayerStream(self, self._ring, start, end, layers)
+        if not 0 <= start <= end <= self.sequence.length:
+            raise ValueError(f"tokens {start} to {end}: {self.sequence.length} are present in every layer")
+        stream = LayerStream(self, self._ring, start, end)
         self._streams.append(stream)
         self._prefetch()
         return stream
@@ -142,8 +117,6 @@ class TransferEngine:
         """
         self._check_open()
         layers = range(self.sequence.layout.layers)
-        if not len(keys) == len(values) == len(layers):
-            raise ValueError(f"keys and values of {len(keys)} and {len(values)} layers, not of {len(layers)}")
         count = self.sequence.layout.tokens_in(keys[0], values[0])
         if self.link.in_place:
             for layer in layers:
@@ -153,7 +126,7 @@ class TransferEngine:
         arrived = self._incoming.take(packed.shape)
         slots = [self.sequence.slots(layer, count, self._ahead(layer)) for layer in layers]
         copied = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)
-        ticket = Scattered(self._scattering.submit(_scatter, copied, arrived, slots))
+        ticket = FutureTicket(self._scattering.submit(_scatter, copied, arrived, slots))
         self._incoming.hold(ticket)
         self._writes.append(_WriteBack(layers, count, packed, ticket))
         self.collect()
@@ -205,46 +178,37 @@ class TransferEngine:
         while self._writes:
             self._finish_oldest_write()
 
-    def gather_chunks(
-        self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues | None = None
-    ) -> KeysValues:
+    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues) -> None:
         """``SequenceKV.gather_chunks`` to the link's device; ``chunks`` may be on any device.
 
-        Waits for write-backs. Compute that follows may read the result as it is.
+        Waits for write-backs; compute that follows may read ``out`` as it is.
         """
-        self._check_open()
-        self.flush()
-        chunks = chunks.cpu()
-        if self.link.in_place:
-            return self.sequence.gather_chunks(layer, chunks, chunk_size, out)
-        layout = self.sequence.layout
-        shape = (layout.kv_heads, chunks.shape[1] * chunk_size, layout.head_dim)
-        if out is not None and any(part.shape != shape or part.dtype != layout.dtype for part in out):
-            raise ValueError(f"out must be two tensors {list(shape)} {layout.dtype}")
-        packed = self.outgoing(2, *shape)
-        self.sequence.gather_chunks(layer, chunks, chunk_size, (packed[0], packed[1]))
-        keys, values = self.await_sent(self.start_sending(packed))
-        if out is None:
-            return keys, values
-        out[0].copy_(keys)
-        out[1].copy_(values)
-        return out
+        chosen = chunks.cpu()
+        self._fetch(lambda here: self.sequence.gather_chunks(layer, chosen, chunk_size, here), out)
 
     def read(self, layer: int, start: int, end: int, out: KeysValues) -> None:
         """Copy the tokens ``start`` .. ``end`` of ``layer`` to ``out`` ``[kv_heads, end - start, head_dim]``.
 
         ``out`` is on the link's device. Waits for write-backs; compute that follows may read it as it is.
         """
+
+        def copy(here: KeysValues) -> None:
+            for part, place in cut_alike(self.sequence.views(layer, start, end), *here):
+                place.copy_(part)
+
+        self._fetch(copy, out)
+
+    def _fetch(self, read: Callable[[KeysValues], None], out: KeysValues) -> None:
+        """Let ``read`` fill ``out``: in place, or by way of host memory."""
         self._check_open()
         self.flush()
-        packed = None if self.link.in_place else self.outgoing(2, *out[0].shape)
-        here = out if packed is None else (packed[0], packed[1])
-        for part, place in cut_alike(self.sequence.views(layer, start, end), *here):
+        if self.link.in_place:
+            read(out)
+            return
+        packed = self.outgoing(2, *out[0].shape)
+        read((packed[0], packed[1]))
+        for place, part in zip(out, self.await_sent(self.start_sending(packed)), strict=True):
             place.copy_(part)
-        if packed is not None:
-            keys, values = self.await_sent(self.start_sending(packed))
-            out[0].copy_(keys)
-            out[1].copy_(values)
 
     def outgoing(self, *shape: int) -> Tensor:
         """Host memory, of the layout's dtype, for what ``start_sending`` is then given."""
@@ -300,12 +264,11 @@ class TransferEngine:
         to_host: bool = False,
         urgent: bool = False,
     ) -> Ticket:
-        if not self.link.in_place:
-            self.counters.copies += len(pairs)
-            if to_host:
-                self.counters.bytes_to_host += pair_bytes(pairs)
-            else:
-                self.counters.bytes_to_device += pair_bytes(pairs)
+        self.counters.copies += len(pairs)
+        if to_host:
+            self.counters.bytes_to_host += pair_bytes(pairs)
+        else:
+            self.counters.bytes_to_device += pair_bytes(pairs)
         return self.link.copy(pairs, after, to_host=to_host, urgent=urgent)
 
     def _wait(self, ticket: Ticket) -> None:
@@ -341,35 +304,27 @@ def _scatter(copied: Ticket, arrived: Tensor, slots: Sequence[Sequence[KeysValue
 
 
 class LayerStream:
-    """One pass over the tokens ``start`` .. ``end`` of the layers. Made by ``TransferEngine.stream``.
+    """One pass over the tokens ``start`` .. ``end`` of all layers. Made by ``TransferEngine.stream``.
 
-    Ask for the segments of the layers in the order given to it, all of one layer before the next, and all
-    of one stream before the next one of the engine.
+    Ask for the segments of one layer after the other, and of one stream of the engine after the other.
     """
 
-    def __init__(
-        self, engine: TransferEngine, ring: StagingRing | None, start: int, end: int, layers: Sequence[int]
-    ):
+    def __init__(self, engine: TransferEngine, ring: StagingRing | None, start: int, end: int):
         self.start = start
         self.end = end
         self._engine = engine
         self._ring = ring
-        self._layers = deque(layers)
+        self._layer = 0  # whose turn it is
         self._closed = False
-        # The way of a segment: planned, then being copied, then read by the compute.
-        self._planned: deque[_Segment] = deque()
-        self._copying: deque[tuple[_Segment, StagingSlot]] = deque()
+        # The way of a segment: planned (layer, start, end), then being copied to pages of a slot, then read.
+        self._planned: deque[tuple[int, int, int]] = deque()
+        self._copying: deque[tuple[Tensor, StagingSlot]] = deque()
         self._reading: StagingSlot | None = None
         if ring is not None:
-            step = ring.segment_tokens
-            self._planned.extend(
-                _Segment(layer, at, min(at + step, end)) for layer in layers for at in range(start, end, step)
+            layers, step = range(engine.sequence.layout.layers), ring.segment_tokens
+            self._planned += (
+                (layer, at, min(at + step, end)) for layer in layers for at in range(start, end, step)
             )
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left of the stream."""
-        return not (self._layers or self._planned or self._copying or self._reading)
 
     def segments(self, layer: int) -> Iterator[KeysValues]:
         """K and V ``[pages, kv_heads, page_size, head_dim]`` of ``layer`` on the link's device, in order.
@@ -377,9 +332,8 @@ class LayerStream:
         Each pair is valid until the next one is asked for. Raises RuntimeError where it is not the layer's
         or the stream's turn, CopyFailed or TransferStalled where the link fails.
         """
-        if not self._layers or self._layers[0] != layer or self._reading is not None:
-            left = ", ".join(str(turn) for turn in self._layers) or "none"
-            raise RuntimeError(f"it is not the turn of layer {layer}: the layers left are {left}")
+        if self._closed or layer != self._layer or self._reading is not None:
+            raise RuntimeError(f"it is not the turn of layer {layer}, but of {self._layer}")
         if self._engine._streams[0] is not self:
             raise RuntimeError("the stream before this one is neither at its end nor closed")
         pairs: Iterable[KeysValues]
@@ -391,8 +345,8 @@ class LayerStream:
             yield pair
             if self._closed:
                 raise RuntimeError("the stream was closed while its segments were read")
-        self._layers.popleft()
-        if not self._layers:
+        self._layer += 1
+        if self._layer == self._engine.sequence.layout.layers:
             self._engine._streams.popleft()
             self._engine._prefetch()
 
@@ -401,14 +355,11 @@ class LayerStream:
         # Copies under way into released slots do no harm: the next copy into a slot comes after them.
         self._closed = True
         if self._ring is not None:
-            for segment, slot in self._copying:
+            for pages, slot in self._copying:
                 self._ring.release(slot)
-                tokens = segment.end - segment.start
-                layer_bytes = self._engine.sequence.layout.layer_token_bytes
-                self._engine.counters.bytes_abandoned += tokens * layer_bytes
+                self._engine.counters.bytes_abandoned += pages.nbytes
             if self._reading is not None:
                 self._ring.release(self._reading)
-        self._layers.clear()
         self._planned.clear()
         self._copying.clear()
         self._reading = None
@@ -419,9 +370,8 @@ class LayerStream:
 
     def _through(self, ring: StagingRing) -> Iterator[KeysValues]:
         for _ in range(self.start, self.end, ring.segment_tokens):
-            segment, self._reading = self._copying.popleft()
+            pages, self._reading = self._copying.popleft()
             self._engine._wait(self._reading.ready)
-            pages = self._reading.memory[: self._engine.sequence.layout.pages(segment.end - segment.start)]
             yield pages[:, 0], pages[:, 1]
             ring.release(self._reading)
             self._reading = None
@@ -432,13 +382,13 @@ class LayerStream:
 
         The host waits for a buffer that is still being read only where the link has nothing left to do.
         """
-        ring = self._ring
+        engine, ring = self._engine, self._ring
         while self._planned and ring is not None and ring.room:
-            if self._engine._copying and not ring.ready_to_fill:
+            if engine._copying and not ring.ready_to_fill:
                 break
-            slot, segment = ring.acquire(), self._planned.popleft()
-            pieces = self._engine.sequence.memory(segment.layer, segment.start, segment.end)
-            counts = [piece.numel() for piece in pieces]
-            places = slot.memory.view(-1)[: sum(counts)].split(counts)
-            slot.ready = self._engine._copy(list(zip(places, pieces, strict=True)))
-            self._copying.append((segment, slot))
+            slot, (layer, start, end) = ring.acquire(), self._planned.popleft()
+            pages = slot.memory[: engine.sequence.layout.pages(end - start)]
+            pieces = engine.sequence.memory(layer, start, end)
+            places = pages.view(-1).split([piece.numel() for piece in pieces])
+            slot.ready = engine._copy(list(zip(places, pieces, strict=True)))
+            self._copying.append((pages, slot))

@@ -288,7 +288,7 @@ class LLM:
 
         Args:
             config: another composition; None: this LLM's own. Its prefill and store are those of the first
-                time, and a composition that retrieves needs a first one that did, in chunks of the same size.
+                time, when the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
             overrides: config values by full key, where a `config` is named.
 
         Returns:

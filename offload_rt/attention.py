@@ -12,41 +12,46 @@ are folded into the query length, so keys and values are never repeated in memor
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cpu_kv import head_major
 from offload_rt.native import Kernel, load_kernel
-from offload_rt.weighing import Weighed, WeighedByProduct
+from offload_rt.weighing import Weighed
 
 _HALVES = (torch.float16, torch.bfloat16)
 CORES_FOR_THE_GPU = 3  # of the threads that run a pass, draft, and choose chunks meanwhile
 WORTH_IT = 0.95  # of the time of torch's op: what another one must stay under
 
 
-class AttentionBackend(Protocol):
-    """One way to compute attention on folded heads.
-
-    queries `[kv_heads, folded_query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`, mask
-    as `mask` prepares it or None; returns out and lse `[kv_heads, folded_query]`.
-    """
+class AttentionBackend(ABC):
+    """One way to compute attention on folded heads."""
 
     name: str
+    weighed_tokens = 4096  # whose scores are in memory at a time
 
+    @abstractmethod
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse `[kv_heads, folded_query]`.
 
+        Queries `[kv_heads, folded_query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`;
+        a mask as `mask` prepares it, None: every key is seen.
+        """
+
+    @abstractmethod
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Square causal attention: queries `[heads, n, head_dim]` over as many keys, not folded."""
 
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """An additive mask `[folded_query, tokens]` as calls with queries of `dtype` take it."""
+        return mask
 
     def weighed(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int, weighed: Weighed
@@ -54,34 +59,60 @@ class AttentionBackend(Protocol):
         """Out, lse, and how much the weighed queries attend to every `unit` tokens.
 
         A unit is a part of a page. The last are `[kv_heads, weighed_query, units]` in float32; a query's are
-        one in all.
+        one in all. By one more product, over keys that are there anyway.
         """
+        out, lse = self(queries, keys, values, scale, None)
+        # Scaled before the product, whose sums may be more than float16 holds.
+        asking, asked = scale * weighed.rows(queries), weighed.rows(lse)[..., None]
+        tokens = max(unit, self.weighed_tokens // unit * unit)
+        columns = []
+        for part in keys.split(tokens, dim=2):
+            rows = [
+                ((asking @ pages.mT).to(lse.dtype) - asked).exp_().unflatten(-1, (-1, unit)).sum(-1)
+                for pages in part.split(max(1, tokens // part.shape[2]))
+            ]
+            columns.append(torch.cat(rows))
+        units = torch.cat(columns, dim=-1).permute(1, 2, 0, 3).flatten(2)
+        return out, lse, units.float()
 
 
-_Dense = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Queries, keys and values `[batch, heads, tokens, head_dim]` to out and lse `[batch, heads, query]`."""
+class _TorchBackend(AttentionBackend):
+    """By an op for batches `[batch, heads, tokens, head_dim]` that knows no pages."""
+
+    @abstractmethod
+    def _dense(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Out and lse `[batch, heads, query]`."""
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        # Each page is a batch entry, and their results merge. Where that would be larger than the keys, the
+        # pages are put side by side first.
+        pages, _, tokens, _ = keys.shape
+        if pages > 1 and (mask is not None or queries.shape[1] > tokens):
+            keys, values = head_major(keys)[None], head_major(values)[None]
+            pages = 1
+        out, lse = self._dense(queries.expand(pages, -1, -1, -1), keys, values, scale, mask, causal=False)
+        if pages == 1:
+            return out[0], lse[0]
+        total = lse.logsumexp(0)
+        weights = (lse - total).exp()[..., None]
+        return (out.to(lse.dtype) * weights).sum(0).to(out.dtype), total
+
+    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        # Key heads become the batch and their query heads the heads, with stride 0 on the keys: a causal
+        # mask needs each query head's rows apart, and this still repeats nothing.
+        group = len(queries) // len(keys)
+        keys, values = (part[:, None].expand(-1, group, -1, -1) for part in (keys, values))
+        out, lse = self._dense(
+            queries.unflatten(0, (len(keys), group)), keys, values, scale, None, causal=True
+        )
+        return out.flatten(0, 1), lse.flatten(0, 1)
 
 
-def _over_pages(
-    dense: _Dense, queries: Tensor, keys: Tensor, values: Tensor, masked: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention over pages by a kernel that knows none: each is a batch entry, and their results merge.
-
-    Where that would be larger than the keys, the pages are put side by side first.
-    """
-    pages, _, tokens, _ = keys.shape
-    if pages > 1 and (masked or queries.shape[1] > tokens):
-        keys, values = head_major(keys)[None], head_major(values)[None]
-        pages = 1
-    out, lse = dense(queries.expand(pages, -1, -1, -1), keys, values)
-    if pages == 1:
-        return out[0], lse[0]
-    total = lse.logsumexp(0)
-    weights = (lse - total).exp()[..., None]
-    return (out.to(lse.dtype) * weights).sum(0).to(out.dtype), total
-
-
-class TorchCpuBackend(WeighedByProduct):
+class TorchCpuBackend(_TorchBackend):
     """torch's flash kernel for CPUs.
 
     Args:
@@ -94,43 +125,30 @@ class TorchCpuBackend(WeighedByProduct):
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads
 
+    def _dense(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return found
+
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if keys.numel() == 0:  # torch's kernel divides by zero there, and the process dies of it
             wide = torch.promote_types(queries.dtype, torch.float32)
             return torch.zeros_like(queries), queries.new_full(queries.shape[:2], -torch.inf, dtype=wide)
-
-        def dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
-            )
-            return found
-
         with _torch_threads(self.threads):
-            out, lse = _over_pages(dense, queries, keys, values, mask is not None)
+            out, lse = super().__call__(queries, keys, values, scale, mask)
         if mask is not None:
             # It says 0 for the log-sum-exp of a query that sees nothing: merged, such a part would count.
             lse.masked_fill_(torch.isneginf(mask).all(-1), -torch.inf)
         return out, lse
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        # Key heads become the batch and their query heads the heads, with stride 0 on the keys: a causal
-        # mask needs each query head's rows apart, and this still repeats nothing.
-        batch, group = len(keys), len(queries) // len(keys)
         with _torch_threads(self.threads):
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries.unflatten(0, (batch, group)),
-                keys[:, None].expand(-1, group, -1, -1),
-                values[:, None].expand(-1, group, -1, -1),
-                0.0,
-                True,
-                scale=scale,
-            )
-        return out.flatten(0, 1), lse.flatten(0, 1)
-
-    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        return mask
+            return super().causal(queries, keys, values, scale)
 
 
 @contextmanager
@@ -180,50 +198,31 @@ class NativeCpuBackend(TorchCpuBackend):
         return *kernel.attend(queries, keys, values, scale, None, self.threads, units, *every), units
 
 
-class TorchCudaBackend(WeighedByProduct):
+class TorchCudaBackend(_TorchBackend):
     """torch's fused kernels for CUDA: flash without a mask in 16 bits, else the memory-efficient one."""
 
     name = "torch-cuda"
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+    def _dense(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        def dense(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            if mask is None and queries.dtype in _HALVES:
-                out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-                    queries, keys, values, 0.0, False, False, scale=scale
-                )
-                return out, lse
-            bias = None if mask is None else mask.expand(1, keys.shape[1], -1, -1)
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-                queries, keys, values, bias, True, 0.0, False, scale=scale
+        if mask is None and queries.dtype in _HALVES:
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+                queries, keys, values, 0.0, causal, False, scale=scale
             )
-            return out, lse[..., : queries.shape[2]]  # the kernel pads lse to a multiple of 32
-
-        return _over_pages(dense, queries, keys, values, mask is not None)
+            return out, lse
+        bias = None if mask is None else mask.expand(1, keys.shape[1], -1, -1)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            queries, keys, values, bias, True, 0.0, causal, scale=scale
+        )
+        return out, lse[..., : queries.shape[2]]  # the kernel pads lse to a multiple of 32
 
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         rows, columns = mask.shape
         padded = -(-columns // self._mask_alignment) * self._mask_alignment
         bias = mask.new_zeros(rows, padded, dtype=dtype)[:, :columns]
         return bias.copy_(mask)
-
-    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        group = len(queries) // len(keys)
-        batched = queries.unflatten(0, (len(keys), group))
-        wide_keys = keys[:, None].expand(-1, group, -1, -1)
-        wide_values = values[:, None].expand(-1, group, -1, -1)
-        if queries.dtype in _HALVES:
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-                batched, wide_keys, wide_values, 0.0, True, False, scale=scale
-            )
-        else:
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-                batched, wide_keys, wide_values, None, True, 0.0, True, scale=scale
-            )
-            lse = lse[..., : queries.shape[1]]
-        return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 class FlashAttnBackend(TorchCudaBackend):
@@ -240,25 +239,20 @@ class FlashAttnBackend(TorchCudaBackend):
 
         self._flash = flash_attn_func
 
-    def _run(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool
+    def _dense(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
     ) -> tuple[Tensor, Tensor]:
+        if mask is not None or queries.dtype not in _HALVES:
+            return super()._dense(queries, keys, values, scale, mask, causal)
         parts = (part.transpose(1, 2) for part in (queries, keys, values))
         out, lse, _ = self._flash(*parts, softmax_scale=scale, causal=causal, return_attn_probs=True)
         return out.transpose(1, 2), lse
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if mask is not None or queries.dtype not in _HALVES:
-            return super().__call__(queries, keys, values, scale, mask)
-        dense = partial(self._run, scale=scale, causal=False)
-        return _over_pages(dense, queries, keys, values, masked=False)
-
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if queries.dtype not in _HALVES:
             return super().causal(queries, keys, values, scale)
-        out, lse = self._run(queries[None], keys[None], values[None], scale, causal=True)
+        # It knows grouped heads.
+        out, lse = self._dense(queries[None], keys[None], values[None], scale, None, causal=True)
         return out[0], lse[0]
 
 
@@ -276,10 +270,8 @@ def choose_backend(device: torch.device, threads: int | None = None) -> Attentio
 
 def cpu_share_backend(device: torch.device) -> AttentionBackend:
     """For the share of attention that the CPU takes off `device`."""
-    cpu = torch.device("cpu")
-    if device.type == "cpu":
-        return choose_backend(cpu)
-    return choose_backend(cpu, max(1, torch.get_num_threads() - CORES_FOR_THE_GPU))
+    threads = None if device.type == "cpu" else max(1, torch.get_num_threads() - CORES_FOR_THE_GPU)
+    return choose_backend(torch.device("cpu"), threads)
 
 
 @cache

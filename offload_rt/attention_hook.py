@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -139,21 +140,10 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
         )
     if config.is_heterogeneous:
         raise UsageError(f"{name}: {kind} is not supported: its layers differ in their sizes")
-    body = getattr(model, "model", None)
-    missing = [
-        part
-        for part, owner in (
-            ("model.embed_tokens", getattr(body, "embed_tokens", None)),
-            ("model.layers", getattr(body, "layers", None)),
-            ("model.norm", getattr(body, "norm", None)),
-            ("model.rotary_emb", getattr(body, "rotary_emb", None)),
-            ("lm_head", getattr(model, "lm_head", None)),
-        )
-        if owner is None
-    ]
+    missing = [path for path in _MODULES if _module(model, path) is None]
     if missing:
         raise UsageError(f"{name}: {kind} is not supported: it has no {', '.join(missing)}")
-    rope = getattr(body.rotary_emb, "rope_type", "default")  # type: ignore[union-attr]
+    rope = getattr(_module(model, "model.rotary_emb"), "rope_type", "default")
     # Of models with several types of layers, which have a dict, none has LongRoPE yet.
     changing = {"dynamic"} & {rope} if isinstance(rope, str) else {"dynamic", "longrope"} & {*rope.values()}
     if changing:
@@ -163,3 +153,10 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
         )
     if not isinstance(rope, str) and "full_attention" not in rope:
         raise UsageError(f"{name}: {kind} is not supported: its full attention has no rotary frequencies")
+
+
+_MODULES = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+
+
+def _module(model: Any, path: str) -> Any:
+    return reduce(lambda owner, part: getattr(owner, part, None), path.split("."), model)

@@ -328,6 +328,13 @@ class Config:
         levels = self.speculation.levels
         return {name for level in levels for name in (level.model, level.merge)} & set(SOURCES)
 
+    @property
+    def kept_means(self) -> tuple[int | None, bool]:
+        """What retrieval reads beside the KV: mean keys of chunks of so many tokens, and means of pages."""
+        if TARGET_RETRIEVED not in self.speculation.names:
+            return None, False
+        return self.retrieval.chunk if self.retrieval.select == "mean_keys" else None, self.retrieval.rest
+
     def having(self, key: str, value: object) -> Config:
         """The same with another value of one key, `section.key`."""
         section, name = key.split(".")

@@ -11,7 +11,7 @@ from functools import cached_property
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
-from offload_rt.config import HEAD, TARGET_RETRIEVED, Config, possible
+from offload_rt.config import HEAD, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
@@ -63,7 +63,7 @@ class Engine:
                     f"draft {draft.name} is on {draft.device}, the target {target.name} on {target.device}: "
                     "put both on one device"
                 )
-            draft.share_vocabulary(target.vocabulary)
+            draft.vocabulary = target.vocabulary
         self.target = target
         self.draft = draft
         self.timeline = NO_TIMELINE
@@ -214,10 +214,8 @@ class Engine:
         total = prompt_tokens + new_tokens
         layout = self.store.layout
         token_bytes = layout.token_bytes
-        chunks = [one.retrieval.chunk for one in self.configs if TARGET_RETRIEVED in one.speculation.names]
-        if chunks:
-            # A mean key a chunk, a mean key and a mean value a page.
-            token_bytes += layout.token_bytes // (2 * min(chunks)) + layout.token_bytes // layout.page_size
+        page = layout.page_size
+        token_bytes += max(layout.means_bytes(page, *config.kept_means) for config in self.configs) // page
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.

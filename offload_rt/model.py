@@ -2,9 +2,7 @@
 
 The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder
 layers, norm, head) in an order of layers. Tokens of several texts go through together, one after the other
-and without padding: they share the reading of the weights, and attention is each text's own. It reaches the
-caches through transformers' registry of attention functions: the pass is handed down as a keyword, so there
-is no global state.
+and without padding: they share the reading of the weights, and attention is each text's own.
 """
 
 from __future__ import annotations
@@ -59,13 +57,14 @@ class CausalModel:
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.hidden_size: int = config.hidden_size
-        self.vocabulary: int = config.vocab_size
-        self._entries = self.vocabulary  # of its embedding
+        self._entries: int = config.vocab_size  # of its embedding
+        self.vocabulary = self._entries  # of logits: a draft's becomes its target's, padding included
         self.max_positions: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._body: Any = model.model
         self._blocks: list[Any] = list(self._body.layers)
+        self._in_turn = LayerPlan.whole(self.layers)
         self._rotary = Rotary(self._body.rotary_emb)
         self._of_long_texts: Self | None = None
         self._given_training = model.training
@@ -119,10 +118,6 @@ class CausalModel:
             self._of_long_texts._rotary = self._rotary.beyond_the_border()
         return self._of_long_texts
 
-    def share_vocabulary(self, entries: int) -> None:
-        """From now on for a target whose vocabulary has so many entries, padding included."""
-        self.vocabulary = entries
-
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids `[tokens]` to hidden states `[1, tokens, hidden_size]`."""
         if self._entries < self.vocabulary:
@@ -133,15 +128,16 @@ class CausalModel:
         self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
     ) -> Tensor:
         """Hidden states `[1, tokens, hidden_size]` through one decoder layer."""
-        return self._run([(layer,)], hidden, positions, attention_pass)
+        return self._run(LayerPlan(((layer,),)), hidden, positions, attention_pass)
 
     def _run(
         self,
-        groups: Iterable[tuple[int, ...]],
+        plan: LayerPlan,
         hidden: Tensor,
         positions: Tensor,
         attention_pass: AttentionPass,
-        plan: LayerPlan | None = None,
+        *,
+        by_blocks: bool = False,
     ) -> Tensor:
         position_ids = positions[None]
         given = {
@@ -152,27 +148,27 @@ class CausalModel:
         }
         # Switched for the pass alone: between passes the model is its owner's, and other LLMs may share it.
         with attention_through(self.module, ATTENTION_NAME):
-            for group in groups:
-                if len(group) == 1 and (plan is None or plan.exact(group[0])):
+            for group in plan.groups:
+                if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
                     hidden = self._blocks[group[0]](hidden, **given)
                 else:
                     hidden = self._run_group(group, hidden, given, plan)
         return hidden
 
     def _run_group(
-        self, group: tuple[int, ...], hidden: Tensor, given: dict[str, Any], plan: LayerPlan | None
+        self, group: tuple[int, ...], hidden: Tensor, given: dict[str, Any], plan: LayerPlan
     ) -> Tensor:
         """The attention blocks of a group over its input, then its MLP blocks in order; see `LayerPlan`."""
         attended: dict[int, Tensor] = {}
         for layer in group:
-            if plan is None or layer not in plan.no_attention:
+            if layer not in plan.no_attention:
                 block = self._blocks[layer]
                 attended[layer] = block.self_attn(block.input_layernorm(hidden), **given)[0]
         for layer in group:
             block = self._blocks[layer]
             if layer in attended:
                 hidden = hidden + attended[layer]
-            if plan is None or layer not in plan.no_mlp:
+            if layer not in plan.no_mlp:
                 hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
         return hidden
 
@@ -191,18 +187,10 @@ class CausalModel:
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
         """Compares a layer that is run block by block with the whole one."""
-        hidden = self.embed(torch.arange(5, device=self.device) * 7 % self.vocabulary)
-        positions = torch.arange(5, device=self.device)
-        probe = _Probe(self.kv_heads, self.head_dim)
-        whole = self.run_layer(0, hidden, positions, probe)
-        given = {
-            "attention_mask": None,
-            "position_embeddings": self._rotary(hidden, positions[None]),
-            "attention_pass": probe,
-        }
+        first = LayerPlan(((0,),))
+        whole = self._probed(_Probe(self), first)
         try:
-            with attention_through(self.module, ATTENTION_NAME):
-                blocks = self._run_group((0,), hidden, given, None)
+            blocks = self._probed(_Probe(self), first, by_blocks=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
         if not torch.allclose(whole, blocks, rtol=1e-2, atol=1e-3):
@@ -255,8 +243,7 @@ class CausalModel:
         rows: Sequence[int],
     ) -> Tensor:
         """The part of a pass that is the device's alone, after `begin`: hidden states of the `rows`."""
-        groups = ((layer,) for layer in range(self.layers)) if plan is None else plan.groups
-        hidden = self._run(groups, self.embed(ids), positions, attention_pass, plan)
+        hidden = self._run(plan or self._in_turn, self.embed(ids), positions, attention_pass)
         if len(rows) == hidden.shape[1]:
             return hidden
         if rows[-1] - rows[0] == len(rows) - 1:
@@ -279,32 +266,29 @@ class CausalModel:
         Raises:
             NotANumber: naming the weight or the layer.
         """
-        positions = to_device(part.positions, self.device)
-        raise NotANumber(self._locate_nan(part, part.ids(self.device), positions))
-
-    def _locate_nan(self, part: Part, tokens: Tensor, positions: Tensor) -> str:
         self._check_weights()
+        hidden, positions = self.embed(part.ids(self.device)), to_device(part.positions, self.device)
         part.cache.begin(part.new)
-        hidden = self.embed(tokens)
         for layer in range(self.layers):
             hidden = self.run_layer(layer, hidden, positions, part.cache)
             if not bool(hidden.isfinite().all()):
-                return (
+                raise NotANumber(
                     f"{self.name}: logits are NaN; the first NaN or inf is in the output of layer {layer}. "
                     f"With {self.dtype} try a wider dtype (--dtype float32 or bfloat16)"
                 )
-        return f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"
+        raise NotANumber(
+            f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"
+        )
 
     @torch.inference_mode()
     def probe(self) -> Tensor:
         """Hidden states `[5, hidden_size]` after five fixed tokens: they tell one model from another."""
-        return self._probed(_Probe(self.kv_heads, self.head_dim))[1][0]
+        return self._probed(_Probe(self), self._in_turn)[0]
 
-    def _probed(self, probe: _Probe) -> tuple[Tensor, Tensor]:
-        """A few tokens, and the hidden states after them, `[1, tokens, hidden_size]`."""
-        tokens = torch.arange(5, device=self.device) * 7 % self.vocabulary
-        layers = ((layer,) for layer in range(self.layers))
-        return tokens, self._run(layers, self.embed(tokens), torch.arange(5, device=self.device), probe)
+    def _probed(self, probe: _Probe, plan: LayerPlan, *, by_blocks: bool = False) -> Tensor:
+        """Hidden states after the probe's tokens, `[1, tokens, hidden_size]`."""
+        positions = torch.arange(len(probe.tokens), device=self.device)
+        return self._run(plan, self.embed(probe.tokens), positions, probe, by_blocks=by_blocks)
 
     def _check_weights(self) -> None:
         for name, parameter in self.module.named_parameters():
@@ -323,13 +307,12 @@ class CausalModel:
         switch = switch_of(self.module)
         if switch.checked:
             return
-        probe = _Probe(self.kv_heads, self.head_dim)
+        probe = _Probe(self)
         try:
             with torch.inference_mode():
-                tokens, hidden = self._probed(probe)
-                found = self.logits(hidden)
+                found = self.logits(self._probed(probe, self._in_turn))
                 with attention_through(self.module, "sdpa"):
-                    expected = self.module(input_ids=tokens[None], use_cache=False).logits[0]
+                    expected = self.module(input_ids=probe.tokens[None], use_cache=False).logits[0]
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -350,9 +333,10 @@ class CausalModel:
 class _Probe:
     """Attention of a few tokens over themselves."""
 
-    def __init__(self, kv_heads: int, head_dim: int) -> None:
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
+    def __init__(self, model: CausalModel) -> None:
+        self.kv_heads = model.kv_heads
+        self.head_dim = model.head_dim
+        self.tokens = torch.arange(5, device=model.device) * 7 % model.vocabulary
         self.calls = 0
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

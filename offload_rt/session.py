@@ -15,7 +15,7 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
-from offload_rt.config import TARGET_RETRIEVED, Config
+from offload_rt.config import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.head_drafter import Heads
@@ -94,7 +94,7 @@ class Session:
         self._target = shared.target.for_text(len(prompt), continuation.max_tokens)
         self._ended = False
         self._caches: list[BoundedCache] = []
-        self._sequence = shared.store.new_sequence(config.retrieval.chunk if _retrieves(config) else None)
+        self._sequence = shared.store.new_sequence(*config.kept_means)
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._sequence.close)
@@ -110,16 +110,7 @@ class Session:
             if shares.cpu_tokens:
                 backend = cpu_share_backend(shared.target.device)
                 cpu = CpuShare(backend, shared.target.device, shared.timeline)
-            self.full = FullCache(
-                self._sequence,
-                self.engine,
-                shared.store.layout,
-                shared.target.heads,
-                shared.target.device,
-                shared.backend,
-                shares,
-                cpu,
-            )
+            self.full = FullCache(self.engine, shared.target.heads, shared.backend, shares, cpu)
             closing.callback(self.full.close)
             if cpu is not None:
                 closing.callback(cpu.close)
@@ -225,17 +216,21 @@ class Session:
         `config` for prefill and store come too late.
 
         Raises:
-            UsageError: `config` retrieves, and the prompt was read without summaries of its chunks; or see
+            UsageError: `config` retrieves by means that were not kept when the prompt was read; or see
                 `CausalModel.for_text`.
         """
         self._shared.target.for_text(self.prompt_tokens, continuation.max_tokens)
-        summaries = self._sequence.summaries
-        held = None if summaries is None else summaries.chunk_size
-        chunk = config.retrieval.chunk
-        if _retrieves(config) and held != chunk:
+        (chunk, pages), (kept_chunk, kept_pages) = config.kept_means, self.planned.kept_means
+        if chunk not in (None, kept_chunk):
             raise UsageError(
-                f"config {config.name} retrieves chunks of {chunk} tokens, and the prompt was read with "
-                f"{'none' if held is None else f'chunks of {held}'} summarised: generate with it first"
+                f"config {config.name}: retrieval.select mean_keys needs mean keys of chunks of {chunk} "
+                "tokens, and the prompt was read without: generate with it first, or set "
+                "retrieval.select=attention"
+            )
+        if pages and not kept_pages:
+            raise UsageError(
+                f"config {config.name}: retrieval.rest needs means of pages, and the prompt was read "
+                "without: generate with it first, or set retrieval.rest=false"
             )
         started = perf_counter()
         del self.tokens[self.prompt_tokens :]
@@ -251,7 +246,3 @@ class Session:
     def close(self) -> None:
         """Gives the KV back. Idempotent."""
         self._closing.close()
-
-
-def _retrieves(config: Config) -> bool:
-    return TARGET_RETRIEVED in config.speculation.names

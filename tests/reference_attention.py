@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from cpu_kv import head_major
-from offload_rt.attention import fold, unfold
-from offload_rt.weighing import WeighedByProduct
+from offload_rt.attention import AttentionBackend, fold, unfold
 
 
-class ReferenceBackend(WeighedByProduct):
+class ReferenceBackend(AttentionBackend):
     """Plain matrix products and a softmax; the backends are tested against it, in float64."""
 
     name = "reference"
@@ -31,9 +30,6 @@ class ReferenceBackend(WeighedByProduct):
         folded = fold(queries, len(keys))
         mask = causal_mask(queries.shape[1], queries).repeat(len(queries) // len(keys), 1)
         return unfold(*self(folded, keys[None], values[None], scale, mask), len(queries))
-
-    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        return mask
 
 
 def causal_mask(n: int, like: Tensor) -> Tensor:

@@ -107,13 +107,22 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
         with pytest.raises(UsageError, match="generate first"):
             llm.rerun()
         llm.generate(byte_ids(100), SamplingParams(max_tokens=2))
-        with pytest.raises(
-            UsageError, match="chunks of 8 tokens, and the prompt was read with none summarised"
-        ):
+        with pytest.raises(UsageError, match=r"retrieval\.rest needs .* set retrieval\.rest=false"):
             llm.rerun(SamplingParams(max_tokens=2), "retrieval", SMALL)
+        alone = SMALL | {"retrieval.rest": False}
+        by_means = alone | {"retrieval.select": "mean_keys"}
+        with pytest.raises(UsageError, match="keys of chunks of 8 tokens, .* retrieval.select=attention"):
+            llm.rerun(SamplingParams(max_tokens=2), "retrieval", by_means)
+        assert len(llm.rerun(SamplingParams(max_tokens=2), "retrieval", alone).tokens) == 2
         with pytest.raises(UsageError, match="more than the 8192 positions"):
             llm.rerun(SamplingParams(max_tokens=9000))
         assert len(llm.plain(SamplingParams(max_tokens=3)).tokens) == 3
+    with LLM.from_models(tiny_target(), config="retrieval", overrides=SMALL) as llm:
+        llm.generate(byte_ids(100), SamplingParams(max_tokens=2))
+        with pytest.raises(
+            UsageError, match="keys of chunks of 8 tokens"
+        ):  # chosen by attention, none are kept
+            llm.rerun(SamplingParams(max_tokens=2), "retrieval", by_means)
 
 
 # bad input

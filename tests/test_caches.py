@@ -311,10 +311,10 @@ def test_a_streaming_cache_skips_only_right_behind_its_sinks() -> None:
 @contextmanager
 def full_cache(link: Link, ring: int, chunk: int | None, segment: int = 8) -> Iterator[FullCache]:
     with PagedKVStore(LAYOUT, slab_tokens=16) as store:
-        sequence = store.new_sequence(chunk)
+        sequence = store.new_sequence(chunk, page_means=chunk is not None)
         engine = TransferEngine(sequence, link, segment_tokens=segment, ring_buffers=ring)
         try:
-            yield FullCache(sequence, engine, LAYOUT, HEADS, CPU, TorchCpuBackend())
+            yield FullCache(engine, HEADS, TorchCpuBackend())
         finally:
             engine.close()
             link.close()

@@ -138,9 +138,11 @@ def test_host_memory_is_whole_pages_and_summaries() -> None:
     parts = host_memory(request(context=1000, new_tokens=100))
     assert parts == {
         "kv": 1280 * 512 * 1024,
-        "summaries": 137 * 256 * 1024 + 4 * 512 * 1024,
+        "summaries": 4 * 512 * 1024,
         "reserve": int(0.03 * 92 * GIB),
     }
+    by_mean_keys = host_memory(request({"retrieval.select": "mean_keys"}, context=1000, new_tokens=100))
+    assert by_mean_keys["summaries"] == 137 * 256 * 1024 + 4 * 512 * 1024
     assert "summaries" not in host_memory(request(config="naive"))
 
 

@@ -29,7 +29,7 @@ def empty_cache(model: CausalModel, link: Link, page: int = 16) -> Iterator[Full
         sequence = store.new_sequence(chunk_size=8)
         engine = TransferEngine(sequence, link, segment_tokens=32, ring_buffers=2)
         try:
-            yield FullCache(sequence, engine, store.layout, model.heads, model.device, TorchCpuBackend())
+            yield FullCache(engine, model.heads, TorchCpuBackend())
         finally:
             engine.close()
             link.close()
@@ -101,7 +101,7 @@ def test_every_page_crosses_the_link_once(chunk: int) -> None:
     with empty_cache(model, PacedLink(1e9)) as cache:
         prefill(model, cache, byte_ids(150), chunk)
         assert cache.engine.counters.bytes_to_host == cache.layout.reserved_bytes(150)
-        assert cache.engine.counters.bytes_to_device == cache.layout.kv_bytes(150 % cache.layout.page_size)
+        assert cache.engine.counters.bytes_to_device == 150 % 16 * cache.layout.token_bytes
 
 
 class LazyLink(PacedLink):
@@ -138,7 +138,7 @@ def test_one_layer_is_on_the_device_at_a_time() -> None:
 
         prefill(model, cache, tokens, 32, count)
         del memory
-    layer_bytes = cache.layout.kv_bytes(len(tokens)) // model.layers
+    layer_bytes = len(tokens) * cache.layout.layer_token_bytes
     chunk_bytes = layer_bytes * 32 // len(tokens)
     assert len(seen) == 5 * 32
     most = layer_bytes + (TransferEngine.PROMPT_WRITES + 2) * chunk_bytes  # with the chunk itself

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, KVLayout, LayerStream, SequenceKV, TransferEngine
+from cpu_kv import KeysValues, LayerStream, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, folded_mask, merge
 from offload_rt.caches.attended import AttendedChunks, WeighedPart
 from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
@@ -59,25 +59,16 @@ class FullCache:
 
     def __init__(
         self,
-        sequence: SequenceKV,
         engine: TransferEngine,
-        layout: KVLayout,
         heads: int,
-        device: torch.device,
         backend: AttentionBackend,
         shares: Shares = EVERYTHING_STREAMED,
         cpu: CpuShare | None = None,
     ) -> None:
-        if cpu is None and shares.cpu_tokens:
-            raise ValueError(f"nothing attends the CPU's {shares.cpu_tokens} tokens")
-        if engine.link.in_place and shares != EVERYTHING_STREAMED:
-            raise ValueError("where KV is attended in place, none of it has another place")
-        shares.check(layout.page_size)
-        self.sequence = sequence
         self.engine = engine
-        self.layout = layout
+        self.sequence = engine.sequence
+        self.layout = layout = engine.sequence.layout
         self.heads = heads
-        self.device = device
         self.backend = backend
         self.shares = shares
         self.derived: list[DerivedCache] = []
@@ -87,11 +78,11 @@ class FullCache:
         self.last_queries = self._prompt_queries = torch.empty(0)
         self._prompt_tokens = 0
         self._cpu = cpu
-        self._resident = ResidentShare(layout, shares.resident_tokens, device)
-        self._tail = Tail(layout, device)
+        self._tail = Tail(layout, engine.link.device)
+        self.device = self._tail.keys.device
+        self._resident = ResidentShare(layout, shares.resident_tokens, self.device)
         self._new: NewTokens | None = None
-        self._mask: Tensor | None = None  # of the pass, over the tail
-        self._folded: Tensor | None = None  # the same, for every layer
+        self._mask: Tensor | None = None  # of the pass, over the tail; the same in every layer
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
         self._queries = torch.empty(0)
@@ -109,12 +100,12 @@ class FullCache:
         self._tail.drop(self._coverage.stream.end)
         self._tail.make_room(new.count)
         self._new = new
-        self._mask = self._folded = None
-        if not new.sees_all(0):
-            mask = new.mask(0, self._tail.keys)
-            self._mask = torch.nn.functional.pad(mask, (self._tail.tokens, 0))
         shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        self._mask = None
+        if not new.sees_all(0):
+            mask = torch.nn.functional.pad(new.mask(0, self._tail.keys), (self._tail.tokens, 0))
+            self._mask = folded_mask(self.backend, mask, self._queries[0], self.layout.kv_heads)
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
         # What is committed never changes: the link goes on into the next pass when this one is copied.
         self._ahead = self._open()
@@ -122,9 +113,6 @@ class FullCache:
     def _open(self) -> _Coverage:
         """Starts a stream over the full pages of the text; the tail keeps the rest."""
         end = self.verified_length // self.layout.page_size * self.layout.page_size
-        self.engine.collect()
-        if self.sequence.length < end:
-            self.engine.flush()
         # Whole pages: no chunk lies half here and half there, where a refill would miss it.
         resident = min(self._resident.tokens, end) // self.layout.page_size * self.layout.page_size
         start = min(resident + self.shares.cpu_tokens, end)
@@ -146,14 +134,11 @@ class FullCache:
             self._refill(layer, resident, runs, over_link=True)
         # The device's own tokens first: the link gains time.
         tail = self._tail.put(layer, keys, values)
-        if self._mask is not None and self._folded is None:
-            self._folded = folded_mask(self.backend, self._mask, queries, len(keys))
-        parts = [attend(self.backend, queries, *tail, scale, self._folded)]
+        parts = [attend(self.backend, queries, *tail, scale, self._mask)]
         held = self._tail.tokens
         self._refill(layer, self._tail.start, [(tail[0][None, :, :held], tail[1][None, :, :held])])
         if resident:
-            first_keys, first_values = self._resident.views(layer, resident)
-            share = first_keys[None], first_values[None]
+            share = self._resident.views(layer, resident)
             parts.append(self._attend(0, queries, *share, scale))
             self._refill(layer, 0, [share])
         at = stream.start
@@ -251,8 +236,7 @@ class FullCache:
         start = length // self.layout.page_size * self.layout.page_size
         self._tail.restart(start, length - start)
         for layer in range(self.layout.layers) if length > start else ():
-            keys, values = self._tail.committed(layer)
-            self.engine.read(layer, start, length, (keys, values))
+            self.engine.read(layer, start, length, self._tail.committed(layer))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Takes to its place what stays on the device of a layer's whole prompt, after its prefill."""

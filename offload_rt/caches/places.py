@@ -33,13 +33,6 @@ class Shares:
     resident_tokens: int = 0
     cpu_tokens: int = 0
 
-    def check(self, page: int) -> None:
-        """Raises ValueError for numbers that are negative or no multiples of `page`."""
-        for name in ("resident_tokens", "cpu_tokens"):
-            tokens = getattr(self, name)
-            if tokens < 0 or tokens % page:
-                raise ValueError(f"{name} must be a multiple of {page} and not negative, not {tokens}")
-
 
 EVERYTHING_STREAMED = Shares()
 
@@ -73,8 +66,8 @@ class ResidentShare:
         self.tokens, self._memory = 0, torch.empty(0)
 
     def views(self, layer: int, tokens: int) -> KeysValues:
-        """The first `tokens` tokens."""
-        return self._memory[layer, 0, :, :tokens], self._memory[layer, 1, :, :tokens]
+        """The first `tokens` tokens, as one page."""
+        return self._memory[layer, :1, :, :tokens], self._memory[layer, 1:, :, :tokens]
 
 
 class Tail:

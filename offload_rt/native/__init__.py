@@ -50,19 +50,8 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Pages) for name in ("queries", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "units")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "heads",
-                "count",
-                "tokens",
-                "dim",
-                "threads",
-                "unit",
-                "period",
-                "step",
-            )
-        ),
+        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
+        *((name, ctypes.c_int64) for name in ("threads", "unit", "period", "step")),
         ("scale", ctypes.c_float),
     ]
 
@@ -130,22 +119,11 @@ class Kernel:
             return out, lse
         if mask is not None:
             mask = mask.to(torch.float32).contiguous()
-        call = _Call(
-            *map(_Pages.of, (queries[None], keys, values)),
-            out.data_ptr(),
-            lse.data_ptr(),
-            None if mask is None else mask.data_ptr(),
-            None if units is None else units.data_ptr(),
-            heads,
-            count,
-            tokens,
-            dim,
-            torch.get_num_threads() if threads is None else threads,
-            1 if units is None else tokens // units.shape[2],
-            period,
-            step,
-            scale,
-        )
+        pages = map(_Pages.of, (queries[None], keys, values))
+        addresses = (None if part is None else part.data_ptr() for part in (out, lse, mask, units))
+        team = torch.get_num_threads() if threads is None else threads
+        unit = 1 if units is None else tokens // units.shape[2]
+        call = _Call(*pages, *addresses, heads, count, tokens, dim, team, unit, period, step, scale)
         self._entry[queries.dtype](ctypes.byref(call))
         return out, lse
 

@@ -281,10 +281,10 @@ def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int 
 def host_memory(request: PlanRequest) -> Memory:
     """What the host holds. With a GPU, `kv` is page-locked."""
     target, tokens = request.target, request.context + request.new_tokens
-    memory = {"kv": target.layout(request.config.store.page).reserved_bytes(tokens)}
-    if request.retrieves:  # of chunks the keys alone
-        memory["summaries"] = tokens // request.config.retrieval.chunk * target.token_bytes // 2
-        memory["summaries"] += tokens // request.config.store.page * target.token_bytes
+    layout = target.layout(request.config.store.page)
+    memory = {"kv": layout.reserved_bytes(tokens)}
+    if means := layout.means_bytes(tokens, *request.config.kept_means):
+        memory["summaries"] = means
     memory |= _computing_memory(request) if request.in_place else {}
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.host.memory_bytes))
     return memory

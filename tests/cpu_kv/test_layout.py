@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from cpu_kv import KVLayout
@@ -12,22 +11,7 @@ def test_byte_counts() -> None:
     assert layout.token_bytes == 3 * layout.layer_token_bytes
     assert layout.page_bytes == 16 * layout.layer_token_bytes
     assert [layout.pages(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    assert layout.kv_bytes(17) == 17 * layout.token_bytes
     assert layout.reserved_bytes(17) == 32 * layout.token_bytes
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("layers", 0),
-        ("kv_heads", -1),
-        ("head_dim", 1.5),
-        ("page_size", 0),
-        ("dtype", torch.int8),
-        ("dtype", "bf16"),
-    ],
-)
-def test_errors_name_field_and_value(field: str, value: object) -> None:
-    fields = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": torch.float32, "page_size": 1}
-    with pytest.raises(ValueError, match=rf"KVLayout\.{field} .*{value!r}"):
-        KVLayout(**(fields | {field: value}))
+    assert layout.means_bytes(17, None, False) == 0
+    assert layout.means_bytes(17, 8, False) == 2 * layout.token_bytes // 2, "mean keys of chunks"
+    assert layout.means_bytes(33, 8, True) == (4 + 2 * 2) * layout.token_bytes // 2, "of pages, values too"

@@ -43,6 +43,14 @@ def joined(pieces: list[tuple[Tensor, Tensor]], layout: KVLayout) -> Tensor:
     return torch.cat([empty(layout), *heads], dim=2)
 
 
+def gathered(sequence: SequenceKV, layer: int, chunks: Tensor, chunk_size: int) -> Tensor:
+    layout = sequence.layout
+    shape = (2, layout.kv_heads, chunks.shape[1] * chunk_size, layout.head_dim)
+    out = torch.empty(shape, dtype=layout.dtype)
+    sequence.gather_chunks(layer, chunks, chunk_size, (out[0], out[1]))
+    return out
+
+
 def check_sequence(
     sequence: SequenceKV, plain: PlainKV, layout: KVLayout, chunk_size: int, generator: torch.Generator
 ) -> None:
@@ -57,18 +65,19 @@ def check_sequence(
         if tokens:
             indices = torch.randint(0, tokens, (layout.kv_heads, 7), generator=generator)
             expected = kv.gather(2, indices[None, :, :, None].expand(2, -1, -1, layout.head_dim))
-            assert torch.equal(torch.stack(sequence.gather_chunks(layer, indices, 1)), expected)
+            assert torch.equal(gathered(sequence, layer, indices, 1), expected)
         full = tokens // chunk_size
         chunked = kv[:, :, : full * chunk_size].unflatten(2, (full, chunk_size))
         if full:
             chunks = torch.randint(0, full, (layout.kv_heads, 3), generator=generator)
             expected = torch.stack([chunked[:, head, chunks[head]] for head in range(layout.kv_heads)], 1)
-            assert torch.equal(
-                torch.stack(sequence.gather_chunks(layer, chunks, chunk_size)), expected.flatten(2, 3)
-            )
-        assert sequence.summaries is not None
-        assert sequence.summaries.count(layer) == full
+            assert torch.equal(gathered(sequence, layer, chunks, chunk_size), expected.flatten(2, 3))
+        assert sequence.summaries is not None and sequence.page_means is not None
         torch.testing.assert_close(sequence.summaries.means(layer), chunked[0].mean(dim=2))
+        pages, page = tokens // layout.page_size, layout.page_size
+        paged = kv[:, :, : pages * page].unflatten(2, (pages, page)).mean(dim=3)
+        for found, expected in zip(sequence.page_means, paged, strict=True):
+            torch.testing.assert_close(found.means(layer), expected)
 
 
 APPENDS = st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 1), st.integers(1, 40))
@@ -84,17 +93,17 @@ OPERATIONS = st.one_of(
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     operations=st.lists(OPERATIONS, min_size=1, max_size=16),
-    page_size=st.sampled_from([1, 3, 4, 8]),
+    sizes=st.sampled_from([(1, 1), (3, 1), (3, 3), (4, 2), (4, 4), (8, 2), (8, 4)]),
     slab_tokens=st.sampled_from([1, 10, 32]),
-    chunk_size=st.sampled_from([1, 2, 4, 5]),
 )
 def test_store_equals_plain_tensors(
-    operations: list[tuple], page_size: int, slab_tokens: int, chunk_size: int
+    operations: list[tuple], sizes: tuple[int, int], slab_tokens: int
 ) -> None:
+    page_size, chunk_size = sizes
     layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=page_size)
     generator = torch.Generator().manual_seed(1)
     with PagedKVStore(layout, slab_tokens=slab_tokens) as store:
-        sequences = [store.new_sequence(chunk_size) for _ in range(3)]
+        sequences = [store.new_sequence(chunk_size, page_means=True) for _ in range(3)]
         plains = [PlainKV(layout) for _ in range(3)]
         for name, who, *arguments in operations:
             sequence, plain = sequences[who], plains[who]
@@ -111,7 +120,8 @@ def test_store_equals_plain_tensors(
                 sequence.reserve(arguments[0])
             else:
                 sequence.close()
-                sequences[who], plains[who] = store.new_sequence(chunk_size), PlainKV(layout)
+                sequences[who] = store.new_sequence(chunk_size, page_means=True)
+                plains[who] = PlainKV(layout)
             for checked, expected in zip(sequences, plains, strict=True):
                 check_sequence(checked, expected, layout, chunk_size, generator)
             tokens = sum(plain.length(layer) for plain in plains for layer in range(layout.layers))
@@ -135,7 +145,7 @@ def test_views_are_the_store_itself() -> None:
         first, second = sequence.views(1)  # two whole pages, and half a page
         first[0][0, 0, 2, 1] = second[0][0, 0, 1, 1] = 77.0
         tokens = torch.tensor([[2, 9]] * 2)
-        assert sequence.gather_chunks(1, tokens, 1)[0][0, :, 1].tolist() == [77.0, 77.0]
+        assert gathered(sequence, 1, tokens, 1)[0, 0, :, 1].tolist() == [77.0, 77.0]
         assert 77.0 not in sequence.views(0)[0][0]
 
 
@@ -240,12 +250,9 @@ def test_gather_writes_to_out_with_gaps_too() -> None:
     with PagedKVStore(LAYOUT, slab_tokens=32) as store:
         sequence = filled(store, 30)
         chunks = torch.tensor([[6, 0], [1, 5]])
-        expected = sequence.gather_chunks(0, chunks, 4)
         memory = torch.zeros(2, 2, 20, 4)
-        out = (memory[0, :, 3:11], memory[1, :, 3:11])
-        assert sequence.gather_chunks(0, chunks, 4, out) is out
-        assert torch.equal(out[0], expected[0])
-        assert torch.equal(out[1], expected[1])
+        sequence.gather_chunks(0, chunks, 4, (memory[0, :, 3:11], memory[1, :, 3:11]))
+        assert torch.equal(memory[:, :, 3:11], gathered(sequence, 0, chunks, 4))
         assert memory[:, :, 11:].abs().sum() == 0
 
 
@@ -292,7 +299,7 @@ def test_summaries_are_written_in_any_mode() -> None:
             for tokens in (4, 2):
                 sequence.append(0, keys[:, :tokens], keys[:, :tokens])
         sequence.append(0, keys[:, :2], keys[:, :2])
-        assert sequence.summaries is not None and sequence.summaries.count(0) == 4
+        assert sequence.summaries is not None and sequence.summaries.means(0).shape[1] == 4
 
 
 def test_errors_name_what_is_wrong() -> None:
@@ -315,9 +322,11 @@ def test_errors_name_what_is_wrong() -> None:
             sequence.advance(0, 10_000)
         for index in (-1, 10):
             with pytest.raises(ValueError, match="10 present"):
-                sequence.gather_chunks(0, torch.full((2, 1), index), 1)
+                gathered(sequence, 0, torch.full((2, 1), index), 1)
         with pytest.raises(ValueError, match="2 present"):
-            sequence.gather_chunks(0, torch.tensor([[2], [0]]), 4)  # tokens 8 and 9 fill no chunk
+            gathered(sequence, 0, torch.tensor([[2], [0]]), 4)  # tokens 8 and 9 fill no chunk
+        with pytest.raises(ValueError, match="3 tokens may cross pages of 4"):
+            gathered(sequence, 0, torch.tensor([[1], [0]]), 3)
         with pytest.raises(ValueError, match="out must be"):
             sequence.gather_chunks(0, torch.zeros(2, 3, dtype=torch.long), 1, (good[:, :1], good[:, :1]))
 
