@@ -110,10 +110,9 @@ class Session:
             if shares.cpu_tokens:
                 backend = cpu_share_backend(shared.target.device)
                 cpu = CpuShare(backend, shared.target.device, shared.timeline)
+                closing.callback(cpu.close)
             self.full = FullCache(self.engine, shared.target.heads, shared.backend, shares, cpu)
             closing.callback(self.full.close)
-            if cpu is not None:
-                closing.callback(cpu.close)
             self._compose(continuation)
             self._closing = closing.pop_all()
 
