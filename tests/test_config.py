@@ -37,6 +37,7 @@ COMPOSITIONS = {
     "naive": ("draft:streaming",),
     "plain": (),
     "retrieval": ("target:retrieved",),
+    "shared": ("target:shared",),
     "streaming": ("target:streaming",),
     "suffix": ("suffix",),
     "trees": ("target:retrieved",),

@@ -31,7 +31,7 @@ class RetrievedCache(BoundedCache):
     is left, the cache is refreshed whatever the policy says.
 
     Args:
-        source: the full cache of the same model, with chunk summaries of `chunk` tokens.
+        source: the full cache of the same model, with the means that `selection` and `room` need.
         recent: entries of the recent window, at least.
         refresh: when to choose again.
         selection: what chunks are chosen by.
@@ -117,7 +117,7 @@ class RetrievedCache(BoundedCache):
     def _best_chunks(self, extent: Extent, scores: Scores, layer: int) -> Tensor:
         """The layer's chunks `[kv_heads, 1 + chunks]` on the host, the first one first."""
         candidates = expecting(scores(layer)[:, : extent.recent_start // self.chunk])
-        best = retrieval(candidates, extent.chunks, first=1)
+        best = retrieval(candidates, extent.chunks)
         return torch.cat([best.new_zeros(len(best), 1), best], dim=1)
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
