@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,23 +24,21 @@ def main(adapter: str, descriptor: str) -> None:
     os.set_inheritable(int(descriptor), False)  # what a system starts must not keep it open
     connection = Connection(int(descriptor))
     opened: dict[str, System] = {}
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # of the connection
+        while True:
             command, name, *arguments = connection.recv()
-        except EOFError:
-            break
-        try:
-            if command == "open":
-                systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
-                if name not in systems:
-                    raise ValueError(f"{adapter} has no system {name}; there are {', '.join(systems)}")
-                opened[name] = systems[name](Setup(**arguments[0]))
-            answer = _ask(opened[name], command, *arguments) | memory()
-        except Exception as error:
-            traceback.print_exc()
-            last = str(error).strip().splitlines()
-            answer = {"error": f"{type(error).__name__}: {last[-1] if last else ''}".rstrip(": ")}
-        connection.send(answer)
+            try:
+                if command == "open":
+                    systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
+                    if name not in systems:
+                        raise ValueError(f"{adapter} has no system {name}; there are {', '.join(systems)}")
+                    opened[name] = systems[name](Setup(**arguments[0]))
+                answer = _ask(opened[name], command, *arguments) | memory()
+            except Exception as error:
+                traceback.print_exc()
+                last = str(error).strip().splitlines()
+                answer = {"error": f"{type(error).__name__}: {last[-1] if last else ''}".rstrip(": ")}
+            connection.send(answer)
     for system in opened.values():
         system.close()
 

@@ -136,8 +136,10 @@ def model_config(source: str | Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
         fetched = "there is no such folder here, and no model of that id can be had"
-        wrong = "its config.json cannot be read" if folder.exists() else fetched
-        raise UsageError(f"model {where}: {wrong}: {first_line(error)}") from error
+        broken = folder.exists()
+        wrong = "its config.json cannot be read" if broken else fetched
+        remedy = "; download it again" if broken else ""
+        raise UsageError(f"model {where}: {wrong}: {first_line(error)}{remedy}") from error
     return config
 
 

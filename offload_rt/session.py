@@ -15,7 +15,7 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
-from offload_rt.config import Config
+from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.head_drafter import Heads
@@ -215,14 +215,14 @@ class Session:
         `config` for prefill and store come too late.
 
         Raises:
-            UsageError: `config` retrieves by means that were not kept when the prompt was read; or see
-                `CausalModel.for_text`.
+            UsageError: `config` retrieves by means that were not kept when the prompt was read, or in chunks
+                that its pages do not hold whole; or see `CausalModel.for_text`.
         """
         self._shared.target.for_text(self.prompt_tokens, continuation.max_tokens)
-        (chunk, pages), (kept_chunk, kept_pages) = config.kept_means, self.planned.kept_means
-        if chunk not in (None, kept_chunk):
+        (chunks, pages), (kept_chunks, kept_pages) = config.kept_means, self.planned.kept_means
+        if chunks not in (None, kept_chunks):
             raise UsageError(
-                f"config {config.name}: retrieval.select mean_keys needs mean keys of chunks of {chunk} "
+                f"config {config.name}: retrieval.select mean_keys needs mean keys of chunks of {chunks} "
                 "tokens, and the prompt was read without: generate with it first, or set "
                 "retrieval.select=attention"
             )
@@ -230,6 +230,12 @@ class Session:
             raise UsageError(
                 f"config {config.name}: retrieval.rest needs means of pages, and the prompt was read "
                 "without: generate with it first, or set retrieval.rest=false"
+            )
+        chunk, page = config.retrieval.chunk, self._sequence.layout.page_size
+        if TARGET_RETRIEVED in config.speculation.names and page % chunk:
+            raise UsageError(
+                f"config {config.name}: retrieval.chunk = {chunk} must divide the store's page of {page} "
+                "tokens, by which the prompt was read"
             )
         started = perf_counter()
         del self.tokens[self.prompt_tokens :]

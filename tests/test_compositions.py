@@ -179,6 +179,25 @@ def test_orders_of_layers_yield_the_tokens_of_plain_decoding(
     assert plan is not None and plans == {None, plan} | ({LayerPlan.whole(5)} if calibrate else set())
 
 
+@pytest.mark.parametrize("shape", ["chain", "grown:12"])
+def test_each_token_is_calibrated_once(
+    deep: PreTrainedModel, deep_draft: PreTrainedModel, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated: list[int] = []
+    forward = CausalModel.forward
+
+    def noted(self: CausalModel, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        calibrated.extend(part.new.count for part in parts if plan == LayerPlan.whole(5))
+        return forward(self, parts, plan)
+
+    monkeypatch.setattr(CausalModel, "forward", noted)
+    table = {"model": "draft", "cache": "streaming", "layers": "groups:2", "draft": shape}
+    result = run(deep, deep_draft, [table], "in place")
+    # What the last round yields is drafted below by nobody; the prompt's last token is the first.
+    assert result.rounds - 1 <= len(calibrated) <= result.rounds
+    assert sum(calibrated) <= len(result.tokens)
+
+
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_a_calibrated_draft_begins_as_the_target_would(deep: PreTrainedModel, calibrate: bool) -> None:
     table = {"model": "target", "cache": "retrieved", "layers": "skip:1", "calibrate": calibrate}

@@ -35,6 +35,7 @@ from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.engine import Engine
+from offload_rt.errors import UsageError
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.pace import Pace, RunningAcceptance, StepDown
 from offload_rt.session import Session
@@ -316,6 +317,15 @@ def test_rerun_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens
         assert llm._last is not None and llm._last.full._tail.keys.is_inference()
         assert llm.rerun(long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
+
+
+def test_chunks_of_a_rerun_divide_the_pages_of_the_prompt(target: PreTrainedModel) -> None:
+    with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
+        tokens = llm.generate(PROMPT, SHORT).tokens
+        sizes = {"retrieval.chunk": 32, "retrieval.budget": 64, "retrieval.recent": 16}
+        with pytest.raises(UsageError, match="retrieval.chunk = 32 must divide the store's page of 16"):
+            llm.rerun(SHORT, "retrieval", sizes)
+        assert llm.rerun(SHORT).tokens == tokens
 
 
 def test_the_next_text_is_planned_for_what_the_one_before_held(

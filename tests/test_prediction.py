@@ -8,6 +8,8 @@ import pytest
 import torch
 from plan_cases import CONTEXT, HOST, JF68M, LLAMA, expected_round, gpu, request
 
+from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
+from offload_rt.caches.shared import SharedCache
 from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory
@@ -303,3 +305,17 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     assert request(unset, "naive", context=50_000).shape.depth == 8
     planned = plan(asked)
     assert planned.gamma == 64 and "trees of 64 nodes in 16 steps" in "".join(planned.assumptions)
+
+
+def test_a_draft_over_the_full_kv_waits_for_the_cpu() -> None:
+    """On a GPU the CPU attends to all of the text for each drafted token, beside its share of the pass."""
+    asked = request(config="shared", draft=None)
+    predictor = Predictor(asked)
+    token_bytes, page = LLAMA.token_bytes, asked.config.store.page
+    over_text = CONTEXT * token_bytes / 50.0 / 1e6 / HOST.attention_beside_link
+    draft, dense = predictor.draft(2), predictor.step(LLAMA, 1)
+    assert draft.ms == pytest.approx(2 * (over_text + dense.ms), rel=0.02)  # and the exchange of queries
+    verification = predictor.verification(asked.placement(0, CONTEXT // 2, 3), 2)
+    assert predictor.drafted_ahead(verification, draft.ms) >= draft.ms + verification.cpu_attention
+    entries = page + SharedCache.PORTION + SPECULATIVE_ENTRIES
+    assert plan(asked).gpus[0]["shared_cache"] == entries * token_bytes

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.drafting.growth import LevelGrowth
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.engine import Engine
@@ -243,6 +244,16 @@ def test_what_another_draft_displaced_is_computed_in_one_pass(
         if temperature == 0.0:
             known = [one.tokens.on(torch.device("cpu")).tolist() for one in (draft, undisturbed)]
             assert known[0] == known[1] and draft.tree == undisturbed.tree
+
+
+def test_greedy_siblings_differ_where_tokens_are_equally_likely(target: PreTrainedModel) -> None:
+    with opened(target, "naive") as setting:
+        growth = LevelGrowth(setting.drafter, setting.session.view, DraftShape("tree", 1, (4,)))
+        logits = torch.randint(3, (200, 256), generator=torch.Generator().manual_seed(0)).float()
+        offered = growth._offered(logits, 4)
+    assert offered[:, 0].tolist() == logits.argmax(-1).tolist(), "the lowest id, as the verifier takes it"
+    assert all(len(set(row)) == 4 for row in offered.tolist())
+    assert (logits.gather(1, offered) == 2.0).all()
 
 
 NAN = SIZES | {"draft.window": 28, "speculation.gamma2": 4}

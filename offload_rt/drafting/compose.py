@@ -125,8 +125,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     for order in dict.fromkeys((plan, first or plan)):
         model.prepare(cache, recurring, order)
     entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room
-    cost = pass_cost(model, entries, plan=plan)
-    verifier = Verifier(level.name, model, cache, below, parts.sampling, cost, plan)
+    costs = [pass_cost(model, entries, plan=order) for order in (plan, first)]
+    verifier = Verifier(level.name, model, cache, below, parts.sampling, costs[0], plan, costs[1])
     if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
         return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
     parts.full.derived.append(cache)

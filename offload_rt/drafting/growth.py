@@ -90,18 +90,31 @@ class Growth(ABC):
         """
         held = self._verifier.cache.held
         text, lost = ([], []) if self._changes == held.changes else self._find()
+        newest = self._levels[-1] if self._levels else None
+        first_plan = self._drafter.first_plan
+        if text and newest is not None and first_plan is not None:  # which is for the text alone
+            yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, plan=first_plan)
+            text = []
         start, behind = len(held), len(held) + len(text)
         below = self._parents[len(self._entries) - 1 :]
         self._entries += range(behind, behind + len(below))
-        output: Output = yield self._verifier.forward(
-            [*range(start - 1, behind - 1), *(self._entries[1 + parent] for parent in below)],
-            [*text, *lost],
-            self._levels[-1] if self._levels else None,
-            rows=len(self._newest),
-            plan=self._drafter.first_plan if text else None,
-        )
-        self._verifier.cache.commit(range(len(text) + len(below)))
+        parents = [*range(start - 1, behind - 1), *(self._entries[1 + parent] for parent in below)]
+        plan = first_plan if text else None
+        logits = yield from self._pass(parents, [*text, *lost], newest, len(self._newest), plan)
         self._changes = held.changes
+        return logits
+
+    def _pass(
+        self,
+        parents: Sequence[int],
+        known: Sequence[int],
+        drawn: Tokens | None = None,
+        rows: int = 1,
+        plan: LayerPlan | None = None,
+    ) -> Work[Tensor]:
+        """A pass whose tokens stay in the cache; the logits of the last `rows`."""
+        output: Output = yield self._verifier.forward(parents, known, drawn, rows=rows, plan=plan)
+        self._verifier.cache.commit(range(len(parents)))
         return output.logits
 
     def _find(self) -> tuple[list[int], list[int]]:
@@ -139,7 +152,10 @@ class Growth(ABC):
             offered = choices(logits)[:, None]  # among equals the lowest id, as the verifier takes it
             probe = logits.gather(1, offered)
             if most > 1:
-                offered = torch.cat([offered, logits.topk(most).indices[:, 1:]], 1)
+                best = logits.topk(most).indices
+                # Among equals another one may come first there: it takes that one's place.
+                rest = torch.where(best == offered, best[:, :1], best)[:, 1:]
+                offered = torch.cat([offered, rest], 1)
         else:
             offered = sampler.probs(logits)
             probe = offered[:, 0]

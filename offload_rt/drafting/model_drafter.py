@@ -82,7 +82,9 @@ class ModelDrafter:
         if self.below.depth:
             rounds = shape.size / self.verifier.expected_tokens(self.below.depth)
             return rounds * self.verifier.nominal_ms(length, self.below)
-        return shape.depth * self.verifier.nominal_pass_ms(length, shape.per_pass - 1)
+        passed = self.verifier.nominal_pass_ms
+        first = passed(length, shape.per_pass - 1, other=self.first_plan is not None)
+        return first + (shape.depth - 1) * passed(length, shape.per_pass - 1) if shape.depth else 0.0
 
 
 class SmallModelDrafter(ModelDrafter):
@@ -105,14 +107,17 @@ class SmallModelDrafter(ModelDrafter):
     ) -> None:
         super().__init__(verifier, below, stop_tokens, first_plan)
         self._cache = cache
+        self._known = 0  # length of the text when it was verified last
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
-        self.verifier.settle(view, exact=self.verifier.plan is None)
+        # What follows the text that was known then was drafted, in another order of layers.
+        self.verifier.settle(view, len(view) if self.first_plan is None else self._known)
+        self._known = len(view)
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from super().prefill(view)
-        cache, read = self._cache, self.verifier.read
+        cache, read, self._known = self._cache, self.verifier.read, len(view)
         cache.reset()
         end = len(view) - 1
         start = min(cache.sinks, end)

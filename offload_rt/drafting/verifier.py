@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import Tensor
 
 from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import expected_tokens
@@ -51,6 +52,7 @@ class Verifier:
     Args:
         nominal_pass_ms: cost of a pass by (text length, new tokens), at nominal rates.
         plan: order of layers; None: as the model does it.
+        nominal_other_ms: cost of a pass in the other order that is asked for at times; None: the same.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class Verifier:
         cache: Cache,
         drafter: Drafter,
         sampling: Sampling,
-        nominal_pass_ms: Callable[[int, int], float],
+        nominal_pass_ms: Cost,
         plan: LayerPlan | None = None,
+        nominal_other_ms: Cost | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -70,6 +73,7 @@ class Verifier:
         self.plan = plan
         self.stats = LevelStats(name)
         self._nominal_pass_ms = nominal_pass_ms
+        self._nominal_other_ms = nominal_other_ms or nominal_pass_ms
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -123,7 +127,8 @@ class Verifier:
         """A pass of new tokens below the cache's speculative entries; see `NewTokens`."""
         new = NewTokens.below(self.cache.held, parents, known, drawn)
         length = self.cache.verified_length + max(new.depths)
-        self.stats.nominal_ms += self._nominal_pass_ms(length, new.count)
+        cost = self._nominal_pass_ms if plan is None else self._nominal_other_ms
+        self.stats.nominal_ms += cost(length, new.count)
         self.stats.passes += 1
         return Forward(self.model, Part(self.cache, new, rows, hidden), plan or self.plan, self.stats)
 
@@ -161,17 +166,14 @@ class Verifier:
             None if output.hidden is None else output.hidden[rows],
         )
 
-    def settle(self, view: TokenView, *, exact: bool = True) -> None:
-        """All of `view` is verified: what the cache holds of it becomes final.
+    def settle(self, view: TokenView, length: int) -> None:
+        """All of `view` is verified: what the cache holds of its first `length` tokens becomes final.
 
-        Args:
-            exact: False where speculation was only roughly computed: then it is forgotten instead.
+        The rest, which was computed only roughly, is forgotten.
         """
         self.roll_back(view)
-        if exact:
-            self.cache.settle()
-        else:
-            self.cache.keep([])
+        self.cache.keep(range(min(len(self.cache.held), length - self.cache.verified_length)))
+        self.cache.settle()
 
     def read(self, tokens: Sequence[int]) -> Work[None]:
         """Takes tokens of the text into the cache, for good, without sampling."""
@@ -197,9 +199,9 @@ class Verifier:
         """Cost of a round with such a draft, at nominal rates and the usual acceptance below."""
         return self.nominal_pass_ms(length, shape.size) + self.drafter.nominal_ms(length, shape)
 
-    def nominal_pass_ms(self, length: int, nodes: int) -> float:
-        """Cost of verifying so many drafted tokens."""
-        return self._nominal_pass_ms(length, nodes + 1)
+    def nominal_pass_ms(self, length: int, nodes: int, *, other: bool = False) -> float:
+        """Cost of verifying so many drafted tokens; in the `other` order of layers."""
+        return (self._nominal_other_ms if other else self._nominal_pass_ms)(length, nodes + 1)
 
     def expected_tokens(self, count: int) -> float:
         """What a round that verifies a chain of `count` tokens usually yields."""

@@ -100,8 +100,10 @@ class Predictor:
         if level == HEAD:
             return self.step(head_shape(self.target), queries)
         if level == TARGET_SHARED:  # the CPU attends to all of the text
-            exchange = 0.0 if request.in_place else self.target.layers * self._exchange_ms(queries)
-            over_text = self._cpu_attention(request.context, queries) + exchange
+            over_text = self._cpu_attention(request.context, queries)
+            if not request.in_place:
+                over_text /= self.host.attention_beside_link
+                over_text += self.target.layers * self._exchange_ms(queries)
             return self.step(self.target, queries) + Work(over_text)
         shape = request.draft if level == DRAFT_STREAMING else None
         entries = request.retrieved_entries if level == TARGET_RETRIEVED else kept.sinks + kept.window
@@ -261,7 +263,10 @@ class Predictor:
         looks better for attending less of it there.
         """
         attention = self._attention(self.request.context, verification.gamma + 1)
-        return drafting + (verification.dense.busy_ms + attention)
+        beside = verification.dense.busy_ms + attention
+        if TARGET_SHARED in self.request.levels:  # drafting waits for the CPU, which has a share of the pass
+            beside = max(beside, verification.cpu_attention)
+        return drafting + beside
 
     def bottleneck(self, best: RoundTime) -> str:
         """What would have to become faster first for a shorter round."""
