@@ -37,8 +37,19 @@ SHAPES = (
     "sequoia:256@32+suffix",
 )
 """Shapes, their depths, and what joins them."""
-LAYERS = ("all", "groups:1", "groups:2", "groups:3", "groups:4", "skip:2", "skip:2,3", "skip:1a,2a,3a")
-TREE = "grown:20"
+LAYERS = (
+    "all",
+    "groups:1",
+    "groups:2",
+    "groups:3",
+    "groups:4",
+    "groups:5",
+    "skip:2",
+    "skip:2,3",
+    "skip:1a,2a,3a",
+)
+TREES = ("grown:10", "grown:20", "grown:40")
+"""Of depth 5, so 2, 4 and 8 nodes wide."""
 PROBED = 64
 BATCH = ("plain", "lookup")
 
@@ -67,7 +78,7 @@ def layers(study: Study) -> list[Row]:
     alike = _likeness(study)
     rows: list[Row] = []
     plans = [(name, flag, "chain", 8) for name in LAYERS for flag in (True, False)[: 1 + ("groups" in name)]]
-    plans += [("groups:3", flag, TREE, 5) for flag in (True, False)]
+    plans += [("groups:3", flag, tree, 5) for tree in TREES for flag in (True, False)]
     with study.reader(linked=False) as llm:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
