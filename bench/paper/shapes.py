@@ -15,6 +15,7 @@ from bench.paper.theory import acceptance_of, expected_of
 from offload_rt.api import LLM
 from offload_rt.caches.base import NewTokens
 from offload_rt.config import load_config
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
@@ -92,7 +93,9 @@ def layers(study: Study) -> list[Row]:
     for row in rows:
         plan = LayerPlan.parse(row["layers"], study.models.target.config.num_hidden_layers)
         spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
-        row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared
+        shape, _, depth = row["draft"].partition("@")
+        width = DraftShape.parse(shape).deep(int(depth)).per_pass  # tokens that a pass drafts
+        row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width
     return rows
 
 
