@@ -62,12 +62,6 @@ class ExactTopKCache(BoundedCache):
     def build(self, queries: Tensor) -> None:
         """Nothing to choose by: the queries to serve are not known yet."""
 
-    def catch_up(self) -> None:
-        """Nothing to do: it is built whenever it is read."""
-
-    def refill(self) -> None:
-        """Nothing to take."""
-
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if layer >= self._whole:
             return super().attend(layer, queries, keys, values, scale)

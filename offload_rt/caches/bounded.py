@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend, folded_mask
-from offload_rt.caches.base import WORD_BITS, NewTokens, seen
+from offload_rt.caches.base import WORD_BITS, NewTokens, Refill, Verified, seen
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
@@ -237,6 +237,18 @@ class BoundedCache(ABC):
                 self.keys[:, :, start : start + count].clone(),
                 self.values[:, :, start : start + count].clone(),
             )
+
+    def adopt(self, verified: Verified) -> None:
+        kept = self._still_right(verified.tokens)
+        self._take(verified.keys, verified.values)
+        self._put_behind(*kept)
+
+    def catch_up(self) -> None:  # noqa: B027
+        """Nothing to do: it adopts all that is verified."""
+
+    def refill(self) -> Refill | None:
+        """Nothing to take: it chooses nothing anew."""
+        return None
 
     def _still_right(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Takes out the speculative entries that descend from `tokens`, now verified; the others go.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from offload_rt.attention import AttentionBackend, attend, cpu_share_backend, merge
-from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -48,17 +47,6 @@ class SharedCache(BoundedCache):
         self.entries = 0
         if length > self._paged:
             self._take(*self._source.read(self._paged, length))
-
-    def catch_up(self) -> None:
-        """Nothing to do: it adopts all that is verified."""
-
-    def refill(self) -> None:
-        """Nothing to take: it reads the store."""
-
-    def adopt(self, verified: Verified) -> None:
-        kept = self._still_right(verified.tokens)
-        self._take(verified.keys, verified.values)
-        self._put_behind(*kept)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if not self._paged:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend
-from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -72,17 +71,6 @@ class StreamingCache(BoundedCache):
             self.skip(recent - self.sinks)
         if length > recent:
             self._take(*self._source.read(recent, length))
-
-    def catch_up(self) -> None:
-        """Nothing to do: it adopts all that is verified."""
-
-    def refill(self) -> None:
-        """Nothing to take: it holds the newest tokens."""
-
-    def adopt(self, verified: Verified) -> None:
-        kept = self._still_right(verified.tokens)
-        self._take(verified.keys, verified.values)
-        self._put_behind(*kept)
 
     def _take(self, keys: Tensor, values: Tensor) -> None:
         # In portions, so that a whole prompt may pass through and each portion finds its victims.
