@@ -407,12 +407,16 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     hit = sure.round(fast, draft, 1)
     assert hit.hit_rate == 1
     assert hit.ms == pytest.approx(10.0 + 21.0, rel=0.05), "one processor does both"
-    predicted = prediction_accuracy.predict(
-        case, dict(one, acceptance=1.0), turn | {"rate_bytes_per_second": 1e3}
-    )
+    slowly = turn | {"rate_bytes_per_second": 1e3}
+    predicted = prediction_accuracy.predict(case, dict(one, acceptance=1.0), slowly)
     bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
     assert predicted["pass_ms"] == pytest.approx(bytes_streamed, rel=0.02), "1 ms a byte"
-    assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"], rel=1e-4), "all is drafted meanwhile"
+    asked = prediction_accuracy._request(case, dict(one, acceptance=1.0), slowly)
+    slow = prediction_accuracy.MeasuredAlone(asked, slowly)
+    passed = slow.round(slow.verification(place, 3), draft, 1)
+    refreshing = passed.refresh_share * passed.refresh_ms
+    assert passed.ms - refreshing == pytest.approx(passed.verification.ms), "all is drafted meanwhile"
+    assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"] + refreshing)
     without = prediction_accuracy.predict(case, alone, turn)
     assert without["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05)
     with_verdict = prediction_accuracy.predict(case, alone, turn | {"verdict_ms": 4.0})
