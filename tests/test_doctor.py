@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +131,7 @@ def test_everything_without_a_card(folder: Path, tiny: None, monkeypatch: pytest
     assert_positive(report.hardware.host)
     assert report.hardware.gpus == () and report.links == ()
     assert report.hardware.host.memory_bytes == HEALTHY.host.available_bytes
-    assert report.notices == (doctor.STAND_IN,)
+    assert report.notices == ()
     assert inspect() == report
 
 
@@ -183,20 +182,13 @@ def test_copies_are_given_back_and_serve_the_processors_measurement(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"host.governor": "powersave", "host.energy_preference": "balance_performance"},
-        {"hardware.host.lockable_bytes": 0, "cards": (), "links": (), "hardware.gpus": ()},  # nothing to lock
-    ],
-)
-def test_a_healthy_machine_has_no_warnings(changes: dict[str, object]) -> None:
-    assert advice.warnings(changed(HEALTHY, changes)) == ()
-
-
-@pytest.mark.parametrize(
     ("changes", "told"),
     [
+        # Nothing is wrong.
+        ({}, None),
+        ({"host.governor": "powersave", "host.energy_preference": "balance_performance"}, None),
+        ({"hardware.host.lockable_bytes": 0, "cards": (), "links": (), "hardware.gpus": ()}, None),
+        # One thing is.
         ({"links.0.width": 8, "hardware.gpus.0.to_device_rate": 13.0}, ["×8", "×16", "slot"]),
         ({"links.0.generation": 3}, ["PCIe 3", "can do 4", "BIOS"]),
         ({"hardware.gpus.0.to_device_rate": 12.0}, ["12.0 GB/s of the 31.5", "numactl"]),
@@ -216,9 +208,10 @@ def test_a_healthy_machine_has_no_warnings(changes: dict[str, object]) -> None:
         ({"hardware.host.lockable_bytes": 8 * 2**20}, ["0.01 of 90.0 GiB", "ulimit -l", "limits.conf"]),
     ],
 )
-def test_what_is_wrong_is_told_with_its_remedy(changes: dict[str, object], told: list[str]) -> None:
-    (warning,) = advice.warnings(changed(HEALTHY, changes))
-    assert all(words in warning for words in told)
+def test_what_is_wrong_is_told_with_its_remedy(changes: dict[str, object], told: list[str] | None) -> None:
+    warnings = advice.warnings(changed(HEALTHY, changes))
+    assert len(warnings) == (told is not None)
+    assert all(words in warnings[0] for words in told or ())
 
 
 # The command
@@ -276,25 +269,3 @@ def test_quiet(inspected: list[bool], capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["doctor", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert inspected == [False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--json", "{folder}"], "is a folder"),
-        (["--json", "{folder}/no/out.json"], "its folder does not exist"),
-        (["--refreshed"], "--refreshed"),
-    ],
-)
-def test_a_mistake_is_one_line_and_nothing_is_measured(
-    inspected: list[bool],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
-    assert cli.main(["doctor", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), inspected) == ("", 1, [])
-    assert said in err
-    assert os.listdir(tmp_path) == []

@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from offload_rt.files import check_writable, write_json
 if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.results import GenerationResult, SamplingParams
+
+Add = Callable[..., object]
+"""The `add_argument` of a parser or a group."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,12 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add = generate.add_argument_group("output").add_argument
     add("--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens")
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the result and its statistics to FILE (default: nowhere)",
-    )
+    add_json(add, "the result and its statistics")
     add("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
@@ -70,12 +68,23 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="where models run (default: auto, the GPU if there is one)",
     )
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
-    )
+    add_dtype(add)
+
+
+def add_dtype(add: Add) -> None:
+    """Adds `--dtype`."""
+    meaning = "of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)"
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=meaning)
+
+
+def add_json(add: Add, what: str) -> None:
+    """Adds `--json FILE`; a file that cannot be written is refused before any work."""
+
+    def writable(name: str) -> Path:
+        check_writable("--json", Path(name))
+        return Path(name)
+
+    add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
 
 
 def _add_sampling(generate: argparse.ArgumentParser) -> None:
@@ -177,10 +186,7 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Check what needs no model first: importing the runtime alone takes seconds.
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
-    text = prompts.read(arguments)
+    text = prompts.read(arguments)  # before the runtime is imported: that alone takes seconds
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
     console = Console(arguments.quiet)
