@@ -1,4 +1,4 @@
-"""A desktop with a card, requests to plan for it, and how a refusal is read."""
+"""Requests to plan for a desktop with a card, what is true of every plan, and how a refusal is read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from machine_cases import CARD, DESKTOP, HOST
 
 from offload_rt.config import load_config
-from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.hardware import Hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan
 from offload_rt.planning.prediction import Predictor
@@ -21,20 +22,6 @@ from offload_rt.planning.times import RoundTime
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)
 CONTEXT = 131_072
-
-HOST = Host(
-    memory_bytes=92 * GIB,
-    lockable_bytes=92 * GIB,
-    memory_rate=70.0,
-    compute_rate=800.0,
-    attention=(AttentionRate(1, 50.0), AttentionRate(16, 40.0), AttentionRate(32, 30.0)),
-    attention_beside_link=0.8,
-    link_beside_attention=0.9,
-    launch_ms=0.5,
-    threads=8,
-)
-CARD = Gpu("card", 24 * GIB, 1000.0, 160.0, 25.0, 20.0, 0.3)
-DESKTOP = Hardware(HOST, (CARD,), measured=True)
 
 
 def request(

@@ -243,13 +243,13 @@ def test_the_command_prints_and_writes(
     out, err = capsys.readouterr()
     assert err == "measuring  the moon (1 of 2)\n"
     for words in (
-        "AMD Ryzen 9 7950X; 32 of 32 processors, threads: 16, NUMA nodes: 1",
+        "AMD Ryzen 9 7950X; 32 of 32 processors, threads: 8, NUMA nodes: 1",
         "90.0 GiB of 96.0 GiB available",
-        "60.0 GB/s at 1 query, 40.5 at 16",
-        "attention keeps 75% of its rate, the link 88%",
+        "50.0 GB/s at 1 query, 40.0 at 16, 30.0 at 32",
+        "attention keeps 80% of its rate, the link 90%",
         "23.0 GiB of 24.0 GiB free",
         "PCIe 4 ×8 while copying; the card can do 4 ×16",
-        "26.0 GB/s; both ways 20.5",
+        "25.0 GB/s; both ways 20.5",
         "26.5 GB/s; both ways 21.5",
         "attention flash-attn",
         "python 3.12.1, torch 2.13.0, transformers 5.23.0, flash-attn 2.8.0, driver 580.1",

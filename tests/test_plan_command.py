@@ -11,7 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_cases import HOST, nearest_context
+from machine_cases import HOST
+from plan_cases import nearest_context
 
 from offload_rt import cli
 from offload_rt.config import AUTOMATIC

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from machine_cases import HOST
 from plan_cases import (
     CONTEXT,
-    HOST,
     LLAMA,
     check_sums,
-    expected_round,
     gpu,
     host,
     nearest_context,
@@ -22,43 +21,14 @@ from plan_cases import (
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import CARDS, GIB, AttentionRate, named_hardware
-from offload_rt.planning.placement import resident_capacity, ring_fits
+from offload_rt.planning.placement import ring_fits
 from offload_rt.planning.planner import Prediction, plan
-from offload_rt.planning.prediction import Predictor, attention_rate
+from offload_rt.planning.prediction import attention_rate
 from offload_rt.planning.shapes import find_shape
 
 
 def predicted(**changes: Any) -> Prediction:
     return plan(request(**changes)).check()
-
-
-@pytest.mark.parametrize(
-    ("resident", "cpu"), [(1024, -1), (-1, 2048), (0, 0), (1024, 4096), (0, 10**6 * 256)]
-)
-def test_shares_that_are_given_are_kept(resident: int, cpu: int) -> None:
-    given = {"offload.resident_tokens": resident, "offload.cpu_tokens": cpu}
-    planned = plan(request(given))
-    check_sums(planned)
-    placement, found = planned.placement, planned.check()
-    assert resident < 0 or placement.resident_tokens == resident
-    assert cpu < 0 or placement.cpu_tokens == min(cpu, CONTEXT - max(0, resident))
-    assert predicted().ms_per_token <= found.ms_per_token * (1 + 1e-9)
-    predictor, ring = Predictor(planned.request), placement.ring_buffers
-    if cpu < 0:
-        others = (
-            expected_round(predictor, planned.gamma, resident, tokens, n, ring).ms_per_token
-            for tokens in range(0, CONTEXT, 2048)
-            for n in (1, 4)
-        )
-        assert found.ms_per_token <= min(others) * (1 + 1e-9)
-    if resident < 0:
-        assert placement.resident_tokens == min(resident_capacity(planned.request, ring), CONTEXT - cpu)
-
-
-@pytest.mark.parametrize("size", [60, 80, 100, 120])
-def test_a_given_cpu_share_is_kept_where_all_could_be_resident(size: int) -> None:
-    placement = plan(request({"offload.cpu_tokens": 19_968}, hardware=gpu(memory_bytes=size * GIB))).placement
-    assert placement.cpu_tokens == 19_968 and placement.resident_tokens <= CONTEXT - 19_968
 
 
 def test_more_resident_than_fits_is_refused() -> None:
@@ -143,15 +113,6 @@ def test_only_a_retrieved_cache_on_a_gpu_may_have_a_second_buffer() -> None:
     # Where it never is refreshed, and all KV is resident either way, one buffer is enough.
     small = plan(request(context=2048))
     assert small.placement.resident_tokens == 2048 and not small.request.refreshes_from_stream
-
-
-def test_a_retrieved_cache_of_the_size_asked_for_comes_before_a_second_buffer() -> None:
-    """Its better drafts are in no figure of the plan."""
-    tight = {"retrieval.budget": 8192, "retrieval.refresh": "every"}
-    stream, store = (plan(request(tight | {"offload.refresh_from": place})) for place in ("stream", "store"))
-    assert stream.request.config.retrieval.budget < 8192 == store.request.config.retrieval.budget
-    assert stream.ms_per_token < store.ms_per_token
-    assert plan(request(tight)) == store
 
 
 def test_what_holds_a_run_up_is_named() -> None:
