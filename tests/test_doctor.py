@@ -19,7 +19,7 @@ from offload_rt.devices import CACHE_FOLDER
 from offload_rt.errors import UsageError
 from offload_rt.machine import advice, doctor
 from offload_rt.machine.doctor import Report, inspect
-from offload_rt.machine.hardware import GIB, Hardware, Host
+from offload_rt.machine.hardware import GIB, Hardware
 
 
 def become(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]) -> None:
@@ -155,26 +155,16 @@ def test_a_card_that_fails_is_named(
 def test_copies_are_given_back_and_serve_the_processors_measurement(
     folder: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[object] = []
-
-    class Copies:
-        def __init__(self, device: torch.device, size: int) -> None:
-            events.append((str(device), size))
-
-        def copy(self) -> None: ...
-
-        def close(self) -> None:
-            events.append("closed")
-
-    def measure_host(available: int, copy: Any, on_progress: Any) -> Host:
-        events.append(copy.__func__ is Copies.copy)
-        return HEALTHY.hardware.host
-
-    monkeypatch.setattr(doctor, "PinnedCopies", Copies)
-    monkeypatch.setattr(doctor, "measure_gpu", lambda *_: (HEALTHY.hardware.gpus[0], HEALTHY.links[0]))
-    monkeypatch.setattr(doctor, "measure_host", measure_host)
+    made, card = Mock(), (HEALTHY.hardware.gpus[0], HEALTHY.links[0])
+    copies = made.PinnedCopies.return_value
+    made.measure_gpu.return_value, made.measure_host.return_value = card, HEALTHY.hardware.host
+    for name in ("PinnedCopies", "measure_gpu", "measure_host"):
+        monkeypatch.setattr(doctor, name, getattr(made, name))
     report = inspect()
-    assert events == [("cuda:0", 2**20), True, "closed"]
+    called = ["PinnedCopies", "measure_gpu", "measure_host", "PinnedCopies().close"]
+    assert [name for name, *_ in made.mock_calls] == called
+    made.PinnedCopies.assert_called_once_with(torch.device("cuda:0"), 2**20)
+    assert made.measure_host.call_args.args[1] == copies.copy
     assert report.hardware == HEALTHY.hardware and report.notices == ()
 
 

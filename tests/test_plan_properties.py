@@ -12,10 +12,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from plan_cases import JF68M, check_sums, expected_round, gpu, request
 
-from offload_rt.config import RefreshFrom, RefreshPolicy, load_config
+from offload_rt.config import load_config
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.planning.placement import PlanRequest, gpu_memory, resident_capacity, ring_fits
-from offload_rt.planning.planner import EXTRA_RING_BUFFERS, Plan, plan
+from offload_rt.planning.planner import EXTRA_RING_BUFFERS, plan
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import SHAPES
 
@@ -121,32 +121,6 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
             less, more = (one.check() for one in plans)
             assert less.ms_per_token <= more.ms_per_token * (1 + 1e-9)
             assert less.prefill_ms <= more.prefill_ms * (1 + 1e-9)
-
-
-def refreshed_from(asked: PlanRequest, place: RefreshFrom) -> Plan:
-    return plan(asked.having("offload.refresh_from", place))
-
-
-@quick
-@given(gpu_requests(), st.sampled_from(["every", "stride:32", "acceptance:0.5"]))
-@example(request(), "every")
-@example(request(), "stride:64")
-@example(request({"retrieval.budget": 8192}), "every")
-@example(request({"retrieval.budget": 8192}, hardware=gpu(memory_bytes=20 * GIB)), "every")
-def test_the_refresh_that_is_planned_is_the_faster_one(asked: PlanRequest, policy: str) -> None:
-    assume(asked.retrieves)
-    asked = asked.having("retrieval.refresh", RefreshPolicy.parse(policy))
-    store, stream = refreshed_from(asked, "store"), refreshed_from(asked, "stream")
-    planned = plan(asked)
-    assert planned in (store, stream)
-    assert [one.request.refreshes_from_stream for one in (store, stream)] == [False, True]
-    assert store.fits or not stream.fits, "it needs one buffer less"
-    if not stream.fits:
-        assert planned == store
-    elif stream.request.config.retrieval.budget < store.request.config.retrieval.budget:
-        assert planned == store, "a cache of the size that was asked for"
-    else:
-        assert planned.ms_per_token == min(store.ms_per_token, stream.ms_per_token)
 
 
 tokens_given = st.sampled_from([-1, 0, 1024, 4096, 10**9])

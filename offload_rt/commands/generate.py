@@ -52,22 +52,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which models run, and where."""
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--model",
-        metavar="PATH|ID",
-        help="target model: a folder or a hub id (default: the embedded demo pair)",
-    )
-    add(
-        "--draft",
-        metavar="PATH|ID|none",
-        help="small model with the target's tokenizer, which drafts (default: none, or the demo's own)",
-    )
-    add(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where models run (default: auto, the GPU if there is one)",
-    )
+    target = "target model: a folder or a hub id (default: the embedded demo pair)"
+    add("--model", metavar="PATH|ID", help=target)
+    draft = "small model with the target's tokenizer, which drafts (default: none, or the demo's own)"
+    add("--draft", metavar="PATH|ID|none", help=draft)
+    device = "where models run (default: auto, the GPU if there is one)"
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=device)
     add_dtype(add)
 
 
@@ -90,18 +80,12 @@ def add_json(add: Add, what: str) -> None:
 def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
     add = sampling.add_argument
-    add(
-        "-n", "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N (default: 256)"
-    )
+    most = "generate at most N (default: 256)"
+    add("-n", "--max-new-tokens", type=int, default=256, metavar="N", help=most)
     add_distribution(sampling)
     add("--seed", type=int, metavar="S", help="repeats a text (default: random, shown in the summary)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="STRING",
-        help="end the text where STRING begins; may be repeated (default: none)",
-    )
+    stop = "end the text where STRING begins; may be repeated (default: none)"
+    add("--stop", action="append", default=[], metavar="STRING", help=stop)
     add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
 
 
@@ -109,11 +93,10 @@ def add_distribution(sampling: argparse._ArgumentGroup) -> None:
     """Adds the flags that say from which distribution tokens are drawn."""
     add = sampling.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default: 0)")
-    meaning = "draw from the fewest likely tokens that have probability P together (default: 1, all)"
-    add("--top-p", type=float, default=1.0, metavar="P", help=meaning)
-    add(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: 0, all)"
-    )
+    top_p = "draw from the fewest likely tokens that have probability P together (default: 1, all)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    top_k = "draw from the K likeliest tokens (default: 0, all)"
+    add("--top-k", type=int, default=0, metavar="K", help=top_k)
 
 
 ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"

@@ -50,17 +50,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     configuration = plan.add_argument_group("configuration")
     add = configuration.add_argument
-    add(
-        "--config",
-        default=AUTO,
-        metavar="NAME|FILE",
-        help="a name, a TOML file, or auto: the fastest of all (default: auto)",
-    )
-    add_overrides(
-        configuration,
-        "sets any configuration key (default: the config's values); speculation.gamma2 is chosen by the plan"
-        " where it is 0",
-    )
+    composition = "a name, a TOML file, or auto: the fastest of all (default: auto)"
+    add("--config", default=AUTO, metavar="NAME|FILE", help=composition)
+    chosen = "speculation.gamma2 is chosen by the plan where it is 0"
+    add_overrides(configuration, f"sets any configuration key (default: the config's values); {chosen}")
     same, small = "of tokens the target drafts itself", "of the small model's tokens"
     for flag, default, help in (
         ("--acceptance", SAME_MODEL_ACCEPTANCE, same),
