@@ -1,4 +1,4 @@
-"""A machine with nothing wrong, what else it could be, and measurements that take no time."""
+"""A desktop with a card, as planned for and as doctor reports it, and measurements that take no time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inventory import Card, HostFacts
 from offload_rt.machine.measuring_gpu import LinkFigures
 
+HOST = Host(
+    memory_bytes=92 * GIB,
+    lockable_bytes=92 * GIB,
+    memory_rate=70.0,
+    compute_rate=800.0,
+    attention=(AttentionRate(1, 50.0), AttentionRate(16, 40.0), AttentionRate(32, 30.0)),
+    attention_beside_link=0.8,
+    link_beside_attention=0.9,
+    launch_ms=0.5,
+    threads=8,
+)
+CARD = Gpu("card", 24 * GIB, 1000.0, 160.0, 25.0, 20.0, 0.3)
+DESKTOP = Hardware(HOST, (CARD,), measured=True)
+
 HEALTHY = Report(
     measured_at="2026-01-02T03:04:05+00:00",
     load_average=0.1,
     hardware=Hardware(
-        host=Host(
-            memory_bytes=90 * GIB,
-            lockable_bytes=90 * GIB,
-            memory_rate=70.0,
-            compute_rate=900.0,
-            attention=(AttentionRate(1, 60.0), AttentionRate(16, 40.5)),
-            attention_beside_link=0.75,
-            link_beside_attention=0.875,
-            launch_ms=0.25,
-            threads=16,
-        ),
-        gpus=(Gpu("NVIDIA GeForce RTX 4090", 23 * GIB, 920.0, 160.0, 26.0, 26.5, 0.125),),
+        replace(HOST, memory_bytes=90 * GIB, lockable_bytes=90 * GIB),
+        (replace(CARD, name="NVIDIA GeForce RTX 4090", memory_bytes=23 * GIB, to_host_rate=26.5),),
         measured=True,
     ),
     links=(LinkFigures(20.5, 21.5, 4, 16, True),),
@@ -39,7 +43,7 @@ HEALTHY = Report(
         processor="AMD Ryzen 9 7950X",
         cores=32,
         cores_of_machine=32,
-        threads=16,
+        threads=8,
         instruction_sets=("avx2", "avx512f"),
         numa_nodes=1,
         native_kernel="built",

@@ -1,19 +1,21 @@
-"""A desktop with a card, requests to plan for it, and how a refusal is read."""
+"""Requests to plan for a desktop with a card, what is true of every plan, and how a refusal is read."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from machine_cases import CARD, DESKTOP, HOST
 
-from offload_rt.config import load_config
-from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.config import load_config, parse_override
+from offload_rt.machine.hardware import Hardware
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.planner import Plan
+from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import find_shape
 from offload_rt.planning.times import RoundTime
@@ -21,20 +23,6 @@ from offload_rt.planning.times import RoundTime
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)
 CONTEXT = 131_072
-
-HOST = Host(
-    memory_bytes=92 * GIB,
-    lockable_bytes=92 * GIB,
-    memory_rate=70.0,
-    compute_rate=800.0,
-    attention=(AttentionRate(1, 50.0), AttentionRate(16, 40.0), AttentionRate(32, 30.0)),
-    attention_beside_link=0.8,
-    link_beside_attention=0.9,
-    launch_ms=0.5,
-    threads=8,
-)
-CARD = Gpu("card", 24 * GIB, 1000.0, 160.0, 25.0, 20.0, 0.3)
-DESKTOP = Hardware(HOST, (CARD,), measured=True)
 
 
 def request(
@@ -72,7 +60,8 @@ def check_sums(planned: Plan) -> None:
     text = json.dumps(report)
     assert json.loads(text) == report and not re.search(r'": -\d', text), "nothing is negative"
     if not planned.fits:
-        assert planned.predicted is None and planned.refusal is not None
+        assert planned.predicted is None
+        assert all(plan(one).fits for one in nearest(planned))
         return
     page = asked.config.store.page
     assert placement.resident_tokens % page == 0 or placement.resident_tokens == asked.context
@@ -93,7 +82,19 @@ def check_sums(planned: Plan) -> None:
         assert placement.ring_buffers >= asked.config.store.ring_buffers
 
 
-def nearest_context(said: str) -> int:
-    found = re.search(r"a context of (\d+) tokens", said)
-    assert found is not None
-    return int(found[1])
+def nearest(planned: Plan) -> Iterator[PlanRequest]:
+    """The requests that a refusal says would fit."""
+    asked, said = planned.request, planned.refusal
+    assert said is not None
+    for suggestion in said.partition("what fits: ")[2].split(", or "):
+        match suggestion.split():
+            case ["a", "context", "of", tokens, "tokens"]:
+                yield replace(asked, context=int(tokens))
+            case ["--set", override]:
+                yield asked.having(*parse_override(override))
+            case [count, "such", "GPUs"]:
+                gpus = asked.hardware.gpus[:1] * int(count)
+                yield replace(asked, hardware=replace(asked.hardware, gpus=gpus))
+            case ["--dtype", "bfloat16"]:
+                draft = asked.draft and replace(asked.draft, dtype=torch.bfloat16)
+                yield replace(asked, target=replace(asked.target, dtype=torch.bfloat16), draft=draft)

@@ -6,10 +6,11 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,11 +31,10 @@ TEXT = "".join(WORDS)
 
 
 class FakeLLM:
-    """Always writes `TEXT`, a word a token."""
+    """Always writes `TEXT`, a word a token; where `stops_with` is set, an error or a signal after three."""
 
     made: FakeLLM
-    interrupted_at: int | None = None
-    stops_with: BaseException = KeyboardInterrupt()
+    stops_with: BaseException | signal.Signals | None = None
 
     def __init__(self, model: str | None, **options: Any) -> None:
         type(self).made = self
@@ -46,31 +46,23 @@ class FakeLLM:
     def stream(self, prompt: Sequence[int], params: SimpleNamespace) -> Iterator[SimpleNamespace]:
         self.prompt, self.params = prompt, params
         self.options["on_progress"]("prefill", 1, 1)
-        made, finish_reason = 0, "interrupted"
-        try:
-            for token, word in enumerate(WORDS):
-                if token == self.interrupted_at:
-                    raise self.stops_with
-                made += 1
-                yield SimpleNamespace(token=token, text=word)
-            finish_reason = "length"
-        finally:
-            self.last_result = self.result(made, finish_reason)
+        self.last_result = self.result(3, "interrupted")
+        for token, word in enumerate(WORDS):
+            if token == 3 and isinstance(self.stops_with, signal.Signals):
+                signal.raise_signal(self.stops_with)
+            elif token == 3 and self.stops_with is not None:
+                raise self.stops_with
+            yield SimpleNamespace(token=token, text=word)
+        self.last_result = self.result(len(WORDS), "length")
 
-    def result(self, made: int, finish_reason: str) -> SimpleNamespace:
-        tokens = list(range(made))
-        timings = SimpleNamespace(
-            prompt_n=len(self.prompt),
-            prompt_ms=500.0,
-            predicted_n=4,
-            predicted_ms=8.0,
-            predicted_per_second=500.0,
-        )
+    def result(self, made: int, finish_reason: str, decoding_ms: float = 8.0) -> SimpleNamespace:
+        tokens, prompt = list(range(made)), len(self.prompt)
+        rate = {"predicted_n": 4, "predicted_ms": decoding_ms, "predicted_per_second": 500.0}
         return SimpleNamespace(
             tokens=tokens,
             text="".join(WORDS[:made]) + " (held)" * (finish_reason == "interrupted"),
             finish_reason=finish_reason,
-            timings=timings,
+            timings=SimpleNamespace(prompt_n=prompt, prompt_ms=500.0, **rate),
             rounds=2,
             levels=[
                 SimpleNamespace(name="draft:streaming", proposed=0, accepted=0),
@@ -79,14 +71,12 @@ class FakeLLM:
             memory=SimpleNamespace(kv_bytes=2**30, host_peak_bytes=3 * 2**29, device_peak_bytes=0),
             notices=["memory is not pinned", "5 of 9 tokens were decoded plainly"],
             seed=self.params.seed,
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=prompt,
             to_json=lambda: {"tokens": tokens, "finish_reason": finish_reason},
         )
 
     def plain(self, params: SimpleNamespace) -> SimpleNamespace:
-        result = self.result(len(WORDS), "length")
-        result.timings.predicted_ms = 20.0
-        return result
+        return self.result(len(WORDS), "length", decoding_ms=20.0)
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -118,12 +108,25 @@ class CharacterTokenizer:
         return {"input_ids": [ord(character) for character in text]}
 
 
-def test_text_goes_to_stdout_and_the_summary_to_stderr(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["generate", "--prompt", "abc", "--seed", "7"]) == 0
-    out, err = capsys.readouterr()
-    assert out == TEXT + "\n"
+Run = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line, in which F is a folder of the test's own: exit code, stdout, stderr."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        return cli.main(shlex.split(line.replace("F/", f"{tmp_path}/"))), *capsys.readouterr()
+
+    return run
+
+
+COMPARED = "generate --prompt abc --compare-plain --json F/out.json"
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(llm: type[FakeLLM], run: Run) -> None:
+    code, out, err = run("generate --prompt abc --seed 7")
+    assert (code, out) == (0, TEXT + "\n")
     for said in [
         "prompt     3 tokens, prefill 0.5 s (6 tokens/s)",
         "9 tokens, 2.0 ms/token, 500.0 tokens/s; finish: length; seed 7",
@@ -136,14 +139,13 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(
     assert llm.made.closed
 
 
-def test_what_is_asked_of_the_runtime(llm: type[FakeLLM]) -> None:
-    arguments = (
+def test_what_is_asked_of_the_runtime(llm: type[FakeLLM], run: Run) -> None:
+    run(
         "generate --model m --draft none --config lookup --prompt abc --max-prompt-tokens 2 -n 5 --quiet"
         " --temperature 0.5 --top-p 0.9 --top-k 3 --seed 1 --stop x --stop yz --ignore-eos"
         " --device cpu --dtype float32 --retrieval-budget 512 --chunk-size 16 --gamma1 3 --gamma2 4"
         " --refresh stride:2 --set draft.window=100 --set retrieval.budget=1024"
     )
-    assert cli.main(arguments.split()) == 0
     made = llm.made
     expected = {"model": "m", "draft": "none", "config": "lookup", "device": "cpu", "dtype": "float32"}
     assert expected.items() <= made.options.items()
@@ -167,37 +169,34 @@ def test_what_is_asked_of_the_runtime(llm: type[FakeLLM]) -> None:
     }
 
 
-def test_without_a_seed_one_is_drawn_and_told(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_seed_one_is_drawn_and_told(llm: type[FakeLLM], run: Run) -> None:
     seeds = set()
     for _ in range(3):
-        assert cli.main(["generate", "--prompt", "abc"]) == 0
+        _, _, err = run("generate --prompt abc")
         seeds.add(llm.made.params.seed)
-        assert f"seed {llm.made.params.seed}" in capsys.readouterr().err
+        assert f"seed {llm.made.params.seed}" in err
     assert len(seeds) > 1  # the same one three times: 1 in 2**64
 
 
-def test_quiet(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--prompt", "abc", "--max-prompt-tokens", "1", "--quiet"]) == 0
-    assert capsys.readouterr() == (TEXT + "\n", "")
+def test_quiet(run: Run) -> None:
+    assert run("generate --prompt abc --max-prompt-tokens 1 --quiet") == (0, TEXT + "\n", "")
 
 
-def test_the_built_in_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate"]) == 0
+def test_the_built_in_prompt_is_long_and_cut(llm: type[FakeLLM], run: Run) -> None:
+    assert "kept the last 32,768 of " in run("generate")[2]
     assert len(llm.made.prompt) == BUILT_IN_TOKENS
-    assert "kept the last 32,768 of " in capsys.readouterr().err
-    assert cli.main(["generate", "--max-prompt-tokens", "1000000"]) == 0
+    run("generate --max-prompt-tokens 1000000")
     assert len(llm.made.prompt) > 300_000
 
 
 def test_prompts_from_a_file_and_from_stdin(
-    llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "prompt.txt"
-    path.write_bytes("é\r\n".encode())
-    assert cli.main(["generate", "--prompt-file", str(path)]) == 0
+    (tmp_path / "prompt.txt").write_bytes("é\r\n".encode())
+    run("generate --prompt-file F/prompt.txt")
     assert llm.made.prompt == [0xE9, 13, 10]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("ß\n".encode())))
-    assert cli.main(["generate", "-"]) == 0
+    run("generate -")
     assert llm.made.prompt == [0xDF, 10]
 
 
@@ -205,30 +204,19 @@ def test_prompts_from_a_file_and_from_stdin(
     "ids", ["1 2\n300", "1,2,\n 300,", " [1, 2, 300]\n"], ids=["spaces", "commas", "list"]
 )
 def test_token_ids_in_and_out(
-    llm: type[FakeLLM],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    ids: str,
+    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: str
 ) -> None:
     monkeypatch.setattr(loading, "load_tokenizer", lambda source: None)
-    path = tmp_path / "ids"
-    path.write_text(ids)
-    assert cli.main(["generate", "--model", "m", "--prompt-tokens", str(path)]) == 0
+    (tmp_path / "ids").write_text(ids)
+    code, out, _ = run("generate --model m --prompt-tokens F/ids")
+    assert (code, out) == (0, "0 1 2 3 4 5 6 7 8\n")
     assert llm.made.prompt == [1, 2, 300]
-    assert capsys.readouterr().out == "0 1 2 3 4 5 6 7 8\n"
-    assert cli.main(["generate", "--prompt-tokens", str(path), "--max-prompt-tokens", "2"]) == 0
+    assert "kept the last 2 of 3 tokens\n" in run("generate --prompt-tokens F/ids --max-prompt-tokens 2")[2]
     assert llm.made.prompt == [2, 300]
-    assert "kept the last 2 of 3 tokens\n" in capsys.readouterr().err
-    assert cli.main(["generate", "--model", "m", "--prompt", "a text"]) == 2
-    told = (
-        "model m has no tokenizer, so a text cannot be its prompt; give token ids with --prompt-tokens FILE\n"
-    )
-    assert capsys.readouterr().err.endswith(told)
 
 
 def test_a_long_prompt_is_encoded_once_and_says_so(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llm: type[FakeLLM], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, encoded = CharacterTokenizer.__call__, []
 
@@ -238,141 +226,99 @@ def test_a_long_prompt_is_encoded_once_and_says_so(
 
     monkeypatch.setattr(CharacterTokenizer, "__call__", counted)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert cli.main(["generate", "--prompt", "abcd", "--max-prompt-tokens", "2"]) == 0
-    assert "\x1b[Kencode     4 characters\r\x1b[K" in capsys.readouterr().err
+    _, _, err = run("generate --prompt abcd --max-prompt-tokens 2")
+    assert "\x1b[Kencode     4 characters\r\x1b[K" in err
     assert encoded == ["abcd"] and llm.made.prompt == [ord("c"), ord("d")]
 
 
-def test_json_and_the_comparison(
-    llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "out.json"
-    assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]) == 0
-    assert json.loads(path.read_text()) == {
+def test_json_and_the_comparison(run: Run, tmp_path: Path) -> None:
+    code, _, err = run(COMPARED)
+    assert code == 0 and "2.50 times as fast as plain decoding; tokens equal" in err
+    assert json.loads((tmp_path / "out.json").read_text()) == {
         "tokens": list(range(9)),
         "finish_reason": "length",
         "plain": {"predicted_ms": 20.0, "ratio": 2.5, "tokens_equal": True},
     }
-    assert "2.50 times as fast as plain decoding; tokens equal" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["out.json"]
-
-
-def test_samples_may_differ_above_temperature_zero(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--temperature", "1"]) == 0
-    assert "same output distribution, samples may differ" in capsys.readouterr().err
-
-
-def test_ctrl_c_keeps_what_was_written(
-    llm: type[FakeLLM],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(llm, "interrupted_at", 2)
-    path = tmp_path / "out.json"
-    arguments = ["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]
-    assert cli.main(arguments) == 130
-    out, err = capsys.readouterr()
-    assert out == "some words (held)\n"
-    assert "finish: interrupted" in err
-    assert "compared" not in err
-    assert json.loads(path.read_text()) == {"tokens": [0, 1], "finish_reason": "interrupted"}
-    assert llm.made.closed
-
-
-def test_sigterm_keeps_what_ctrl_c_keeps(
-    llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tell(self: FakeLLM, phase: str, done: int, total: int) -> None:
-        if (phase, done) == ("decode", 2):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(Console, "progress", tell)
-    path = tmp_path / "out.json"
-    assert cli.main(["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]) == 143
-    out, err = capsys.readouterr()
-    assert out == "some words (held)\n"
-    assert "finish: interrupted" in err and "compared" not in err
-    assert json.loads(path.read_text()) == {"tokens": [0, 1], "finish_reason": "interrupted"}
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_ctrl_c_while_comparing_keeps_the_result(
-    llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def plain(self: FakeLLM, params: SimpleNamespace) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(llm, "plain", plain)
-    path = tmp_path / "out.json"
-    arguments = ["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]
-    assert cli.main(arguments) == 130
-    assert json.loads(path.read_text()) == {"tokens": list(range(9)), "finish_reason": "length"}
-    assert llm.made.closed
-
-
-def test_ctrl_c_while_loading(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def encode(self: CharacterTokenizer, text: str, verbose: bool) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(CharacterTokenizer, "__call__", encode)
-    assert cli.main(["generate", "--prompt", "abc"]) == 130
-    assert capsys.readouterr().err.endswith("offload-rt: interrupted\n")
-
-
-def test_nothing_is_loaded_for_a_prompt_that_cannot_be_read(llm: type[FakeLLM], tmp_path: Path) -> None:
-    """The lines themselves are in test_bad_input.py."""
-    assert cli.main(["generate", "--prompt-file", str(tmp_path)]) == 2
-    assert not hasattr(llm, "made")
-
-
-def test_an_error_of_the_runtime_is_one_line_and_leaves_no_file(
-    llm: type[FakeLLM],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def encode(self: CharacterTokenizer, text: str, verbose: bool) -> None:
-        raise UsageError("the prompt\nis too long")
-
-    monkeypatch.setattr(CharacterTokenizer, "__call__", encode)
-    assert cli.main(["generate", "--prompt", "abc", "--json", str(tmp_path / "out.json"), "--quiet"]) == 2
-    assert capsys.readouterr().err == "offload-rt: error: the prompt is too long\n"
-    assert not os.listdir(tmp_path)
+    assert "same output distribution, samples may differ" in run(f"{COMPARED} --temperature 1")[2]
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"),
+    ("stops_with", "code", "said"),
     [
-        (TransferStalled(4096, 60.0), "a copy of 4,096 bytes was not done after 60 s"),
-        (CopyFailed("copy to the device of 4,096 bytes failed: unplugged"), "nvidia-smi"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "give a shorter prompt"),
-        (MemoryError("no memory for 4096 more tokens of KV"), "no memory for 4096 more tokens"),
+        (signal.SIGINT, 130, None),
+        (signal.SIGTERM, 143, None),
+        (TransferStalled(4096, 60.0), 2, "a copy of 4,096 bytes was not done after 60 s"),
+        (CopyFailed("copy to the device of 4,096 bytes failed: unplugged"), 2, "nvidia-smi"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "give a shorter prompt"),
+        (MemoryError("no memory for 4096 more tokens of KV"), 2, "no memory for 4096 more tokens"),
     ],
 )
-def test_what_was_written_before_a_failure_stands(
-    llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: Exception, said: str
+def test_what_was_written_before_an_interrupt_or_a_failure_stands(
+    llm: type[FakeLLM],
+    run: Run,
+    tmp_path: Path,
+    stops_with: BaseException | signal.Signals,
+    code: int,
+    said: str | None,
 ) -> None:
-    llm.interrupted_at, llm.stops_with = 3, failure
-    path = tmp_path / "out.json"
-    arguments = ["generate", "--prompt", "abc", "--compare-plain", "--json", str(path)]
-    assert cli.main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == "some words written (held)\n"
-    last = output.err.splitlines()[-1]
-    assert last.startswith("offload-rt: error: ") and said in last
-    assert last.endswith("the text ends after 3 tokens, which stand")
-    assert json.loads(path.read_text())["tokens"] == [0, 1, 2]
+    before = signal.getsignal(signal.SIGTERM)
+    llm.stops_with = stops_with
+    status, out, err = run(COMPARED)
+    assert (status, out) == (code, "some words written (held)\n")
+    assert "finish: interrupted" in err and "compared" not in err
+    assert json.loads((tmp_path / "out.json").read_text())["tokens"] == [0, 1, 2]
+    assert llm.made.closed and signal.getsignal(signal.SIGTERM) is before
+    if said is not None:
+        last = err.splitlines()[-1]
+        assert last.startswith("offload-rt: error: ") and said in last
+        assert last.endswith("the text ends after 3 tokens, which stand")
 
 
-def test_json_into_a_device_leaves_the_device(llm: type[FakeLLM]) -> None:
-    assert cli.main(["generate", "--prompt", "abc", "--json", os.devnull]) == 0
+def raising(error: BaseException) -> Callable[..., None]:
+    def call(*arguments: object, **more: object) -> None:
+        raise error
+
+    return call
+
+
+def test_ctrl_c_while_comparing_keeps_the_result(
+    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "plain", raising(KeyboardInterrupt()))
+    assert run(COMPARED)[0] == 130
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found == {"tokens": list(range(9)), "finish_reason": "length"}
+    assert llm.made.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "offload-rt: interrupted\n"),
+        (UsageError("the prompt\nis too long"), 2, "offload-rt: error: the prompt is too long\n"),
+    ],
+)
+def test_what_ends_a_command_before_its_text_is_one_line_and_leaves_no_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, told: str
+) -> None:
+    monkeypatch.setattr(CharacterTokenizer, "__call__", raising(error))
+    assert run(f"{COMPARED} --quiet") == (code, "", told)
+    assert not os.listdir(tmp_path)
+
+
+def test_nothing_is_loaded_for_a_prompt_that_cannot_be_read(llm: type[FakeLLM], run: Run) -> None:
+    """The lines themselves are in test_bad_input.py."""
+    assert run("generate --prompt-file F/")[0] == 2
+    assert not hasattr(llm, "made")
+
+
+def test_json_into_a_device_leaves_the_device(run: Run) -> None:
+    assert run(f"generate --prompt abc --json {os.devnull}")[0] == 0
     assert not Path(os.devnull).is_file()
+
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
@@ -384,60 +330,43 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     )
     read_end, write_end = os.pipe()
     os.close(read_end)
+    command = [sys.executable, "-c", script]
     with os.fdopen(write_end, "w") as stdout:
-        ended = subprocess.run(
-            [sys.executable, "-c", script],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent.parent,
-        )
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("arguments", ["", "generate --prompt a", "plan --context 9", "doctor"])
 def test_a_closed_stdout_is_a_line(arguments: str) -> None:
     command = f'"{sys.executable}" -m offload_rt {arguments} >&-'
-    ended = subprocess.run(
-        ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parent.parent
-    )
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
     told = "offload-rt: error: stdout: is closed; send it to a file, or to /dev/null\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", told)
 
 
-def test_what_is_meant_for_a_closed_stderr_goes_nowhere(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_meant_for_a_closed_stderr_goes_nowhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    assert cli.main(["generate", "--prompt", "abc"]) == 0
-    assert cli.main(["chat"]) == 2
-    assert capsys.readouterr().out == TEXT + "\n"
+    assert run("generate --prompt abc") == (0, TEXT + "\n", "")
+    assert run("chat") == (2, "", "")
 
 
-def test_a_stdout_that_lacks_characters_is_told_of_once(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stdout_that_lacks_characters_is_told_of_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "WORDS", ["na", "\xef", "ve \N{EN DASH}", " text"])
     with io.BytesIO() as written, io.TextIOWrapper(written, "ascii") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(["generate", "--prompt", "abc"]) == 0
-        assert written.getvalue() == b"na?ve ? text\n"
+        code, _, err = run("generate --prompt abc")
+        assert (code, written.getvalue()) == (0, b"na?ve ? text\n")
     told = r"stdout is ascii, which lacks '\xef': what it lacks is written as '?'; set PYTHONUTF8=1 for UTF-8"
-    assert capsys.readouterr().err.count(told) == 1
+    assert err.count(told) == 1
 
 
-def test_a_person_who_begins_is_told_how(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
-    told = capsys.readouterr().out
+def test_a_person_who_begins_is_told_how(run: Run) -> None:
+    code, told, _ = run("")
     for words in ("COMMAND", "--version", "to begin:", "offload-rt demo ", "--prompt-file FILE"):
         assert words in told
-    ended = subprocess.run(
-        [sys.executable, "-m", "offload_rt", "--version"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
-    assert ended.returncode == 0 and re.fullmatch(r"offload-rt \d+\.\d+\.\d+\n", ended.stdout)
+    command = [sys.executable, "-m", "offload_rt", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert code == ended.returncode == 0 and re.fullmatch(r"offload-rt \d+\.\d+\.\d+\n", ended.stdout)
 
 
 SWITCHES = ("--help", "--ignore-eos", "--compare-plain", "--quiet", "--refresh", "--no-ahead", "--context")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from offload_rt.devices import CACHE_FOLDER
 from offload_rt.errors import UsageError
 from offload_rt.machine import advice, doctor
 from offload_rt.machine.doctor import Report, inspect
-from offload_rt.machine.hardware import GIB, Hardware, Host
+from offload_rt.machine.hardware import GIB, Hardware
 
 
 def become(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]) -> None:
@@ -132,7 +131,7 @@ def test_everything_without_a_card(folder: Path, tiny: None, monkeypatch: pytest
     assert_positive(report.hardware.host)
     assert report.hardware.gpus == () and report.links == ()
     assert report.hardware.host.memory_bytes == HEALTHY.host.available_bytes
-    assert report.notices == (doctor.STAND_IN,)
+    assert report.notices == ()
     assert inspect() == report
 
 
@@ -156,26 +155,16 @@ def test_a_card_that_fails_is_named(
 def test_copies_are_given_back_and_serve_the_processors_measurement(
     folder: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[object] = []
-
-    class Copies:
-        def __init__(self, device: torch.device, size: int) -> None:
-            events.append((str(device), size))
-
-        def copy(self) -> None: ...
-
-        def close(self) -> None:
-            events.append("closed")
-
-    def measure_host(available: int, copy: Any, on_progress: Any) -> Host:
-        events.append(copy.__func__ is Copies.copy)
-        return HEALTHY.hardware.host
-
-    monkeypatch.setattr(doctor, "PinnedCopies", Copies)
-    monkeypatch.setattr(doctor, "measure_gpu", lambda *_: (HEALTHY.hardware.gpus[0], HEALTHY.links[0]))
-    monkeypatch.setattr(doctor, "measure_host", measure_host)
+    made, card = Mock(), (HEALTHY.hardware.gpus[0], HEALTHY.links[0])
+    copies = made.PinnedCopies.return_value
+    made.measure_gpu.return_value, made.measure_host.return_value = card, HEALTHY.hardware.host
+    for name in ("PinnedCopies", "measure_gpu", "measure_host"):
+        monkeypatch.setattr(doctor, name, getattr(made, name))
     report = inspect()
-    assert events == [("cuda:0", 2**20), True, "closed"]
+    called = ["PinnedCopies", "measure_gpu", "measure_host", "PinnedCopies().close"]
+    assert [name for name, *_ in made.mock_calls] == called
+    made.PinnedCopies.assert_called_once_with(torch.device("cuda:0"), 2**20)
+    assert made.measure_host.call_args.args[1] == copies.copy
     assert report.hardware == HEALTHY.hardware and report.notices == ()
 
 
@@ -183,20 +172,13 @@ def test_copies_are_given_back_and_serve_the_processors_measurement(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"host.governor": "powersave", "host.energy_preference": "balance_performance"},
-        {"hardware.host.lockable_bytes": 0, "cards": (), "links": (), "hardware.gpus": ()},  # nothing to lock
-    ],
-)
-def test_a_healthy_machine_has_no_warnings(changes: dict[str, object]) -> None:
-    assert advice.warnings(changed(HEALTHY, changes)) == ()
-
-
-@pytest.mark.parametrize(
     ("changes", "told"),
     [
+        # Nothing is wrong.
+        ({}, None),
+        ({"host.governor": "powersave", "host.energy_preference": "balance_performance"}, None),
+        ({"hardware.host.lockable_bytes": 0, "cards": (), "links": (), "hardware.gpus": ()}, None),
+        # One thing is.
         ({"links.0.width": 8, "hardware.gpus.0.to_device_rate": 13.0}, ["×8", "×16", "slot"]),
         ({"links.0.generation": 3}, ["PCIe 3", "can do 4", "BIOS"]),
         ({"hardware.gpus.0.to_device_rate": 12.0}, ["12.0 GB/s of the 31.5", "numactl"]),
@@ -216,9 +198,10 @@ def test_a_healthy_machine_has_no_warnings(changes: dict[str, object]) -> None:
         ({"hardware.host.lockable_bytes": 8 * 2**20}, ["0.01 of 90.0 GiB", "ulimit -l", "limits.conf"]),
     ],
 )
-def test_what_is_wrong_is_told_with_its_remedy(changes: dict[str, object], told: list[str]) -> None:
-    (warning,) = advice.warnings(changed(HEALTHY, changes))
-    assert all(words in warning for words in told)
+def test_what_is_wrong_is_told_with_its_remedy(changes: dict[str, object], told: list[str] | None) -> None:
+    warnings = advice.warnings(changed(HEALTHY, changes))
+    assert len(warnings) == (told is not None)
+    assert all(words in warnings[0] for words in told or ())
 
 
 # The command
@@ -250,13 +233,13 @@ def test_the_command_prints_and_writes(
     out, err = capsys.readouterr()
     assert err == "measuring  the moon (1 of 2)\n"
     for words in (
-        "AMD Ryzen 9 7950X; 32 of 32 processors, threads: 16, NUMA nodes: 1",
+        "AMD Ryzen 9 7950X; 32 of 32 processors, threads: 8, NUMA nodes: 1",
         "90.0 GiB of 96.0 GiB available",
-        "60.0 GB/s at 1 query, 40.5 at 16",
-        "attention keeps 75% of its rate, the link 88%",
+        "50.0 GB/s at 1 query, 40.0 at 16, 30.0 at 32",
+        "attention keeps 80% of its rate, the link 90%",
         "23.0 GiB of 24.0 GiB free",
         "PCIe 4 ×8 while copying; the card can do 4 ×16",
-        "26.0 GB/s; both ways 20.5",
+        "25.0 GB/s; both ways 20.5",
         "26.5 GB/s; both ways 21.5",
         "attention flash-attn",
         "python 3.12.1, torch 2.13.0, transformers 5.23.0, flash-attn 2.8.0, driver 580.1",
@@ -276,25 +259,3 @@ def test_quiet(inspected: list[bool], capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["doctor", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert inspected == [False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--json", "{folder}"], "is a folder"),
-        (["--json", "{folder}/no/out.json"], "its folder does not exist"),
-        (["--refreshed"], "--refreshed"),
-    ],
-)
-def test_a_mistake_is_one_line_and_nothing_is_measured(
-    inspected: list[bool],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
-) -> None:
-    assert cli.main(["doctor", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), inspected) == ("", 1, [])
-    assert said in err
-    assert os.listdir(tmp_path) == []

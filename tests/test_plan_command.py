@@ -4,119 +4,123 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_cases import HOST, nearest_context
+from machine_cases import HOST
 
 from offload_rt import cli
 from offload_rt.config import AUTOMATIC
 from offload_rt.machine.hardware import Hardware
 
-
-def run(arguments: str, *more: str) -> int:
-    return cli.main(["plan", *arguments.split(), *more])
+Run = Callable[..., tuple[str, dict[str, Any]]]
 
 
-SIZES = ("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes")
-COUNTS = ("resident_tokens", "streamed_tokens", "cpu_attended_tokens", "ring_buffers", "segment_tokens")
-TIMES = ("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token")
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command; what it prints, and the JSON."""
+
+    def run(flags: str, code: int = 0) -> tuple[str, dict[str, Any]]:
+        file = tmp_path / "plan.json"
+        assert cli.main(["plan", *shlex.split(flags), "--json", str(file)]) == code
+        out, err = capsys.readouterr()
+        assert bool(out) == (code == 0) and err.count("\n") == (code != 0)
+        return out or err, json.loads(file.read_text())
+
+    return run
 
 
-def test_the_command_tells_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
-    flags = "--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --config triforce --json"
-    assert run(flags, str(file)) == 0
-    out, err = capsys.readouterr()
-    report = json.loads(file.read_text())
+PLACEMENT = {
+    *("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes"),
+    *("resident_tokens", "streamed_tokens", "cpu_attended_tokens", "ring_buffers", "segment_tokens"),
+}
+PREDICTED = {
+    *("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token"),
+    *("tokens_per_round", "bottleneck"),
+}
+
+
+def test_the_command_tells_the_plan(run: Run) -> None:
+    out, report = run("--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --config triforce")
     predicted, (card,) = report["predicted"], report["memory"]["gpus"]
-    assert not err
     for said in (
         "llama2-7b and jf68m in bfloat16, 130,048 tokens of context, 256 new; config triforce",
         "KV         63.50 GiB: resident on the GPU",
         f"{predicted['ms_per_token']:.1f} ms a token",
         f"bottleneck {predicted['bottleneck']}",
+        f"of rounds refresh the retrieved cache from the {report['refresh_from']}, ",
         *report["assumptions"],
     ):
         assert said in out
     chosen = {"config", "refresh_from", "placement"}
     assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions"}
-    assert f"of rounds refresh the retrieved cache from the {report['refresh_from']}, " in out
-    assert set(report["placement"]) == {*SIZES, *COUNTS}
-    assert set(predicted) == {*TIMES, "tokens_per_round", "bottleneck"}
+    assert set(report["placement"]) == PLACEMENT and set(predicted) == PREDICTED
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
     assert card["weights"] == 2 * 6_738_415_616 and report["memory"]["host"]["kv"] >= 63.5 * 2**30
     assert card["staging_ring"] == report["placement"]["ring_bytes"]
     assert all(re.search(r"\d", sentence) for sentence in report["assumptions"])
 
 
-def test_the_command_refuses_with_the_nearest_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "plan.json"
-    assert run("--model llama2-7b --context 130048 --gpu rtx4090 --ram 48 --json", str(file)) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1
+def test_the_command_refuses_with_the_nearest_plan(run: Run) -> None:
+    flags = "--model llama2-7b --gpu rtx4090 --ram 48"
+    err, report = run(f"{flags} --context 130048", code=2)
     assert "llama2-7b at 130048 tokens does not fit: host memory has 44.0 GiB" in err
-    report = json.loads(file.read_text())
     assert report["fits"] is False and report["refusal"] in err
-    assert report["predicted"] == dict.fromkeys((*TIMES, "tokens_per_round", "bottleneck"))
-    assert run(f"--model llama2-7b --context {nearest_context(err)} --gpu rtx4090 --ram 48") == 0
+    assert report["predicted"] == dict.fromkeys(PREDICTED)
+    (nearest,) = re.findall(r"a context of (\d+) tokens", err)
+    run(f"{flags} --context {nearest}")
 
 
 @pytest.mark.parametrize("card", ["rtx4090", "4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
-def test_a_card_may_be_written_in_any_usual_way(card: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model qwen2.5-7b --draft qwen2.5-0.5b --context 8k --gpu", card) == 0
-    out = capsys.readouterr().out
+def test_a_card_may_be_written_in_any_usual_way(card: str, run: Run) -> None:
+    out, _ = run(f"--model qwen2.5-7b --draft qwen2.5-0.5b --context 8k --gpu '{card}'")
     assert "rtx4090, 24.0 GiB" in out and "8,192 tokens of context" in out
 
 
-def test_a_draft_that_makes_it_slower_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_that_makes_it_slower_is_named(run: Run) -> None:
     flags = "--model llama3.1-8b --context 80000 --gpu rtx4090"
-    found = {}
-    for draft in ("llama3.2-1b", "none"):
-        assert run(flags, "--config", "triforce", "--draft", draft) == 0
-        out = capsys.readouterr().out
-        ms, plain_ms = re.search(r"([0-9.]+) ms a token; .* without speculation \(([0-9.]+)\)", out).groups()
-        found[draft] = ms, plain_ms, out
-    assert f"draft      makes it slower: {found['none'][0]} ms a token without it" in found["llama3.2-1b"][2]
-    assert "makes it slower" not in found["none"][2]
-    assert run(flags, "--config", "plain") == 0
-    plain = capsys.readouterr().out
-    assert f"predicted  {found['none'][1]} ms a token; 1.00 times" in plain, "one basis: the fastest plan"
+    plain, with_draft, without = (
+        run(f"{flags} {more}")
+        for more in (
+            "--config plain",
+            "--config triforce --draft llama3.2-1b",
+            "--config triforce --draft none",
+        )
+    )
+    ms = without[1]["predicted"]["ms_per_token"]
+    assert f"draft      makes it slower: {ms:.1f} ms a token without it" in with_draft[0]
+    assert "makes it slower" not in without[0]
+    bases = {report["predicted"]["plain_ms_per_token"] for _, report in (plain, without)}
+    assert bases == {plain[1]["predicted"]["ms_per_token"]}, "one basis: the fastest plan"
+    assert "1.00 times as fast as without" in plain[0]
 
 
-def test_auto_is_the_fastest_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, file = "--model llama3.1-8b --draft llama3.2-1b --context 120000 --gpu rtx4090", tmp_path / "plan"
-    each = {}
-    for config in AUTOMATIC:
-        assert run(flags, "--config", config, "--json", str(file)) == 0
-        each[config] = json.loads(file.read_text())["predicted"]["ms_per_token"]
-    capsys.readouterr()
-    assert run(flags, "--json", str(file)) == 0
-    report, out = json.loads(file.read_text()), capsys.readouterr().out
+def test_auto_is_the_fastest_of_all(run: Run) -> None:
+    flags = "--model llama3.1-8b --draft llama3.2-1b --context 120000 --gpu rtx4090"
+    reports = {config: run(f"{flags} --config {config}")[1] for config in AUTOMATIC}
+    each = {config: report["predicted"]["ms_per_token"] for config, report in reports.items()}
     best, *others = sorted(each, key=lambda config: each[config])
-    assert report["config"] == best and report["predicted"]["ms_per_token"] == each[best]
+    out, report = run(flags)
+    assert report == reports[best]
     told = ", ".join(f"{config} {each[config]:.1f}" for config in others)
     assert f"config     {best} {each[best]:.1f} ms a token, as predicted ({told})" in out
     # Without a draft, what needs one is not among them.
-    assert run("--model llama3.1-8b --context 120000 --gpu rtx4090") == 0
-    out = capsys.readouterr().out
+    out, _ = run("--model llama3.1-8b --context 120000 --gpu rtx4090")
     assert "triforce" not in out and "naive" not in out and "lookup" in out
 
 
-def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (
+def test_flags_reach_the_plan(run: Run) -> None:
+    out, _ = run(
         "--model llama3.1-8b --draft llama3.2-1b --context 60000 --new-tokens 100 --gpu rtx3090 --gpus 2"
         " --link 12.5 --dram 60 --ram 128 --cpu-attention 33 --vram 20 --acceptance 0.85"
         " --draft-acceptance 0.6 --config triforce --set speculation.gamma2=7 --dtype float16 --no-ahead"
     )
-    assert run(flags) == 0
-    out = capsys.readouterr().out
     for said in (
         *("float16, 60,000 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
         *("33.0 GB/s at 16", "target:retrieved 0.85", "draft:streaming 0.60", "gamma2 7 (as given)"),
@@ -125,14 +129,11 @@ def test_flags_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in out
 
 
-def test_without_a_named_machine_it_is_this_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_named_machine_it_is_this_one(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     doctor: Any = ModuleType("offload_rt.machine.doctor")
     doctor.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
     monkeypatch.setitem(sys.modules, "offload_rt.machine.doctor", doctor)
-    assert run("--context 32768") == 0
-    out = capsys.readouterr().out
+    out, _ = run("--context 32768")
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
 
 

@@ -12,10 +12,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from plan_cases import JF68M, check_sums, expected_round, gpu, request
 
-from offload_rt.config import RefreshFrom, RefreshPolicy, load_config
+from offload_rt.config import load_config
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.planning.placement import PlanRequest, gpu_memory, resident_capacity, ring_fits
-from offload_rt.planning.planner import EXTRA_RING_BUFFERS, Plan, plan
+from offload_rt.planning.planner import EXTRA_RING_BUFFERS, plan
 from offload_rt.planning.prediction import Predictor
 from offload_rt.planning.shapes import SHAPES
 
@@ -123,38 +123,19 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
             assert less.prefill_ms <= more.prefill_ms * (1 + 1e-9)
 
 
-def refreshed_from(asked: PlanRequest, place: RefreshFrom) -> Plan:
-    return plan(asked.having("offload.refresh_from", place))
+tokens_given = st.sampled_from([-1, 0, 1024, 4096, 10**9])
 
 
 @quick
-@given(gpu_requests(), st.sampled_from(["every", "stride:32", "acceptance:0.5"]))
-@example(request(), "every")
-@example(request(), "stride:64")
-@example(request({"retrieval.budget": 8192}), "every")
-@example(request({"retrieval.budget": 8192}, hardware=gpu(memory_bytes=20 * GIB)), "every")
-def test_the_refresh_that_is_planned_is_the_faster_one(asked: PlanRequest, policy: str) -> None:
-    assume(asked.retrieves)
-    asked = asked.having("retrieval.refresh", RefreshPolicy.parse(policy))
-    store, stream = refreshed_from(asked, "store"), refreshed_from(asked, "stream")
-    planned = plan(asked)
-    assert planned in (store, stream)
-    assert [one.request.refreshes_from_stream for one in (store, stream)] == [False, True]
-    assert store.fits or not stream.fits, "it needs one buffer less"
-    if not stream.fits:
-        assert planned == store
-    elif stream.request.config.retrieval.budget < store.request.config.retrieval.budget:
-        assert planned == store, "a cache of the size that was asked for"
-    else:
-        assert planned.ms_per_token == min(store.ms_per_token, stream.ms_per_token)
-
-
-@quick
-@given(gpu_requests(longest=10_000))
-@example(request(context=20_001, overrides=GAMMA_8))
-@example(request(context=20_001, overrides=GAMMA_8, hardware=gpu(2, memory_bytes=12 * GIB)))
-def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
-    """Every way to share out a context, tried one by one."""
+@given(gpu_requests(longest=10_000), tokens_given, tokens_given)
+@example(request(context=20_001, overrides=GAMMA_8), -1, -1)
+@example(request(context=20_001, overrides=GAMMA_8, hardware=gpu(2, memory_bytes=12 * GIB)), -1, -1)
+@example(request(context=20_001, overrides=GAMMA_8), 1024, -1)
+@example(request(context=20_001, overrides=GAMMA_8, hardware=gpu(memory_bytes=80 * GIB)), -1, 8192)
+@example(request(context=20_001, overrides=GAMMA_8, hardware=gpu(memory_bytes=80 * GIB)), 4096, 10**9)
+def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int, cpu: int) -> None:
+    """Every way to share out a context, tried one by one; shares that are given are kept."""
+    asked = asked.having("offload.resident_tokens", resident).having("offload.cpu_tokens", cpu)
     planned = plan(asked)
     assume(planned.fits and planned.request.config.retrieval.budget == asked.config.retrieval.budget)
     check_sums(planned)
@@ -167,9 +148,17 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest) -> None:
         if not ring_fits(asked, ring):
             break
         capacity = resident_capacity(asked, ring)
-        places = {(capacity, 0)}
-        places |= {(capacity, cpu) for cpu in range(0, asked.context - capacity, page)}
-        places |= {(resident, asked.context - resident) for resident in range(0, capacity + 1, page)}
-        for (resident, cpu), outcomes in itertools.product(places, predictor.outcomes):
-            best = min(best, expected_round(predictor, gamma, resident, cpu, outcomes, ring).ms_per_token)
+        most = capacity if resident < 0 else min(resident, asked.context)
+        residents = [most] if resident >= 0 else [*range(0, most, page), most]
+        places = {(kept, asked.context - kept) for kept in residents}
+        places |= {(most, attended) for attended in range(0, asked.context - most, page)}
+        if cpu >= 0:  # what is left of the context, whole pages of it, is resident as far as it fits
+            left = asked.context - min(cpu, asked.context)
+            kept = most if resident >= 0 or cpu == 0 else min(most, left) // page * page
+            places = {(kept, min(cpu, asked.context - kept))}
+        for (kept, attended), outcomes in itertools.product(places, predictor.outcomes):
+            best = min(best, expected_round(predictor, gamma, kept, attended, outcomes, ring).ms_per_token)
     assert planned.check().ms_per_token == pytest.approx(best, rel=1e-9)
+    placement = planned.placement
+    assert resident < 0 or placement.resident_tokens == min(resident, asked.context)
+    assert cpu < 0 or placement.cpu_tokens in (cpu, asked.context - placement.resident_tokens)

@@ -2,76 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from machine_cases import HOST
 from plan_cases import (
-    CONTEXT,
-    HOST,
     LLAMA,
     check_sums,
-    expected_round,
     gpu,
     host,
-    nearest_context,
     request,
 )
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import CARDS, GIB, AttentionRate, named_hardware
-from offload_rt.planning.placement import resident_capacity, ring_fits
+from offload_rt.planning.placement import ring_fits
 from offload_rt.planning.planner import Prediction, plan
-from offload_rt.planning.prediction import Predictor, attention_rate
+from offload_rt.planning.prediction import attention_rate
 from offload_rt.planning.shapes import find_shape
 
 
 def predicted(**changes: Any) -> Prediction:
     return plan(request(**changes)).check()
-
-
-@pytest.mark.parametrize(
-    ("resident", "cpu"), [(1024, -1), (-1, 2048), (0, 0), (1024, 4096), (0, 10**6 * 256)]
-)
-def test_shares_that_are_given_are_kept(resident: int, cpu: int) -> None:
-    given = {"offload.resident_tokens": resident, "offload.cpu_tokens": cpu}
-    planned = plan(request(given))
-    check_sums(planned)
-    placement, found = planned.placement, planned.check()
-    assert resident < 0 or placement.resident_tokens == resident
-    assert cpu < 0 or placement.cpu_tokens == min(cpu, CONTEXT - max(0, resident))
-    assert predicted().ms_per_token <= found.ms_per_token * (1 + 1e-9)
-    predictor, ring = Predictor(planned.request), placement.ring_buffers
-    if cpu < 0:
-        others = (
-            expected_round(predictor, planned.gamma, resident, tokens, n, ring).ms_per_token
-            for tokens in range(0, CONTEXT, 2048)
-            for n in (1, 4)
-        )
-        assert found.ms_per_token <= min(others) * (1 + 1e-9)
-    if resident < 0:
-        assert placement.resident_tokens == min(resident_capacity(planned.request, ring), CONTEXT - cpu)
-
-
-@pytest.mark.parametrize("size", [60, 80, 100, 120])
-def test_a_given_cpu_share_is_kept_where_all_could_be_resident(size: int) -> None:
-    placement = plan(request({"offload.cpu_tokens": 19_968}, hardware=gpu(memory_bytes=size * GIB))).placement
-    assert placement.cpu_tokens == 19_968 and placement.resident_tokens <= CONTEXT - 19_968
-
-
-def test_more_resident_than_fits_is_refused() -> None:
-    given = {"offload.resident_tokens": 65_536}
-    planned = plan(request(given))
-    assert planned.refusal is not None and "resident kv 32.0" in planned.refusal
-    found = re.search(r"--set offload.resident_tokens=(\d+)", planned.refusal)
-    assert found is not None
-    small = gpu(memory_bytes=12 * GIB)
-    assert "offload.resident_tokens" not in str(plan(request(given, hardware=small)).refusal)
-    assert plan(request({"offload.resident_tokens": int(found[1])})).fits
-    more = request({"offload.resident_tokens": int(found[1]) + 256})
-    assert plan(more).request.config.retrieval.budget < more.config.retrieval.budget
 
 
 def test_the_length_of_drafts_is_the_best_of_all() -> None:
@@ -145,13 +99,18 @@ def test_only_a_retrieved_cache_on_a_gpu_may_have_a_second_buffer() -> None:
     assert small.placement.resident_tokens == 2048 and not small.request.refreshes_from_stream
 
 
-def test_a_retrieved_cache_of_the_size_asked_for_comes_before_a_second_buffer() -> None:
-    """Its better drafts are in no figure of the plan."""
-    tight = {"retrieval.budget": 8192, "retrieval.refresh": "every"}
-    stream, store = (plan(request(tight | {"offload.refresh_from": place})) for place in ("stream", "store"))
-    assert stream.request.config.retrieval.budget < 8192 == store.request.config.retrieval.budget
-    assert stream.ms_per_token < store.ms_per_token
-    assert plan(request(tight)) == store
+@pytest.mark.parametrize("memory", [24, 19])
+def test_a_retrieved_cache_of_the_size_asked_for_comes_before_a_second_buffer(memory: int) -> None:
+    """Its better drafts are in no figure of the plan. The smaller card has no room for two at all."""
+    tight, card = {"retrieval.budget": 8192, "retrieval.refresh": "every"}, gpu(memory_bytes=memory * GIB)
+    stream, store = (
+        plan(request(tight | {"offload.refresh_from": place}, hardware=card)) for place in ("stream", "store")
+    )
+    if memory == 24:
+        assert stream.request.config.retrieval.budget < 8192 == store.request.config.retrieval.budget
+        assert stream.ms_per_token < store.ms_per_token
+    assert stream.fits == (memory == 24)
+    assert plan(request(tight, hardware=card)) == store
 
 
 def test_what_holds_a_run_up_is_named() -> None:
@@ -169,42 +128,38 @@ def test_what_holds_a_run_up_is_named() -> None:
 # Refusals.
 
 
-def refusal(**changes: Any) -> str:
-    planned = plan(request(**changes))
-    check_sums(planned)
-    assert not planned.fits and planned.refusal is not None
-    return planned.refusal
+ROOMY = host(memory_bytes=200 * GIB, lockable_bytes=200 * GIB)
+THIRTEEN = replace(find_shape("llama2-13b", None), max_positions=2**18)
+FLOAT32 = replace(LLAMA, dtype=torch.float32)
+RETRIEVED = {"retrieval.budget": 60_000}
+RESIDENT = {"offload.resident_tokens": 65_536}
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "why", "nearest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (card) has 15.0 GiB and would need"),
-        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0"),
-        ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l"),
-        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0"),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (card) has 15.0", [22016, "2 such GPUs"]),
+        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", [78848]),
+        ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", [1792]),
+        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", [89088]),
+        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", ["2 such GPUs"]),
+        ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", ["2 such GPUs", "--dtype bfloat16"]),
+        ({"overrides": RETRIEVED}, "29.6", [98816, "--set retrieval.budget=13296", "2 such GPUs"]),
+        ({"overrides": RESIDENT}, "32.0", [18176, "--set offload.resident_tokens=8960", "4 such GPUs"]),
+        ({"overrides": RESIDENT, "hardware": gpu(memory_bytes=12 * GIB)}, "has 12.0", ["8 such GPUs"]),
+        ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", []),
     ],
 )
-def test_the_nearest_context_fits_and_the_next_page_does_not(changes: dict[str, Any], why: str) -> None:
-    said = refusal(**changes)
+def test_a_refusal_names_the_nearest_plans(changes: dict[str, Any], why: str, nearest: list[Any]) -> None:
+    """A context is a number here. What is said to fit does (`check_sums`), and one page more does not."""
+    planned = plan(request(**changes))
+    check_sums(planned)
+    said = str(planned.refusal)
     assert why in said and "\n" not in said
-    context = nearest_context(said)
-    assert 0 < context < CONTEXT and context % 256 == 0
-    assert plan(request(**changes | {"context": context})).fits
-    assert not plan(request(**changes | {"context": context + 256})).fits
-
-
-def test_nearest_plans_of_other_kinds() -> None:
-    thirteen = replace(find_shape("llama2-13b", None), max_positions=2**18)
-    roomy, roomy_two = (host(n, memory_bytes=200 * GIB, lockable_bytes=200 * GIB) for n in (1, 2))
-    assert refusal(target=thirteen, hardware=roomy).endswith("what fits: 2 such GPUs")
-    assert plan(request(target=thirteen, hardware=roomy_two)).fits
-    wide = replace(LLAMA, dtype=torch.float32)
-    assert "--dtype bfloat16" in refusal(target=wide, hardware=roomy)
-    tight = {"retrieval.budget": 60_000}
-    found = re.search(r"--set retrieval.budget=(\d+)", refusal(overrides=tight))
-    assert found is not None and plan(request(tight).having("retrieval.budget", int(found[1]))).fits
-    assert "smaller model" in refusal(hardware=gpu(memory_bytes=GIB // 4))
+    told = [f"a context of {one} tokens" if isinstance(one, int) else one for one in nearest]
+    assert said.partition("what fits: ")[2] == ", or ".join(told)
+    contexts = [one + 256 for one in nearest if isinstance(one, int)]
+    assert not any(plan(request(**changes | {"context": longer})).fits for longer in contexts)
 
 
 @pytest.mark.parametrize(

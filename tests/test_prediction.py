@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_cases import CONTEXT, HOST, JF68M, LLAMA, expected_round, gpu, request
+from machine_cases import HOST
+from plan_cases import CONTEXT, JF68M, LLAMA, expected_round, gpu, request
 
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.shared import SharedCache

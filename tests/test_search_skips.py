@@ -12,7 +12,7 @@ from small_engine import SIZES
 from tiny_models import byte_tokenizer, real_text, tiny_target
 
 from offload_rt import LLM, SamplingParams, cli
-from offload_rt.commands.search_skips import Sample
+from offload_rt.commands import search_skips
 from offload_rt.config import Config, config_names, load_config
 from offload_rt.layers import EXACT, LayerPlan, blocks_of, skipping
 from offload_rt.skips import PLAIN, Trial, compare, fastest, search
@@ -134,6 +134,11 @@ def found(out: Path) -> Config:
     return config
 
 
+def measured_as(rate: Callable[[str], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, drafting with some layers is as fast as `rate` says."""
+    monkeypatch.setattr(search_skips, "rate", lambda *given: rate(given[-2]))
+
+
 @pytest.mark.parametrize("more", ["--trials 3", "--trials 2 --temperature 0.8 --config streaming"])
 def test_what_is_written_runs_losslessly(folder: Path, tmp_path: Path, more: str) -> None:
     out = tmp_path / "found.toml"
@@ -151,10 +156,7 @@ def test_what_is_written_runs_losslessly(folder: Path, tmp_path: Path, more: str
 def test_the_fastest_is_written_and_said(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def rate(sample: Sample, layers: str, text: int) -> float:
-        return 50.0 if layers == PLAIN else 100.0 * speed(layers)
-
-    monkeypatch.setattr(Sample, "rate", rate)
+    measured_as(lambda layers: 50.0 if layers == PLAIN else 100.0 * speed(layers), monkeypatch)
     out = tmp_path / "found.toml"
     assert searched(folder, out, "") == 0  # 36 trials
     assert [level.layers for level in found(out).speculation.levels] == ["skip:0m,1"]
@@ -169,9 +171,7 @@ def test_the_fastest_is_written_and_said(
 def test_nothing_is_skipped_where_nothing_is_gained(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        Sample, "rate", lambda sample, layers, text: 5.0 - len(layers) * (layers != EXACT) / 9
-    )
+    measured_as(lambda layers: 5.0 - len(layers) * (layers != EXACT) / 9, monkeypatch)
     out = tmp_path / "found.toml"
     assert searched(folder, out, "--trials 8") == 0
     assert [level.layers for level in found(out).speculation.levels] == [EXACT]
@@ -185,15 +185,15 @@ def test_ctrl_c_keeps_the_best_so_far(
     """Before the first trial there is nothing to keep; the last case interrupts the comparison."""
     calls: list[str] = []
 
-    def rate(sample: Sample, layers: str, text: int) -> float:
+    def rate(layers: str) -> float:
         calls.append(layers)
         if len(calls) > 2 * trial:
             raise KeyboardInterrupt
         return 0.5 if layers == PLAIN else speed(layers)
 
-    monkeypatch.setattr(Sample, "rate", rate)
+    measured_as(rate, monkeypatch)
     if trial == 0:
-        monkeypatch.setattr(LLM, "generate", lambda *given: rate(*given))
+        monkeypatch.setattr(LLM, "generate", lambda *given: rate(PLAIN))
     out = tmp_path / "found.toml"
     assert searched(folder, out, "--trials 7") == 130
     assert out.exists() == (kept is not None)

@@ -6,10 +6,10 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.files import check_writable, write_json
+from offload_rt.commands.generate import add_json
+from offload_rt.files import write_json
 from offload_rt.machine.hardware import GIB, Gpu
 
 if TYPE_CHECKING:
@@ -34,16 +34,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     doctor.set_defaults(run=run)
     doctor.add_argument("--refresh", action="store_true", help="measure again what is kept")
-    doctor.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the report to FILE (default: nowhere)"
-    )
+    add_json(doctor.add_argument, "the report")
     doctor.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # What needs no torch is checked before it is imported: that alone takes seconds.
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
     from offload_rt.machine.advice import warnings
     from offload_rt.machine.doctor import inspect
 
@@ -104,7 +99,8 @@ def _host_rows(report: Report) -> Rows:
     first, *others = host.attention
     attention = f"{first.rate:.1f} GB/s at {first.queries} query, "
     attention += ", ".join(f"{one.rate:.1f} at {one.queries}" for one in others)
-    copied = "the link" if report.hardware.gpus else "a memory copy"
+    beside = f"attention keeps {host.attention_beside_link:.0%} of its rate, "
+    beside += f"the link {host.link_beside_attention:.0%}"
     return {
         "processor": f"{facts.processor}; {facts.cores} of {facts.cores_of_machine} processors,"
         f" threads: {host.threads}, NUMA nodes: {facts.numa_nodes}",
@@ -115,8 +111,7 @@ def _host_rows(report: Report) -> Rows:
         + ("none" if locked is None else f"{locked / 2**20:,.0f} MiB"),
         "memory read": f"{host.memory_rate:.1f} GB/s",
         "attention": f"{attention} (bf16 KV read)",
-        "beside copies": f"attention keeps {host.attention_beside_link:.0%} of its rate,"
-        f" {copied} {host.link_beside_attention:.0%}",
+        "beside copies": beside if report.hardware.gpus else None,
         "matrix products": f"{host.compute_rate:,.0f} GFLOP/s float32",
         "launch of a layer": f"{host.launch_ms:.3f} ms",
     }

@@ -6,7 +6,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from offload_rt.files import check_writable, write_json
 if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.results import GenerationResult, SamplingParams
+
+Add = Callable[..., object]
+"""The `add_argument` of a parser or a group."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,57 +45,47 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add = generate.add_argument_group("output").add_argument
     add("--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens")
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the result and its statistics to FILE (default: nowhere)",
-    )
+    add_json(add, "the result and its statistics")
     add("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which models run, and where."""
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--model",
-        metavar="PATH|ID",
-        help="target model: a folder or a hub id (default: the embedded demo pair)",
-    )
-    add(
-        "--draft",
-        metavar="PATH|ID|none",
-        help="small model with the target's tokenizer, which drafts (default: none, or the demo's own)",
-    )
-    add(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where models run (default: auto, the GPU if there is one)",
-    )
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
-    )
+    target = "target model: a folder or a hub id (default: the embedded demo pair)"
+    add("--model", metavar="PATH|ID", help=target)
+    draft = "small model with the target's tokenizer, which drafts (default: none, or the demo's own)"
+    add("--draft", metavar="PATH|ID|none", help=draft)
+    device = "where models run (default: auto, the GPU if there is one)"
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=device)
+    add_dtype(add)
+
+
+def add_dtype(add: Add) -> None:
+    """Adds `--dtype`."""
+    meaning = "of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)"
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=meaning)
+
+
+def add_json(add: Add, what: str) -> None:
+    """Adds `--json FILE`; a file that cannot be written is refused before any work."""
+
+    def writable(name: str) -> Path:
+        check_writable("--json", Path(name))
+        return Path(name)
+
+    add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
 
 
 def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
     add = sampling.add_argument
-    add(
-        "-n", "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N (default: 256)"
-    )
+    most = "generate at most N (default: 256)"
+    add("-n", "--max-new-tokens", type=int, default=256, metavar="N", help=most)
     add_distribution(sampling)
     add("--seed", type=int, metavar="S", help="repeats a text (default: random, shown in the summary)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="STRING",
-        help="end the text where STRING begins; may be repeated (default: none)",
-    )
+    stop = "end the text where STRING begins; may be repeated (default: none)"
+    add("--stop", action="append", default=[], metavar="STRING", help=stop)
     add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
 
 
@@ -100,11 +93,10 @@ def add_distribution(sampling: argparse._ArgumentGroup) -> None:
     """Adds the flags that say from which distribution tokens are drawn."""
     add = sampling.add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default: 0)")
-    meaning = "draw from the fewest likely tokens that have probability P together (default: 1, all)"
-    add("--top-p", type=float, default=1.0, metavar="P", help=meaning)
-    add(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: 0, all)"
-    )
+    top_p = "draw from the fewest likely tokens that have probability P together (default: 1, all)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
+    top_k = "draw from the K likeliest tokens (default: 0, all)"
+    add("--top-k", type=int, default=0, metavar="K", help=top_k)
 
 
 ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"
@@ -177,10 +169,7 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Check what needs no model first: importing the runtime alone takes seconds.
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
-    text = prompts.read(arguments)
+    text = prompts.read(arguments)  # before the runtime is imported: that alone takes seconds
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
     console = Console(arguments.quiet)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
-from offload_rt.commands.generate import add_overrides
+from offload_rt.commands.generate import add_dtype, add_json, add_overrides
 from offload_rt.config import AUTO, load_configs, possible, uses_small_model
 from offload_rt.errors import UsageError
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
-from offload_rt.files import check_writable, write_json
+from offload_rt.files import write_json
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 
 if TYPE_CHECKING:
@@ -44,29 +43,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
     drafts = "small model that may draft, e.g. jf68m (default: none)"
     add("--draft", metavar="FOLDER|ID|SHAPE|none", help=drafts)
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)",
-    )
+    add_dtype(add)
     tokens = "tokens of the prompt, e.g. 100000 or 96k"
     add("--context", type=_tokens, required=True, metavar="N", help=tokens)
     add("--new-tokens", type=int, default=256, metavar="N", help="tokens to generate (default: 256)")
 
     configuration = plan.add_argument_group("configuration")
     add = configuration.add_argument
-    add(
-        "--config",
-        default=AUTO,
-        metavar="NAME|FILE",
-        help="a name, a TOML file, or auto: the fastest of all (default: auto)",
-    )
-    add_overrides(
-        configuration,
-        "sets any configuration key (default: the config's values); speculation.gamma2 is chosen by the plan"
-        " where it is 0",
-    )
+    composition = "a name, a TOML file, or auto: the fastest of all (default: auto)"
+    add("--config", default=AUTO, metavar="NAME|FILE", help=composition)
+    chosen = "speculation.gamma2 is chosen by the plan where it is 0"
+    add_overrides(configuration, f"sets any configuration key (default: the config's values); {chosen}")
     same, small = "of tokens the target drafts itself", "of the small model's tokens"
     for flag, default, help in (
         ("--acceptance", SAME_MODEL_ACCEPTANCE, same),
@@ -81,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--gpus", type=int, metavar="N", help="how many of it (default: 1)")
     for flag, (unit, help) in FIGURES.items():
         add(flag, type=float, metavar=unit, help=help)
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE (default: nowhere)")
+    add_json(plan.add_argument, "the plan")
 
 
 def _tokens(text: str) -> int:
@@ -95,8 +82,6 @@ def _tokens(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     # What needs no model is checked before torch is imported: that alone takes seconds.
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
     configs = load_configs(arguments.config, overrides)
     hardware = _hardware(arguments)

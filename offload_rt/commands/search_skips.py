@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from offload_rt.config import AUTO, Config, load_config
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
 from offload_rt.layers import EXACT
-from offload_rt.skips import PLAIN, Trial, compare, fastest, search
+from offload_rt.skips import PLAIN, Rate, Trial, compare, fastest, search
 from offload_rt.toml import to_toml
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     trials = arguments.trials or TRIALS_A_LAYER * layers
     with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
         llm.generate(prompt, params)
-        sample = Sample(llm, base, arguments.config, dict(arguments.overrides), params)
-        found = _search(sample, layers, trials, console)
+        measured = partial(rate, llm, base, arguments, params)
+        found = _search(measured, layers, trials, arguments.seed, console)
     source = f"{name}, {layers} layers; sample of {len(prompt):,} tokens, temperature {params.temperature:g}"
     comments = (f"# {line}\n" for line in ("By offload-rt search-skips.", f"Model {source}.", found.verdict))
     try:
@@ -128,31 +129,18 @@ def with_layers(base: Config, layers: str) -> Config:
     return replace(base, speculation=replace(base.speculation, levels=levels))
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt that has been read, and is continued with blocks left out.
-
-    Attributes:
-        llm: whose last prompt it is.
-        base: the composition whose last level leaves them out; `config` with `overrides`.
-        params: of each continuation, but for its seed.
-    """
-
-    llm: LLM
-    base: Config
-    config: str
-    overrides: dict[str, object]
-    params: SamplingParams
-
-    def rate(self, layers: str, seed: int) -> float:
-        """Tokens a second; see `skips.Rate`."""
-        params = replace(self.params, seed=seed)
-        if layers == PLAIN:
-            return self.llm.plain(params).timings.predicted_per_second
-        levels = with_layers(self.base, layers).speculation.levels
-        # What drafts badly must not be saved by plain decoding.
-        given = {"speculation.levels": levels, "speculation.step_down": False}
-        return self.llm.rerun(params, self.config, self.overrides | given).timings.predicted_per_second
+def rate(
+    llm: LLM, base: Config, arguments: argparse.Namespace, params: SamplingParams, layers: str, seed: int
+) -> float:
+    """Tokens a second of the last prompt, continued by `base` with other `layers` in its last level."""
+    params = replace(params, seed=seed)
+    if layers == PLAIN:
+        return llm.plain(params).timings.predicted_per_second
+    levels = with_layers(base, layers).speculation.levels
+    # What drafts badly must not be saved by plain decoding.
+    given = {"speculation.levels": levels, "speculation.step_down": False}
+    overrides = dict(arguments.overrides) | given
+    return llm.rerun(params, arguments.config, overrides).timings.predicted_per_second
 
 
 @dataclass(frozen=True)
@@ -165,16 +153,14 @@ class Found:
     status: int = 0
 
 
-def _search(sample: Sample, layers: int, trials: int, console: Console) -> Found:
-    seed = sample.params.seed
-    assert seed is not None
+def _search(measured: Rate, layers: int, trials: int, seed: int, console: Console) -> Found:
     made: list[Trial] = []
     rounds: list[dict[str, float]] = []
     try:
-        for trial in search(layers, trials, seed, sample.rate):
+        for trial in search(layers, trials, seed, measured):
             made.append(trial)
             console.progress("search", len(made), trials)
-        for rates in islice(compare(made, seed, sample.rate), ROUNDS):
+        for rates in islice(compare(made, seed, measured), ROUNDS):
             rounds.append(rates)
             console.progress("compare", len(rounds), ROUNDS)
     except KeyboardInterrupt as interrupt:

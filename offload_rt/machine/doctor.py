@@ -28,13 +28,8 @@ from offload_rt.machine.measuring import COPY_BYTES, Progress, measure_host, wit
 from offload_rt.machine.measuring_gpu import LinkFigures, PinnedCopies, measure_gpu
 from offload_rt.native import SOURCES
 
-FORMAT = 1
+FORMAT = 2
 """Of reports and of the files that keep rates: raised when the meaning of a figure changes."""
-
-STAND_IN = (
-    "no GPU that torch can use: attention was measured beside a memory copy by one more thread, in the place"
-    " of a link"
-)
 
 
 @dataclass(frozen=True)
@@ -92,8 +87,7 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
     free = replace(kept.host, memory_bytes=host.available_bytes, lockable_bytes=lockable)
     gpus = (replace(gpu, memory_bytes=card.free_bytes) for gpu, card in zip(kept.gpus, cards, strict=False))
     measured |= {"hardware": replace(kept, host=free, gpus=tuple(gpus))}
-    notices = (*([] if kept.gpus else [STAND_IN]), *failures)
-    return Report(**measured, host=host, cards=cards, versions=versions, notices=notices)
+    return Report(**measured, host=host, cards=cards, versions=versions, notices=tuple(failures))
 
 
 def usable_hardware(

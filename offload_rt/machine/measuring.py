@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -183,35 +182,24 @@ def _beside(attend: Callable[[], None], copy: Callable[[], None]) -> tuple[float
     return min(1.0, attending / median(attended)), min(1.0, copying / fmean(counted))
 
 
-def memory_copy(size: int) -> Callable[[], None]:
-    """A copy of `size` bytes by one thread, which stands in for a link."""
-    source, destination = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-
-    def copy() -> None:
-        # torch would copy with all its threads, which are those that attend.
-        ctypes.memmove(destination.data_ptr(), source.data_ptr(), size)
-
-    return copy
-
-
 def measure_host(available: int, copy: Callable[[], None] | None, on_progress: Progress) -> Host:
     """All figures of the processor; free and lockable memory are for the caller to fill in.
 
     Args:
         available: bytes of memory.
-        copy: copies over the link; None: there is no link, and a memory copy stands in for it.
+        copy: copies over the link; None: there is no link, and nothing to share with it.
     """
-    on_progress("processor: memory", 0, 5)
+    total = 4 if copy is None else 5
+    on_progress("processor: memory", 0, total)
     read = memory_rate(CPU, within(MEMORY_BYTES, available))
-    on_progress("processor: matrix products", 1, 5)
+    on_progress("processor: matrix products", 1, total)
     products = compute_rate(CPU, torch.float32, *PRODUCT)
-    on_progress("processor: attention", 2, 5)
-    kv = HostKV(within(ATTENTION_BYTES, available))
-    attention = kv.rates()
-    on_progress("processor: attention beside copies", 3, 5)
-    copy = copy or memory_copy(within(COPY_BYTES, available))
-    beside_link, beside_attention = beside(kv, copy)
-    on_progress("processor: launches", 4, 5)
+    on_progress("processor: launches", 2, total)
     launch = launch_ms(CPU)
-    threads = torch.get_num_threads()
-    return Host(0, 0, read, products, attention, beside_link, beside_attention, launch, threads)
+    on_progress("processor: attention", 3, total)
+    kv = HostKV(within(ATTENTION_BYTES, available))
+    attention, shares = kv.rates(), (1.0, 1.0)
+    if copy is not None:
+        on_progress("processor: attention beside copies", 4, total)
+        shares = beside(kv, copy)
+    return Host(0, 0, read, products, attention, *shares, launch, torch.get_num_threads())
