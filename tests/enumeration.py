@@ -363,7 +363,7 @@ Clock = Callable[[list[int]], bool]
 
 
 class Parts:
-    """Models, and from them the levels of compositions. A composition is built anew for each path."""
+    """What compositions are made of. A composition is built anew for each path."""
 
     def __init__(self, seed: int, support: int = VOCABULARY, stop_tokens: Collection[int] = ()) -> None:
         self.target = TableModel(seed, support)
@@ -372,43 +372,57 @@ class Parts:
         self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
         self.stop_tokens = stop_tokens
 
-    def full(self, drafter: Callable[[FullTokenCache, Sampling], Drafter]) -> Composition:
-        """The target over its full cache, with a drafter that may derive caches from that."""
+    def full(self, below: Level) -> Composition:
+        """The target over its full cache, with a level below it that may derive caches from that."""
 
         def compose(sampling: Sampling) -> Verifier:
             cache = FullTokenCache()
-            below = drafter(cache, sampling)
-            return Verifier("full", self.target, cache, below, sampling, _no_cost)
+            drafter = below(self, cache, sampling)
+            return Verifier("full", self.target, cache, drafter, sampling, _no_cost)
 
         return compose
 
-    def derived(
-        self,
-        view: str,
-        full: FullTokenCache,
-        sampling: Sampling,
-        below: Drafter | None = None,
-        shape: DraftShape = CHAIN,
-        plan: LayerPlan | None = None,
-        first_plan: LayerPlan | None = None,
-    ) -> ModelDrafter:
-        """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
-        cache = TokenCache(view)
+
+Level = Callable[[Parts, FullTokenCache, Sampling], Drafter]
+
+
+def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+    """No level: what is above it decodes plainly."""
+    return NoDrafter()
+
+
+def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
+    """A head on the target's hidden states."""
+    return HeadDrafter(parts.head, sampling, _no_cost, parts.stop_tokens)
+
+
+def target_over(
+    view: str,
+    below: Level = nothing,
+    shape: DraftShape = CHAIN,
+    plan: LayerPlan | None = None,
+    first_plan: LayerPlan | None = None,
+) -> Level:
+    """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
+
+    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+        drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        verifier = Verifier(view, self.target, cache, below or NoDrafter(), sampling, _no_cost, plan)
-        return ModelDrafter(verifier, shape, self.stop_tokens, first_plan)
+        verifier = Verifier(view, parts.target, cache, drafter, sampling, _no_cost, plan)
+        return ModelDrafter(verifier, shape, parts.stop_tokens, first_plan)
 
-    def head_drafter(self, sampling: Sampling) -> HeadDrafter:
-        """A head on the target's hidden states."""
-        return HeadDrafter(self.head, sampling, _no_cost, self.stop_tokens)
+    return level
 
-    def draft_model(
-        self, sampling: Sampling, plan: LayerPlan | None = None, first_plan: LayerPlan | None = None
-    ) -> SmallModelDrafter:
-        """The small model over a cache of its own."""
+
+def small_model(plan: LayerPlan | None = None, first_plan: LayerPlan | None = None) -> Level:
+    """The small model over a cache of its own."""
+
+    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        verifier = Verifier("small", self.small, cache, NoDrafter(), sampling, _no_cost, plan)
-        return SmallModelDrafter(verifier, cache, CHAIN, self.stop_tokens, first_plan)
+        verifier = Verifier("small", parts.small, cache, NoDrafter(), sampling, _no_cost, plan)
+        return SmallModelDrafter(verifier, cache, CHAIN, parts.stop_tokens, first_plan)
+
+    return level
 
 
 def _no_cost(length: int, queries: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import VOCABULARY, HeadTable, Parts, Text, random_head
+from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
 from safetensors.torch import load_file, save_file
 from small_engine import PARAMS, PROMPT, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
@@ -151,11 +151,7 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
 def test_chains_side_by_side_all_begin_at_the_text() -> None:
     parts, shape = Parts(seed=5), DraftShape.parse("sequences:2").deep(3)
     sampling = Sampling(Sampler(0.0), GeneratorDraws(0, CPU))
-    composition = parts.full(
-        lambda full, sampling: parts.derived(
-            "retrieved", full, sampling, parts.head_drafter(sampling), CHAIN.deep(1)
-        )
-    )
+    composition = parts.full(target_over("retrieved", head, CHAIN.deep(1)))
     text = Text(composition(sampling), [1, 3, 0, 2], 9, shape)
     tokens = run_alone(text.verifier.drafter.proposal(text.view, shape).complete()).tokens.known
     assert len(tokens) == 6 and tokens[:3] == tokens[3:]  # at temperature 0

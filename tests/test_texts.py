@@ -50,7 +50,7 @@ class Oracle(NoDrafter):
 
 def text_of(drafter: Oracle, depth: int, max_tokens: int, stop_tokens: Collection[int] = ()) -> Text:
     """A greedy target with an oracle below it."""
-    composition = PARTS.full(lambda full, sampling: drafter)
+    composition = PARTS.full(lambda parts, full, sampling: drafter)
     verifier = composition(Sampling(Sampler(0.0), ScriptedDraws()))
     return Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), stop_tokens)
 
