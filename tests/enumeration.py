@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.held import HeldTokens
-from offload_rt.drafting.base import Drafter, NoDrafter, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
@@ -365,12 +365,11 @@ Clock = Callable[[list[int]], bool]
 class Parts:
     """What compositions are made of. A composition is built anew for each path."""
 
-    def __init__(self, seed: int, support: int = VOCABULARY, stop_tokens: Collection[int] = ()) -> None:
+    def __init__(self, seed: int, support: int = VOCABULARY) -> None:
         self.target = TableModel(seed, support)
         self.small = TableModel(seed + 1, support)
         head_target: Any = HeadTable(seed, support)
         self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
-        self.stop_tokens = stop_tokens
 
     def full(self, below: Level) -> Composition:
         """The target over its full cache, with a level below it that may derive caches from that."""
@@ -388,12 +387,12 @@ Level = Callable[[Parts, FullTokenCache, Sampling], Drafter]
 
 def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
     """No level: what is above it decodes plainly."""
-    return NoDrafter()
+    return Drafter()
 
 
 def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
     """A head on the target's hidden states."""
-    return HeadDrafter(parts.head, sampling, _no_cost, parts.stop_tokens)
+    return HeadDrafter(parts.head, sampling, _no_cost)
 
 
 def target_over(
@@ -408,8 +407,8 @@ def target_over(
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        verifier = Verifier(view, parts.target, cache, drafter, sampling, _no_cost, plan)
-        return ModelDrafter(verifier, shape, parts.stop_tokens, first_plan)
+        verifier = Verifier(view, parts.target, cache, drafter, sampling, _no_cost, plan, first_plan)
+        return ModelDrafter(verifier, shape)
 
     return level
 
@@ -419,8 +418,8 @@ def small_model(plan: LayerPlan | None = None, first_plan: LayerPlan | None = No
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        verifier = Verifier("small", parts.small, cache, NoDrafter(), sampling, _no_cost, plan)
-        return SmallModelDrafter(verifier, cache, CHAIN, parts.stop_tokens, first_plan)
+        verifier = Verifier("small", parts.small, cache, Drafter(), sampling, _no_cost, plan, first_plan)
+        return SmallModelDrafter(verifier, cache)
 
     return level
 
@@ -460,7 +459,6 @@ class Text:
         prompt: Sequence[int],
         max_tokens: int,
         shape: DraftShape,
-        stop_tokens: Collection[int] = (),
         ahead: int = 0,
         clock: bool = True,
     ) -> None:
@@ -477,7 +475,6 @@ class Text:
         self.pace.begin(len(prompt))
         self._start = len(prompt)
         self._max_tokens = max_tokens
-        self._stop_tokens = stop_tokens
         self._ended = False
         run_alone(verifier.drafter.prefill(self.view))
 
@@ -503,7 +500,7 @@ class Text:
         self.verifier.drafter.observe(self.view, round)
         self.accepted += [place < round.accepted for place in range(len(round.tokens))]
         for place, token in enumerate(round.tokens):
-            if token in self._stop_tokens:
+            if token in self.verifier.sampling.stop_tokens:
                 del self.tokens[length + place + 1 :]
                 self._ended = True
                 break
@@ -523,8 +520,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, dict):
         return tuple((key, _frozen(held)) for key, held in value.items())
-    if isinstance(value, Rounds | Growth):  # its drafter is part of the verifier
-        left = ("_drafter", "_verifier", "_changes")
+    if isinstance(value, Rounds | Growth):
+        left = ("_verifier", "_changes")
         held = {name: held for name, held in vars(value).items() if name not in left}
         if isinstance(value, Growth) and isinstance(value._verifier.cache, HeadStates):
             held["_states"] = value._verifier.cache  # of this draft alone
@@ -563,11 +560,10 @@ def output_probs(
 
     def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
         text = Text(
-            composition(Sampling(sampler, draws)),
+            composition(Sampling(sampler, draws, stop_tokens)),
             prompt,
             max_tokens or count + shape.depth,
             shape,
-            stop_tokens,
             ahead,
             clock is not None,
         )
@@ -600,9 +596,9 @@ def joint_probs(
                 draws = ScriptedDraws(script, fixed=len(fixed))
                 texts, together = start(draws)
                 for _ in range(rounds):
-                    _step(texts, together)
+                    step(texts, together)
                 assert draws.taken == fixed
-                _step(texts, together)
+                step(texts, together)
                 weight = mass * draws.probability
                 if finished(texts):
                     ended[tuple(text.output for text in texts)] += weight
@@ -616,7 +612,7 @@ def joint_probs(
     return ended
 
 
-def _step(texts: Sequence[Text], together: Together) -> None:
+def step(texts: Sequence[Text], together: Together) -> None:
     going = [text for text in texts if not text.over]
     for result in together.run([round_of(text) for text in going]):
         if isinstance(result, Exception):

@@ -7,7 +7,7 @@ differ in which tokens are possible at all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
@@ -27,10 +27,11 @@ from enumeration import (
     output_probs,
     own_probs,
     small_model,
+    step,
     target_over,
 )
 
-from offload_rt.drafting.base import Complete, NoDrafter, Proposal, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, TokenView
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
@@ -62,7 +63,7 @@ WHOLE = LayerPlan.whole(4)
 # --------------------------------------------------------------------------- drafters without models
 
 
-class TableDrafter(NoDrafter):
+class TableDrafter(Drafter):
     """A drafter whose proposals are functions of a small model's probabilities; keeps no state."""
 
     def __init__(self, model: TableModel, sampling: Sampling) -> None:
@@ -73,7 +74,7 @@ class TableDrafter(NoDrafter):
         return next_probs(self.sampling.sampler, self.model.logits("draft", list(enumerate(tokens))))
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return Complete(self.propose(view, shape.depth))
+        return Proposal(self.propose(view, shape.depth))
 
     def propose(self, view: TokenView, count: int) -> Draft:
         raise NotImplementedError
@@ -264,13 +265,14 @@ def check(
     count: int = COUNT,
     prompt: Sequence[int] = PROMPT,
     max_tokens: int | None = None,
+    stop_tokens: Collection[int] = (),
 ) -> None:
-    (level, shape), stops = ALL[name], parts.stop_tokens
+    level, shape = ALL[name]
     found = output_probs(
-        parts.full(level), sampler, prompt, count, shape, max_tokens=max_tokens, stop_tokens=stops
+        parts.full(level), sampler, prompt, count, shape, max_tokens=max_tokens, stop_tokens=stop_tokens
     )
     assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
-    expected = own_probs(parts.target, sampler, prompt, min(count, max_tokens or count), stops)
+    expected = own_probs(parts.target, sampler, prompt, min(count, max_tokens or count), stop_tokens)
     assert distance(found, expected) < TOLERANCE
 
 
@@ -303,9 +305,9 @@ def test_drafts_are_accepted_and_rejected_alike() -> None:
         def accepted(draws: Draws, level: Level = level, shape: DraftShape = shape) -> tuple[int, int]:
             text = Text(parts.full(level)(Sampling(Sampler(1.0), draws)), PROMPT, 9, shape)
             stats = text.verifier.stats
-            step([text])
+            step([text], Together())
             if not stats.proposed:  # a head knows no hidden state before
-                step([text])
+                step([text], Together())
             return stats.accepted, stats.proposed
 
         for (kept, offered), weight in outcome_probs(accepted).items():
@@ -314,14 +316,6 @@ def test_drafts_are_accepted_and_rejected_alike() -> None:
         # What these find in so short a text is not what follows.
         finds_nothing = name in ("lookup", "suffix automaton")
         assert any(kept > 0 for kept, _ in counts) or finds_nothing, "nothing was ever accepted"
-
-
-def step(texts: list[Text]) -> None:
-    from offload_rt.rounds import round_of
-
-    for result in Together().run([round_of(text) for text in texts]):
-        if isinstance(result, Exception):
-            raise result
 
 
 # --------------------------------------------------------------------------------------- batches
@@ -366,7 +360,7 @@ def test_short_prompts(name: str, length: int) -> None:
 @pytest.mark.parametrize("name", [*COMPOSITIONS, "small model, fixed tree", "retrieval, grown"])
 def test_an_end_token_ends_the_output_and_biases_nothing(name: str, sampler: Sampler) -> None:
     support = 2 if name in MANY_CHOICES or name in TREES else 3
-    check(name, sampler, Parts(seed=5, support=support, stop_tokens={STOP}))
+    check(name, sampler, Parts(seed=5, support=support), stop_tokens={STOP})
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -379,10 +373,10 @@ def test_the_last_round_is_cut_to_max_tokens(name: str, max_tokens: int) -> None
 
 
 def proposed(
-    parts: Parts, name: str, sampler: Sampler, draws: Draws, shape: DraftShape = THREE
+    parts: Parts, name: str, sampling: Sampling, shape: DraftShape = THREE
 ) -> tuple[Draft, list[int], list[list[float]]]:
     """A draft of what stands below the full cache; its tokens, and what each was drawn from."""
-    text = Text(parts.full(ALL[name][0])(Sampling(sampler, draws)), PROMPT, 9, shape)
+    text = Text(parts.full(ALL[name][0])(sampling), PROMPT, 9, shape)
     draft = run_alone(text.verifier.drafter.proposal(text.view, shape).complete())
     assert draft.probs is not None
     return draft, draft.tokens.on(torch.device("cpu")).tolist(), draft.probs.tolist()
@@ -427,10 +421,10 @@ def test_drafted_tokens_have_the_probabilities_reported_for_them(
     name: str, sampler: Sampler, stop_tokens: tuple[int, ...]
 ) -> None:
     """Given the tokens before it, and that one stands there at all."""
-    parts, reports = Parts(seed=5, support=3, stop_tokens=stop_tokens), Reports()
+    parts, reports = Parts(seed=5, support=3), Reports()
 
     def propose(draws: Draws) -> tuple[int, ...]:
-        draft, tokens, rows = proposed(parts, name, sampler, draws)
+        draft, tokens, rows = proposed(parts, name, Sampling(sampler, draws, stop_tokens))
         assert draft.tree.is_chain
         for i, row in enumerate(rows):
             reports.note(tokens[:i], row)
@@ -447,7 +441,7 @@ def test_siblings_have_the_probabilities_reported_for_them(name: str) -> None:
     parts, reports = Parts(seed=5, support=3), Reports()
 
     def propose(draws: Draws) -> tuple[int, ...]:
-        draft, tokens, rows = proposed(parts, name, Sampler(1.0), draws, TREES[name][1])
+        draft, tokens, rows = proposed(parts, name, Sampling(Sampler(1.0), draws), TREES[name][1])
         children = [node for node, parent in enumerate(draft.tree.parents) if parent == ROOT]
         drawn = [tokens[node] for node in children]
         for rank, node in enumerate(children):
@@ -472,7 +466,7 @@ def test_a_level_reports_its_own_distribution(name: str, view: str) -> None:
     model = parts.small if view == "small" else parts.target
 
     def propose(draws: Draws) -> None:
-        _, tokens, rows = proposed(parts, name, sampler, draws)
+        _, tokens, rows = proposed(parts, name, Sampling(sampler, draws))
         for i, row in enumerate(rows):
             seen = list(enumerate([*PROMPT, *tokens[:i]]))
             assert row == pytest.approx(next_probs(sampler, model.logits(view, seen)), abs=1e-12)

@@ -22,10 +22,10 @@ from enumeration import (
 
 from offload_rt import rounds
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.outcomes import likely_outcomes, ranked
+from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.passes import Together
+from offload_rt.passes import LevelStats, Together, run_alone
 from offload_rt.sampling import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
@@ -149,8 +149,11 @@ def test_a_plain_round_drafts_nothing_ahead() -> None:
 
 
 def test_likely_outcomes_by_hand() -> None:
-    def outcomes(tokens: list[int], probs: torch.Tensor, most: int, **how: Any) -> list[tuple[int, ...]]:
-        return likely_outcomes(tokens, *ranked(probs, torch.tensor(tokens, dtype=torch.long)), most, **how)
+    def outcomes(
+        tokens: list[int], probs: torch.Tensor, most: int, acceptance: float, temperature: float = 0.0
+    ) -> list[tuple[int, ...]]:
+        sampler, stats = Sampler(temperature), LevelStats("draft")
+        return run_alone(chain_outcomes(sampler, stats, tokens, probs.log(), most, acceptance))
 
     probs = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
     # The second token is doubted most; the third row says what would follow both.
@@ -161,5 +164,5 @@ def test_likely_outcomes_by_hand() -> None:
     assert outcomes([], probs[:1], 3, acceptance=0.5) == [(0,)]
     # Unsure of everything: tokens that are drawn seldom agree, those that are taken as the likeliest do.
     even = torch.full((3, 8), 0.125)
-    assert outcomes([5, 5], even, 1, acceptance=0.9, greedy=True)[0][:2] == (5, 5)
-    assert len(outcomes([5, 5], even, 1, acceptance=0.3, greedy=False)[0]) == 1
+    assert outcomes([5, 5], even, 1, acceptance=0.6)[0][:2] == (5, 5)
+    assert len(outcomes([5, 5], even, 1, acceptance=0.6, temperature=1.0)[0]) == 1
