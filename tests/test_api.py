@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,17 +46,15 @@ def draft(target: PreTrainedModel) -> PreTrainedModel:
 @pytest.fixture
 def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
     """Makes LLMs of the pair, and closes them."""
-    made: list[LLM] = []
+    with ExitStack() as closing:
 
-    def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
-        options = {"tokenizer": byte_tokenizer(), **options}
-        overrides = SIZES | {"speculation.step_down": step_down}
-        made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
-        return made[-1]
+        def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
+            options = {"tokenizer": byte_tokenizer(), **options}
+            overrides = SIZES | {"speculation.step_down": step_down}
+            made = LLM.from_models(target, draft, config=config, overrides=overrides, **options)
+            return closing.enter_context(made)
 
-    yield llm
-    for each in made:
-        each.close()
+        yield llm
 
 
 def test_auto_takes_what_is_predicted_to_be_fastest(
