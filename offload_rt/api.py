@@ -325,8 +325,7 @@ class LLM:
         assert params.seed is not None
         draws = GeneratorDraws(params.seed, self._engine.target.device)
         sampling = Sampling(params, draws, frozenset() if params.ignore_eos else self.end_tokens)
-        # Which random numbers are drawn depends on how much is drafted.
-        return Continuation(sampling, params.max_tokens, clock=params.greedy)
+        return Continuation(sampling, params.max_tokens)
 
     def _run(self, writer: Writer) -> Generator[TokenEvent]:
         session = writer.session

@@ -48,12 +48,10 @@ class Continuation:
 
     Attributes:
         max_tokens: how many may be generated.
-        clock: whether measured times may decide how much is drafted: not where a seed repeats its tokens.
     """
 
     sampling: Sampling
     max_tokens: int
-    clock: bool = True
 
 
 class Session:
@@ -141,7 +139,8 @@ class Session:
             self.verifier.drafter.expected_acceptance,
             ahead=ahead,
             step_down=config.speculation.step_down,
-            clock=continuation.clock,
+            # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
+            clock=continuation.sampling.sampler.greedy,
         )
         self.ready = None
         self.rounds = []

@@ -93,7 +93,7 @@ NOTHING = Draft()
 
 
 class Proposal:
-    """A draft in the making; of itself one that was made at once."""
+    """A draft in the making. The base is one that was made at once."""
 
     def __init__(self, made: Draft = NOTHING) -> None:
         self._made = made
@@ -114,9 +114,9 @@ class Proposal:
         return self._made
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        """What a verification of it may yield, the likeliest first, where that is worth knowing.
+        """What a verification of it may yield, the likeliest first; its tokens are known by now.
 
-        Its tokens are known by now. What was made at once took no time that could be hidden.
+        The base tells none: what was made at once took no time that could be hidden.
 
         Args:
             most: how many at most.
@@ -127,7 +127,7 @@ class Proposal:
 
 
 class Drafter:
-    """Proposes continuations of a text; of itself none, so that its verifier decodes plainly.
+    """Proposes continuations of a text. The base proposes nothing: its verifier decodes plainly.
 
     `observe` tells what the full cache has verified; a text given to `proposal` may reach beyond that with
     tokens that are speculation themselves (the middle of a hierarchy).
