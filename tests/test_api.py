@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from small_engine import CONFIGS, SIZES
-from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from small_engine import draft as draft  # a fixture
+from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
@@ -36,11 +37,6 @@ PARAMS = SamplingParams(max_tokens=60)
 def target() -> PreTrainedModel:
     # A token is an ASCII character, so that every text is text.
     return tiny_target("llama-gqa", vocabulary=ASCII)
-
-
-@pytest.fixture(scope="module")
-def draft(target: PreTrainedModel) -> PreTrainedModel:
-    return noisy_copy(target)
 
 
 @pytest.fixture

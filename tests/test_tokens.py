@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from small_engine import SIZES as ENGINE
+from small_engine import target as target  # a fixture
+from tiny_models import byte_ids, noisy_copy
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -79,20 +81,7 @@ def test_tokens_drawn_from_nan_are_refused(bad: int | None) -> None:
     assert whole.known == [7, 8, 9]
 
 
-SIZES: dict[str, object] = {
-    "retrieval.budget": 64,
-    "retrieval.recent": 16,
-    "draft.sinks": 4,
-    "draft.window": 252,
-    "speculation.gamma1": 2,
-    "speculation.gamma2": 3,
-    "speculation.step_down": False,
-}
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama-gqa")
+SIZES = ENGINE | {"draft.window": 252, "speculation.gamma2": 3}
 
 
 class Setting:
