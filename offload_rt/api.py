@@ -31,7 +31,7 @@ from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import ranked
 from offload_rt.planning.shapes import find_shape
 from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, check_params, is_batch, token_ids
-from offload_rt.sampling import GeneratorDraws, Sampler
+from offload_rt.sampling import GeneratorDraws
 from offload_rt.session import Continuation, Session
 from offload_rt.text import encode
 from offload_rt.writer import Writer
@@ -323,14 +323,9 @@ class LLM:
 
     def _continuation(self, params: SamplingParams) -> Continuation:
         assert params.seed is not None
-        sampler = Sampler(params.temperature, params.top_p, params.top_k)
-        return Continuation(
-            Sampling(sampler, GeneratorDraws(params.seed, self._engine.target.device)),
-            params.max_tokens,
-            frozenset() if params.ignore_eos else self.end_tokens,
-            # Which random numbers are drawn depends on how much is drafted.
-            clock=sampler.greedy,
-        )
+        draws = GeneratorDraws(params.seed, self._engine.target.device)
+        sampling = Sampling(params, draws, frozenset() if params.ignore_eos else self.end_tokens)
+        return Continuation(sampling, params.max_tokens)
 
     def _run(self, writer: Writer) -> Generator[TokenEvent]:
         session = writer.session

@@ -211,6 +211,12 @@ class SpeculationConfig:
         """Of the levels."""
         return tuple(level.name for level in self.levels)
 
+    @property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Of what the levels propose; the last one of no depth where that is chosen as it runs."""
+        depths = [*(len(self.levels) - 1) * [self.gamma1], self.gamma2]
+        return tuple(level.shape.deep(depth) for level, depth in zip(self.levels, depths, strict=False))
+
 
 @dataclass(frozen=True)
 class DraftConfig:

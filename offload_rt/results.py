@@ -53,13 +53,10 @@ def token_ids(prompt: object) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How to draw tokens and when to stop.
+class SamplingParams(Sampler):
+    """How to draw tokens (`temperature`, `top_p` and `top_k`, see `Sampler`) and when to stop.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_p: keep the fewest most likely tokens whose probabilities reach this sum; in (0, 1].
-        top_k: keep the k most likely tokens; 0 keeps all.
         max_tokens: generate at most so many.
         stop: strings that end the text where they begin.
         seed: repeats the same tokens on the same machine, where the same shares of the KV lie in the same
@@ -68,9 +65,6 @@ class SamplingParams:
         ignore_eos: do not stop at the model's end-of-text tokens.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
     max_tokens: int = 256
     stop: Sequence[str] = ()
     seed: int | None = None
@@ -82,7 +76,7 @@ class SamplingParams:
             if name != "seed" or value is not None:
                 read = number if name in ("temperature", "top_p") else whole_number
                 object.__setattr__(self, name, read(name.replace("_", "-"), value))
-        Sampler(self.temperature, self.top_p, self.top_k)  # says what is out of range
+        super().__post_init__()
         if self.max_tokens < 1:
             raise UsageError(f"max-tokens {self.max_tokens} is out of range: use 1 or more")
         if isinstance(self.stop, str | bytes) or not isinstance(self.stop, Collection):

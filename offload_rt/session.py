@@ -48,14 +48,10 @@ class Continuation:
 
     Attributes:
         max_tokens: how many may be generated.
-        stop_tokens: the text ends with the first of these, wherever in a draft it occurs.
-        clock: whether measured times may decide how much is drafted: not where a seed repeats its tokens.
     """
 
     sampling: Sampling
     max_tokens: int
-    stop_tokens: Collection[int] = ()
-    clock: bool = True
 
 
 class Session:
@@ -126,7 +122,6 @@ class Session:
             shared.draft,
             self.full,
             continuation.sampling,
-            continuation.stop_tokens,
             shared.store.layout.pages(self.prompt_tokens + continuation.max_tokens),
             shared.backend,
             shared.pool,
@@ -135,16 +130,17 @@ class Session:
         self._caches = parts.caches
         self.verifier = compose(parts)
         shared.pool.drop_free()
-        levels = config.speculation.levels
+        shapes = config.speculation.shapes
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-        ahead = 0 if shared.link.in_place or not levels else config.offload.ahead
+        ahead = 0 if shared.link.in_place or not shapes else config.offload.ahead
         self.pace = Pace(
             self.verifier,
-            levels[-1].shape.deep(config.speculation.gamma2) if levels else None,
+            shapes[-1] if shapes else None,
             self.verifier.drafter.expected_acceptance,
             ahead=ahead,
             step_down=config.speculation.step_down,
-            clock=continuation.clock,
+            # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
+            clock=continuation.sampling.sampler.greedy,
         )
         self.ready = None
         self.rounds = []
@@ -179,8 +175,8 @@ class Session:
 
     @property
     def stop_tokens(self) -> Collection[int]:
-        """The text ends with the first of these."""
-        return self._continuation.stop_tokens
+        """The text ends with the first of these, wherever in a draft it occurs."""
+        return self._continuation.sampling.stop_tokens
 
     @property
     def room(self) -> int:

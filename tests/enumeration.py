@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.held import HeldTokens
-from offload_rt.drafting.base import Drafter, NoDrafter, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
@@ -363,52 +363,65 @@ Clock = Callable[[list[int]], bool]
 
 
 class Parts:
-    """Models, and from them the levels of compositions. A composition is built anew for each path."""
+    """What compositions are made of. A composition is built anew for each path."""
 
-    def __init__(self, seed: int, support: int = VOCABULARY, stop_tokens: Collection[int] = ()) -> None:
+    def __init__(self, seed: int, support: int = VOCABULARY) -> None:
         self.target = TableModel(seed, support)
         self.small = TableModel(seed + 1, support)
         head_target: Any = HeadTable(seed, support)
         self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
-        self.stop_tokens = stop_tokens
 
-    def full(self, drafter: Callable[[FullTokenCache, Sampling], Drafter]) -> Composition:
-        """The target over its full cache, with a drafter that may derive caches from that."""
+    def full(self, below: Level) -> Composition:
+        """The target over its full cache, with a level below it that may derive caches from that."""
 
         def compose(sampling: Sampling) -> Verifier:
             cache = FullTokenCache()
-            below = drafter(cache, sampling)
-            return Verifier("full", self.target, cache, below, sampling, _no_cost)
+            drafter = below(self, cache, sampling)
+            return Verifier("full", self.target, cache, drafter, sampling, _no_cost)
 
         return compose
 
-    def derived(
-        self,
-        view: str,
-        full: FullTokenCache,
-        sampling: Sampling,
-        below: Drafter | None = None,
-        shape: DraftShape = CHAIN,
-        plan: LayerPlan | None = None,
-        first_plan: LayerPlan | None = None,
-    ) -> ModelDrafter:
-        """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
-        cache = TokenCache(view)
+
+Level = Callable[[Parts, FullTokenCache, Sampling], Drafter]
+
+
+def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+    """No level: what is above it decodes plainly."""
+    return Drafter()
+
+
+def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
+    """A head on the target's hidden states."""
+    return HeadDrafter(parts.head, sampling, _no_cost)
+
+
+def target_over(
+    view: str,
+    below: Level = nothing,
+    shape: DraftShape = CHAIN,
+    plan: LayerPlan | None = None,
+    first_plan: LayerPlan | None = None,
+) -> Level:
+    """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
+
+    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+        drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        verifier = Verifier(view, self.target, cache, below or NoDrafter(), sampling, _no_cost, plan)
-        return ModelDrafter(verifier, shape, self.stop_tokens, first_plan)
+        verifier = Verifier(view, parts.target, cache, drafter, sampling, _no_cost, plan, first_plan)
+        return ModelDrafter(verifier, shape)
 
-    def head_drafter(self, sampling: Sampling) -> HeadDrafter:
-        """A head on the target's hidden states."""
-        return HeadDrafter(self.head, sampling, _no_cost, self.stop_tokens)
+    return level
 
-    def draft_model(
-        self, sampling: Sampling, plan: LayerPlan | None = None, first_plan: LayerPlan | None = None
-    ) -> SmallModelDrafter:
-        """The small model over a cache of its own."""
+
+def small_model(plan: LayerPlan | None = None, first_plan: LayerPlan | None = None) -> Level:
+    """The small model over a cache of its own."""
+
+    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        verifier = Verifier("small", self.small, cache, NoDrafter(), sampling, _no_cost, plan)
-        return SmallModelDrafter(verifier, cache, CHAIN, self.stop_tokens, first_plan)
+        verifier = Verifier("small", parts.small, cache, Drafter(), sampling, _no_cost, plan, first_plan)
+        return SmallModelDrafter(verifier, cache)
+
+    return level
 
 
 def _no_cost(length: int, queries: int) -> float:
@@ -446,7 +459,6 @@ class Text:
         prompt: Sequence[int],
         max_tokens: int,
         shape: DraftShape,
-        stop_tokens: Collection[int] = (),
         ahead: int = 0,
         clock: bool = True,
     ) -> None:
@@ -463,7 +475,6 @@ class Text:
         self.pace.begin(len(prompt))
         self._start = len(prompt)
         self._max_tokens = max_tokens
-        self._stop_tokens = stop_tokens
         self._ended = False
         run_alone(verifier.drafter.prefill(self.view))
 
@@ -489,7 +500,7 @@ class Text:
         self.verifier.drafter.observe(self.view, round)
         self.accepted += [place < round.accepted for place in range(len(round.tokens))]
         for place, token in enumerate(round.tokens):
-            if token in self._stop_tokens:
+            if token in self.verifier.sampling.stop_tokens:
                 del self.tokens[length + place + 1 :]
                 self._ended = True
                 break
@@ -509,8 +520,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, dict):
         return tuple((key, _frozen(held)) for key, held in value.items())
-    if isinstance(value, Rounds | Growth):  # its drafter is part of the verifier
-        left = ("_drafter", "_verifier", "_changes")
+    if isinstance(value, Rounds | Growth):
+        left = ("_verifier", "_changes")
         held = {name: held for name, held in vars(value).items() if name not in left}
         if isinstance(value, Growth) and isinstance(value._verifier.cache, HeadStates):
             held["_states"] = value._verifier.cache  # of this draft alone
@@ -549,11 +560,10 @@ def output_probs(
 
     def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
         text = Text(
-            composition(Sampling(sampler, draws)),
+            composition(Sampling(sampler, draws, stop_tokens)),
             prompt,
             max_tokens or count + shape.depth,
             shape,
-            stop_tokens,
             ahead,
             clock is not None,
         )
@@ -586,9 +596,9 @@ def joint_probs(
                 draws = ScriptedDraws(script, fixed=len(fixed))
                 texts, together = start(draws)
                 for _ in range(rounds):
-                    _step(texts, together)
+                    step(texts, together)
                 assert draws.taken == fixed
-                _step(texts, together)
+                step(texts, together)
                 weight = mass * draws.probability
                 if finished(texts):
                     ended[tuple(text.output for text in texts)] += weight
@@ -602,7 +612,7 @@ def joint_probs(
     return ended
 
 
-def _step(texts: Sequence[Text], together: Together) -> None:
+def step(texts: Sequence[Text], together: Together) -> None:
     going = [text for text in texts if not text.over]
     for result in together.run([round_of(text) for text in going]):
         if isinstance(result, Exception):

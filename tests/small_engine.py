@@ -6,13 +6,18 @@ A test file imports the fixtures that it uses.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
+from cpu_kv import Link, PacedLink
 from offload_rt import LLM, SamplingParams
+from offload_rt.layers import LayerPlan
+from offload_rt.model import CausalModel
+from offload_rt.parts import Output, Part
 from offload_rt.passes import PassThread
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
@@ -29,6 +34,9 @@ SIZES: dict[str, object] = {
 }
 PROMPT = byte_ids(150)
 PARAMS = SamplingParams(max_tokens=40)
+
+
+LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
 
 
 def engine_overrides(**offload: object) -> dict[str, object]:
@@ -50,6 +58,22 @@ def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(PassThread, "_run", watched)
     return running
+
+
+def passes_of(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any] = CausalModel
+) -> list[tuple[list[int], LayerPlan | None]]:
+    """What passes of such models take from here on: new tokens of each text, and in which order of layers."""
+    passes: list[tuple[list[int], LayerPlan | None]] = []
+    forward = kind.forward
+
+    def noted(model: Any, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+        passes.append(([part.new.count for part in parts], plan))
+        outputs: list[Output] = forward(model, parts, plan)
+        return outputs
+
+    monkeypatch.setattr(kind, "forward", noted)
+    return passes
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from small_engine import CONFIGS, SIZES
-from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from small_engine import draft as draft  # a fixture
+from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
@@ -37,25 +39,18 @@ def target() -> PreTrainedModel:
     return tiny_target("llama-gqa", vocabulary=ASCII)
 
 
-@pytest.fixture(scope="module")
-def draft(target: PreTrainedModel) -> PreTrainedModel:
-    return noisy_copy(target)
-
-
 @pytest.fixture
 def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
     """Makes LLMs of the pair, and closes them."""
-    made: list[LLM] = []
+    with ExitStack() as closing:
 
-    def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
-        options = {"tokenizer": byte_tokenizer(), **options}
-        overrides = SIZES | {"speculation.step_down": step_down}
-        made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
-        return made[-1]
+        def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
+            options = {"tokenizer": byte_tokenizer(), **options}
+            overrides = SIZES | {"speculation.step_down": step_down}
+            made = LLM.from_models(target, draft, config=config, overrides=overrides, **options)
+            return closing.enter_context(made)
 
-    yield llm
-    for each in made:
-        each.close()
+        yield llm
 
 
 def test_auto_takes_what_is_predicted_to_be_fastest(

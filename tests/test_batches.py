@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, PAGE, PROMPT, engine_overrides
+from small_engine import CONFIGS, LINKS, PAGE, PROMPT, engine_overrides, passes_of
 from small_engine import draft as draft  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer
 from transformers import PreTrainedModel
 
-from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, rounds
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output, Part
 from offload_rt.results import GenerationResult
 from offload_rt.session import Session
 
@@ -35,18 +33,15 @@ PLACES: dict[str, dict[str, object]] = {
 @pytest.fixture(params=PLACES)
 def make(target: PreTrainedModel, draft: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes LLMs in place or over a link, and closes them."""
-    made: list[LLM] = []
+    with ExitStack() as closing:
 
-    def llm(config: str, **overrides: object) -> LLM:
-        sizes = engine_overrides(**({"ahead": 2} | PLACES[request.param])) | overrides
-        link = None if request.param == "in place" else PacedLink(1e9)
-        options: dict[str, Any] = {"config": config, "overrides": sizes, "link": link}
-        made.append(LLM.from_models(target, draft, byte_tokenizer(), **options))
-        return made[-1]
+        def llm(config: str, **overrides: object) -> LLM:
+            sizes = engine_overrides(**({"ahead": 2} | PLACES[request.param])) | overrides
+            options: dict[str, Any] = {"overrides": sizes, "link": LINKS[request.param]()}
+            made = LLM.from_models(target, draft, byte_tokenizer(), config, **options)
+            return closing.enter_context(made)
 
-    yield llm
-    for each in made:
-        each.close()
+        yield llm
 
 
 def told(result: GenerationResult) -> tuple[object, ...]:
@@ -105,16 +100,11 @@ def test_streams_and_a_batch_in_turns(make: Any, config: str) -> None:
 
 
 def test_one_pass_serves_all_members(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[int] = []
-    forward = CausalModel.forward
-
-    def counted(model: CausalModel, asked: Sequence[Part], *how: Any) -> list[Output]:
-        parts.append(len(asked))
-        return forward(model, asked, *how)
-
-    monkeypatch.setattr(CausalModel, "forward", counted)
+    passes = passes_of(monkeypatch)
     make("plain").generate(PROMPTS, [SamplingParams(max_tokens=count) for count in LENGTHS])
-    assert parts == [sum(count > at for count in LENGTHS) for at in range(max(LENGTHS))]
+    assert [len(counts) for counts, _ in passes] == [
+        sum(count > at for count in LENGTHS) for at in range(max(LENGTHS))
+    ]
 
 
 @pytest.mark.parametrize("cache", ["full", "derived"])

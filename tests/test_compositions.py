@@ -6,35 +6,42 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from small_engine import PROMPT, engine_overrides
+from small_engine import LINKS, PROMPT, engine_overrides, passes_of
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
 from tiny_models import noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
-from cpu_kv import Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output, Part
+from offload_rt.pace import RoundTimes
 from offload_rt.results import GenerationResult
 
 PARAMS = SamplingParams(max_tokens=16)
 DEPTH = 3
-LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+EVERYTHING = {"retrieval.budget": 512, "draft.window": 512}
+"""Every cache holds the whole text."""
 
 Tables = list[dict[str, object]]
 
 
 def run(
-    target: PreTrainedModel, draft: PreTrainedModel, levels: Sequence[Mapping[str, object]], link: str
-) -> GenerationResult:
-    sizes = {"speculation.levels": levels, "speculation.gamma1": 2, "speculation.gamma2": DEPTH}
-    overrides, place = engine_overrides(ahead=2) | sizes, LINKS[link]()
-    with LLM.from_models(target, draft, config="retrieval", overrides=overrides, link=place) as llm:
-        return llm.generate(PROMPT, PARAMS)
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    levels: Sequence[Mapping[str, object]],
+    link: str = "in place",
+    params: SamplingParams = PARAMS,
+    sizes: Mapping[str, object] = {},
+) -> tuple[GenerationResult, list[RoundTimes]]:
+    """A text drafted by `levels`, and its rounds."""
+    overrides = engine_overrides(ahead=2) | {"speculation.gamma1": 2, "speculation.gamma2": DEPTH, **sizes}
+    options: dict[str, Any] = {"overrides": overrides | {"speculation.levels": levels}, "link": LINKS[link]()}
+    with LLM.from_models(target, draft, config="retrieval", **options) as llm:
+        result = llm.generate(PROMPT, params)
+        assert llm._last is not None
+        return result, llm._last.rounds
 
 
 LEVELS: dict[str, Callable[[str], Tables]] = {
@@ -60,7 +67,7 @@ def test_trees_yield_the_tokens_of_plain_decoding(
     shape: str,
     link: str,
 ) -> None:
-    result = run(target, draft, LEVELS[levels](shape), link)
+    result, _ = run(target, draft, LEVELS[levels](shape), link)
     assert result.tokens == plain_tokens[: PARAMS.max_tokens]
     assert result.levels[0].accepted
     # More than chains propose.
@@ -96,17 +103,12 @@ def test_another_vocabulary_is_refused(target: PreTrainedModel) -> None:
 def test_a_draft_that_sees_everything_is_accepted_to_its_end(
     target: PreTrainedModel, plain_tokens: list[int], levels: str, shape: str, link: str
 ) -> None:
-    """Every cache below holds the whole text, and the small model is the target itself."""
-    tables = LEVELS[levels](shape)
-    everything = {"retrieval.budget": 512, "draft.window": 512, "speculation.levels": tables}
-    overrides = engine_overrides(ahead=2) | everything | {"speculation.gamma2": DEPTH}
-    options: dict[str, Any] = {"config": "retrieval", "overrides": overrides, "link": LINKS[link]()}
-    with LLM.from_models(target, noisy_copy(target, noise=0.0), **options) as llm:
-        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens[: PARAMS.max_tokens]
-        assert llm._last is not None
-        rounds = [times for times in llm._last.rounds if times.asked == DEPTH]
-        assert len(rounds) == PARAMS.max_tokens // (DEPTH + 1)
-        assert [times.accepted for times in rounds] == [DEPTH] * len(rounds)
+    """The small model is the target itself."""
+    same = noisy_copy(target, noise=0.0)
+    result, rounds = run(target, same, LEVELS[levels](shape), link, sizes=EVERYTHING)
+    assert result.tokens == plain_tokens[: PARAMS.max_tokens]
+    accepted = [times.accepted for times in rounds if times.asked == DEPTH]
+    assert accepted == [DEPTH] * (PARAMS.max_tokens // (DEPTH + 1))
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree:3,2", "sequences:3", "grown:12"])
@@ -114,16 +116,13 @@ def test_a_draft_that_sees_everything_is_accepted_to_its_end(
 def test_nothing_is_drafted_where_one_token_is_left(
     target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int], levels: str, shape: str
 ) -> None:
-    options: dict[str, Any] = {"config": "retrieval", "overrides": engine_overrides()}
-    options["overrides"] |= {"speculation.levels": LEVELS[levels](shape)}
-    with LLM.from_models(target, draft, **options) as llm:
-        result = llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    result, _ = run(target, draft, LEVELS[levels](shape), params=SamplingParams(max_tokens=1))
     assert result.tokens == plain_tokens[:1] and result.timings.draft_n == 0
 
 
 @pytest.mark.parametrize("shape", ["tree:3,2", "grown:12"])
 def test_trees_accept_more_than_chains(target: PreTrainedModel, draft: PreTrainedModel, shape: str) -> None:
-    chains, trees = (run(target, draft, LEVELS["draft"](kind), "in place") for kind in ("chain", shape))
+    (chains, _), (trees, _) = (run(target, draft, LEVELS["draft"](kind)) for kind in ("chain", shape))
     assert trees.rounds < chains.rounds
 
 
@@ -158,24 +157,17 @@ def test_orders_of_layers_yield_the_tokens_of_plain_decoding(
     link: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plans: set[LayerPlan | None] = set()
-    forward = CausalModel.forward
-
-    def noted(self: CausalModel, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        plans.add(plan)
-        return forward(self, parts, plan)
-
-    monkeypatch.setattr(CausalModel, "forward", noted)
+    passes = passes_of(monkeypatch)
     order: dict[str, Any] = {"layers": layers, "calibrate": calibrate}
     tables = [
         {"model": "draft", "cache": "streaming", **order},
         {"model": "target", "cache": "retrieved", **order},
     ]
     chosen = tables if model == "both" else [table for table in tables if table["model"] == model]
-    result = run(deep, deep_draft, chosen, link)
+    result, _ = run(deep, deep_draft, chosen, link)
     assert result.tokens == deep_tokens
     assert all(level.proposed for level in result.levels[:-1])
-    plan = LayerPlan.parse(layers, 5)
+    plan, plans = LayerPlan.parse(layers, 5), {plan for _, plan in passes}
     assert plan is not None and plans == {None, plan} | ({LayerPlan.whole(5)} if calibrate else set())
 
 
@@ -183,16 +175,10 @@ def test_orders_of_layers_yield_the_tokens_of_plain_decoding(
 def test_each_token_is_calibrated_once(
     deep: PreTrainedModel, deep_draft: PreTrainedModel, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calibrated: list[int] = []
-    forward = CausalModel.forward
-
-    def noted(self: CausalModel, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        calibrated.extend(part.new.count for part in parts if plan == LayerPlan.whole(5))
-        return forward(self, parts, plan)
-
-    monkeypatch.setattr(CausalModel, "forward", noted)
+    passes = passes_of(monkeypatch)
     table = {"model": "draft", "cache": "streaming", "layers": "groups:2", "draft": shape}
-    result = run(deep, deep_draft, [table], "in place")
+    result, _ = run(deep, deep_draft, [table])
+    calibrated = [sum(counts) for counts, plan in passes if plan == LayerPlan.whole(5)]
     # What the last round yields is drafted below by nobody; the prompt's last token is the first.
     assert result.rounds - 1 <= len(calibrated) <= result.rounds
     assert sum(calibrated) <= len(result.tokens)
@@ -201,11 +187,7 @@ def test_each_token_is_calibrated_once(
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_a_calibrated_draft_begins_as_the_target_would(deep: PreTrainedModel, calibrate: bool) -> None:
     table = {"model": "target", "cache": "retrieved", "layers": "skip:1", "calibrate": calibrate}
-    everything = {"retrieval.budget": 512, "speculation.gamma2": DEPTH, "speculation.levels": [table]}
-    overrides = engine_overrides() | everything
-    with LLM.from_models(deep, config="retrieval", overrides=overrides) as llm:
-        llm.generate(PROMPT, PARAMS)
-        assert llm._last is not None
-        accepted = [times.accepted for times in llm._last.rounds if times.proposed]
+    _, rounds = run(deep, None, [table], sizes=EVERYTHING)
+    accepted = [times.accepted for times in rounds if times.proposed]
     assert all(accepted) == calibrate
     assert min(accepted) < DEPTH, "without a layer, the rest is a guess"

@@ -7,33 +7,37 @@ differ in which tokens are possible at all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
 from enumeration import (
     VOCABULARY,
-    Composition,
+    Level,
     Parts,
-    Probs,
     ScriptedDraws,
     TableModel,
     Text,
     distance,
+    head,
     joint_probs,
     next_probs,
+    nothing,
     outcome_probs,
     output_probs,
     own_probs,
+    small_model,
+    step,
+    target_over,
 )
 
-from offload_rt.drafting.base import Complete, NoDrafter, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, TokenView
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.layers import LayerPlan
-from offload_rt.passes import LevelStats, Together, Work, run_alone
+from offload_rt.passes import Together, run_alone
 from offload_rt.sampling import Draws, Sampler
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
@@ -59,31 +63,18 @@ WHOLE = LayerPlan.whole(4)
 # --------------------------------------------------------------------------- drafters without models
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """A drafter whose proposals are functions of a small model's probabilities; keeps no state."""
-
-    wants_hidden = False
-    expected_acceptance = 0.0
 
     def __init__(self, model: TableModel, sampling: Sampling) -> None:
         self.model = model
         self.sampling = sampling
-        self.levels: list[LevelStats] = []
-
-    def prefill(self, view: TokenView) -> Work[None]:
-        yield from ()
-
-    def observe(self, view: TokenView, round: Round) -> None:
-        pass
-
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
-        return 0.0
 
     def probs_after(self, tokens: Sequence[int]) -> list[float]:
         return next_probs(self.sampling.sampler, self.model.logits("draft", list(enumerate(tokens))))
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return Complete(self.propose(view, shape.depth))
+        return Proposal(self.propose(view, shape.depth))
 
     def propose(self, view: TokenView, count: int) -> Draft:
         raise NotImplementedError
@@ -150,48 +141,23 @@ class ChainOfAnyLength(TableDrafter):
 
 # ------------------------------------------------------------------------------------- compositions
 
-Built = tuple[Composition, DraftShape]  # and what is drafted for the full cache
-Build = Callable[[Parts], Built]
+Build = tuple[Level, DraftShape]
+"""What drafts for the full cache, and in which shape."""
+
+ONE, TWO, THREE = (CHAIN.deep(depth) for depth in (1, 2, 3))
 
 
-def plain(parts: Parts) -> Built:
-    return parts.full(lambda full, sampling: NoDrafter()), CHAIN
+def tree(text: str, depth: int) -> DraftShape:
+    return DraftShape.parse(text).deep(depth)
 
 
-def naive(shape: DraftShape, plan: LayerPlan | None = None, first: LayerPlan | None = None) -> Build:
-    return lambda parts: (parts.full(lambda full, sampling: parts.draft_model(sampling, plan, first)), shape)
-
-
-def retrieval(shape: DraftShape, plan: LayerPlan | None = None, first: LayerPlan | None = None) -> Build:
-    return lambda parts: (
-        parts.full(
-            lambda full, sampling: parts.derived("retrieved", full, sampling, plan=plan, first_plan=first)
-        ),
-        shape,
-    )
-
-
-def triforce(gamma1: DraftShape, gamma2: DraftShape) -> Build:
-    return lambda parts: (
-        parts.full(
-            lambda full, sampling: parts.derived(
-                "retrieved", full, sampling, parts.draft_model(sampling), gamma1
-            )
-        ),
-        gamma2,
-    )
-
-
-def lookup(parts: Parts) -> Built:
-    return parts.full(lambda full, sampling: SourceDrafter("lookup", NGrams(2, 1))), CHAIN.deep(3)
-
-
-def lookup_below_retrieval(parts: Parts) -> Built:
-    return parts.full(
-        lambda full, sampling: parts.derived(
-            "retrieved", full, sampling, SourceDrafter("lookup", NGrams(2, 1)), CHAIN.deep(2)
-        )
-    ), CHAIN.deep(3)
+def retrieved(
+    below: Level = nothing,
+    shape: DraftShape = CHAIN,
+    plan: LayerPlan | None = None,
+    first_plan: LayerPlan | None = None,
+) -> Level:
+    return target_over("retrieved", below, shape, plan, first_plan)
 
 
 class Stored(NGrams):
@@ -203,117 +169,75 @@ class Stored(NGrams):
         return [one[:depth] for one in self.FOUND[len(view) % 2 :]]
 
 
-def source(made: Callable[[], Source], shape: DraftShape) -> Build:
-    return lambda parts: (parts.full(lambda full, sampling: SourceDrafter("source", made())), shape)
+def source(made: Callable[[], Source]) -> Callable[..., SourceDrafter]:
+    return lambda parts, full, sampling: SourceDrafter("source", made())
 
 
-def merged(made: Callable[[], Source], shape: DraftShape, *, retrieved: bool = True) -> Build:
-    """A source beside what the target over a retrieved cache, or the small model, drafts."""
-
-    def build(parts: Parts) -> Built:
-        def drafter(full, sampling):  # type: ignore[no-untyped-def]
-            model = parts.derived("retrieved", full, sampling) if retrieved else parts.draft_model(sampling)
-            return MergedDrafter(model, SourceDrafter("source", made()))
-
-        return parts.full(drafter), shape
-
-    return build
+def merged(level: Level, beside: Callable[..., SourceDrafter]) -> Level:
+    """A source beside what a level drafts."""
+    return lambda *given: MergedDrafter(level(*given), beside(*given))
 
 
-def head(shape: DraftShape) -> Build:
-    return lambda parts: (parts.full(lambda full, sampling: parts.head_drafter(sampling)), shape)
+def made_by(kind: type[TableDrafter]) -> Level:
+    return lambda parts, full, sampling: kind(parts.small, sampling)
 
 
-def head_below_retrieval(gamma1: DraftShape, gamma2: DraftShape) -> Build:
-    return lambda parts: (
-        parts.full(
-            lambda full, sampling: parts.derived(
-                "retrieved", full, sampling, parts.head_drafter(sampling), gamma1
-            )
-        ),
-        gamma2,
-    )
-
-
-def three_levels(parts: Parts) -> Built:
-    def drafter(full, sampling):  # type: ignore[no-untyped-def]
-        cheap = parts.derived("streaming", full, sampling, parts.draft_model(sampling), CHAIN.deep(1))
-        return parts.derived("retrieved", full, sampling, cheap, CHAIN.deep(1))
-
-    return parts.full(drafter), CHAIN.deep(2)
-
-
-def made_by(kind: type[TableDrafter], depth: int = 3) -> Build:
-    return lambda parts: (parts.full(lambda full, sampling: kind(parts.small, sampling)), CHAIN.deep(depth))
-
-
-def below_retrieval(kind: type[TableDrafter]) -> Build:
-    return lambda parts: (
-        parts.full(
-            lambda full, sampling: parts.derived(
-                "retrieved", full, sampling, kind(parts.small, sampling), CHAIN.deep(2)
-            )
-        ),
-        CHAIN.deep(2),
-    )
-
-
-def tree(text: str, depth: int) -> DraftShape:
-    return DraftShape.parse(text).deep(depth)
-
+lookup = source(lambda: NGrams(2, 1))
+suffixes = source(lambda: SuffixAutomaton(1))
+stored = source(lambda: Stored(2, 1))
 
 COMPOSITIONS: dict[str, Build] = {
-    "plain": plain,
-    "naive": naive(CHAIN.deep(3)),
-    "retrieval": retrieval(CHAIN.deep(3)),
-    "triforce 1 1": triforce(CHAIN.deep(1), CHAIN.deep(1)),
-    "triforce 1 3": triforce(CHAIN.deep(1), CHAIN.deep(3)),
-    "triforce 2 3": triforce(CHAIN.deep(2), CHAIN.deep(3)),
-    "lookup": lookup,
-    "suffix automaton": source(lambda: SuffixAutomaton(1), CHAIN.deep(3)),
-    "datastore, chain": source(lambda: Stored(2, 1), CHAIN.deep(3)),
-    "datastore, tree": source(lambda: Stored(2, 1), DraftShape("grown", nodes=5).deep(3)),
-    "lookup, retrieval": lookup_below_retrieval,
-    "head": head(CHAIN.deep(3)),
-    "head, retrieval": head_below_retrieval(CHAIN.deep(2), CHAIN.deep(3)),
-    "three levels": three_levels,
-    "tree with replacement": made_by(WithReplacement),
-    "tree of the most likely": made_by(MostLikely),
-    "chain of any length": made_by(ChainOfAnyLength),
-    "tree with replacement, retrieval": below_retrieval(WithReplacement),
-    "deterministic tree, retrieval": below_retrieval(MostLikely),
+    "plain": (nothing, CHAIN),
+    "naive": (small_model(), THREE),
+    "retrieval": (retrieved(), THREE),
+    "triforce 1 1": (retrieved(small_model(), ONE), ONE),
+    "triforce 1 3": (retrieved(small_model(), ONE), THREE),
+    "triforce 2 3": (retrieved(small_model(), TWO), THREE),
+    "lookup": (lookup, THREE),
+    "suffix automaton": (suffixes, THREE),
+    "datastore, chain": (stored, THREE),
+    "datastore, tree": (stored, tree("grown:5", 3)),
+    "lookup, retrieval": (retrieved(lookup, TWO), THREE),
+    "head": (head, THREE),
+    "head, retrieval": (retrieved(head, TWO), THREE),
+    "three levels": (retrieved(target_over("streaming", small_model(), ONE), ONE), TWO),
+    "tree with replacement": (made_by(WithReplacement), THREE),
+    "tree of the most likely": (made_by(MostLikely), THREE),
+    "chain of any length": (made_by(ChainOfAnyLength), THREE),
+    "tree with replacement, retrieval": (retrieved(made_by(WithReplacement), TWO), TWO),
+    "deterministic tree, retrieval": (retrieved(made_by(MostLikely), TWO), TWO),
 }
 
 TREES: dict[str, Build] = {
-    "small model, fixed tree": naive(tree("tree:2,2", 2)),
-    "small model, wide root": naive(tree("tree:3", 2)),
-    "small model, more than can be drawn": naive(tree("tree:4", 1)),
-    "small model, sequences": naive(tree("sequences:2", 2)),
-    "small model, grown": naive(tree("grown:4", 2)),
-    "retrieval, fixed tree": retrieval(tree("tree:2,2", 2)),
-    "retrieval, sequoia": retrieval(tree("sequoia:4", 2)),
-    "small model, sequoia": naive(tree("sequoia:5", 3)),
-    "retrieval, sequences": retrieval(tree("sequences:2", 2)),
-    "retrieval, grown": retrieval(tree("grown:4", 2)),
-    "retrieval, merged": merged(lambda: Stored(2, 1), CHAIN.deep(2)),
-    "retrieval, grown, merged": merged(lambda: Stored(2, 1), tree("grown:3", 2)),
-    "retrieval, sequences, merged": merged(lambda: NGrams(2, 1), tree("sequences:2", 2)),
-    "small model, merged": merged(lambda: SuffixAutomaton(1), CHAIN.deep(2), retrieved=False),
-    "head, fixed tree": head(tree("tree:2,2", 2)),
-    "head, grown": head(tree("grown:4", 2)),
-    "head, sequences": head(tree("sequences:2", 2)),
-    "head, tree below retrieval": head_below_retrieval(tree("tree:2", 2), CHAIN.deep(3)),
-    "head, sequences of retrieval": head_below_retrieval(CHAIN.deep(1), tree("sequences:2", 2)),
-    "triforce, tree below": triforce(tree("tree:2", 2), CHAIN.deep(2)),
-    "triforce, grown below": triforce(tree("grown:3", 2), CHAIN.deep(2)),
-    "triforce, trees at both levels": triforce(tree("tree:2", 1), tree("sequences:2", 2)),
+    "small model, fixed tree": (small_model(), tree("tree:2,2", 2)),
+    "small model, wide root": (small_model(), tree("tree:3", 2)),
+    "small model, more than can be drawn": (small_model(), tree("tree:4", 1)),
+    "small model, sequences": (small_model(), tree("sequences:2", 2)),
+    "small model, grown": (small_model(), tree("grown:4", 2)),
+    "retrieval, fixed tree": (retrieved(), tree("tree:2,2", 2)),
+    "retrieval, sequoia": (retrieved(), tree("sequoia:4", 2)),
+    "small model, sequoia": (small_model(), tree("sequoia:5", 3)),
+    "retrieval, sequences": (retrieved(), tree("sequences:2", 2)),
+    "retrieval, grown": (retrieved(), tree("grown:4", 2)),
+    "retrieval, merged": (merged(retrieved(), stored), TWO),
+    "retrieval, grown, merged": (merged(retrieved(), stored), tree("grown:3", 2)),
+    "retrieval, sequences, merged": (merged(retrieved(), lookup), tree("sequences:2", 2)),
+    "small model, merged": (merged(small_model(), suffixes), TWO),
+    "head, fixed tree": (head, tree("tree:2,2", 2)),
+    "head, grown": (head, tree("grown:4", 2)),
+    "head, sequences": (head, tree("sequences:2", 2)),
+    "head, tree below retrieval": (retrieved(head, tree("tree:2", 2)), THREE),
+    "head, sequences of retrieval": (retrieved(head, ONE), tree("sequences:2", 2)),
+    "triforce, tree below": (retrieved(small_model(), tree("tree:2", 2)), TWO),
+    "triforce, grown below": (retrieved(small_model(), tree("grown:3", 2)), TWO),
+    "triforce, trees at both levels": (retrieved(small_model(), tree("tree:2", 1)), tree("sequences:2", 2)),
 }
 
 PLANS: dict[str, Build] = {
-    "small model in groups, calibrated": naive(CHAIN.deep(3), GROUPS, WHOLE),
-    "small model in groups": naive(CHAIN.deep(3), GROUPS),
-    "small model in groups, tree": naive(tree("tree:2,2", 2), GROUPS, WHOLE),
-    "retrieval without layers": retrieval(CHAIN.deep(3), LayerPlan.parse("skip:1,2a", 4)),
+    "small model in groups, calibrated": (small_model(GROUPS, WHOLE), THREE),
+    "small model in groups": (small_model(GROUPS), THREE),
+    "small model in groups, tree": (small_model(GROUPS, WHOLE), tree("tree:2,2", 2)),
+    "retrieval without layers": (retrieved(plan=LayerPlan.parse("skip:1,2a", 4)), THREE),
 }
 
 
@@ -331,12 +255,25 @@ MANY_CHOICES = {
 """Proved where two tokens are possible in a row, not three."""
 
 
-def check(name: str, sampler: Sampler, parts: Parts, count: int = COUNT) -> Probs:
-    composition, shape = (COMPOSITIONS | TREES | PLANS)[name](parts)
-    found = output_probs(composition, sampler, PROMPT, count, shape)
+ALL = COMPOSITIONS | TREES | PLANS
+
+
+def check(
+    name: str,
+    sampler: Sampler,
+    parts: Parts,
+    count: int = COUNT,
+    prompt: Sequence[int] = PROMPT,
+    max_tokens: int | None = None,
+    stop_tokens: Collection[int] = (),
+) -> None:
+    level, shape = ALL[name]
+    found = output_probs(
+        parts.full(level), sampler, prompt, count, shape, max_tokens=max_tokens, stop_tokens=stop_tokens
+    )
     assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, count)) < TOLERANCE
-    return found
+    expected = own_probs(parts.target, sampler, prompt, min(count, max_tokens or count), stop_tokens)
+    assert distance(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -359,34 +296,26 @@ def test_trees_where_more_tokens_are_possible(name: str) -> None:
 def test_drafts_are_accepted_and_rejected_alike() -> None:
     """Else the proofs above would prove little."""
     parts = Parts(seed=5, support=3)
-    for build in (*COMPOSITIONS.values(), *TREES.values()):
-        composition, shape = build(parts)
-        if build is plain:
+    for name in (*COMPOSITIONS, *TREES):
+        if name == "plain":
             continue
+        level, shape = ALL[name]
         counts: dict[tuple[int, int], float] = defaultdict(float)
 
-        def accepted(draws: Draws, composition=composition, shape=shape) -> tuple[int, int]:  # type: ignore[no-untyped-def]
-            text = Text(composition(Sampling(Sampler(1.0), draws)), PROMPT, 9, shape)
+        def accepted(draws: Draws, level: Level = level, shape: DraftShape = shape) -> tuple[int, int]:
+            text = Text(parts.full(level)(Sampling(Sampler(1.0), draws)), PROMPT, 9, shape)
             stats = text.verifier.stats
-            step([text])
+            step([text], Together())
             if not stats.proposed:  # a head knows no hidden state before
-                step([text])
+                step([text], Together())
             return stats.accepted, stats.proposed
 
         for (kept, offered), weight in outcome_probs(accepted).items():
             counts[kept, offered] += weight
         assert any(kept < offered for kept, offered in counts), "nothing was ever rejected"
         # What these find in so short a text is not what follows.
-        finds_nothing = build in (lookup, COMPOSITIONS["suffix automaton"])
+        finds_nothing = name in ("lookup", "suffix automaton")
         assert any(kept > 0 for kept, _ in counts) or finds_nothing, "nothing was ever accepted"
-
-
-def step(texts: list[Text]) -> None:
-    from offload_rt.rounds import round_of
-
-    for result in Together().run([round_of(text) for text in texts]):
-        if isinstance(result, Exception):
-            raise result
 
 
 # --------------------------------------------------------------------------------------- batches
@@ -404,8 +333,8 @@ def test_a_batch_of_two_texts_of_which_one_ends_early(names: tuple[str, str], sa
     def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
         texts = []
         for name, prompt, length in zip(names, prompts, lengths, strict=True):
-            composition, shape = (COMPOSITIONS | TREES)[name](parts)
-            texts.append(Text(composition(Sampling(sampler, draws)), prompt, length, shape))
+            level, shape = ALL[name]
+            texts.append(Text(parts.full(level)(Sampling(sampler, draws)), prompt, length, shape))
         return texts, Together()
 
     joint = joint_probs(start, lambda texts: all(text.over for text in texts))
@@ -424,37 +353,54 @@ def test_a_batch_of_two_texts_of_which_one_ends_early(names: tuple[str, str], sa
 @pytest.mark.parametrize("name", ["naive", "retrieval", "triforce 2 3", "lookup", "three levels"])
 @pytest.mark.parametrize("length", [1, 2])
 def test_short_prompts(name: str, length: int) -> None:
-    parts, sampler = Parts(seed=3, support=3), Sampler(1.0)
-    composition, shape = COMPOSITIONS[name](parts)
-    found = output_probs(composition, sampler, PROMPT[:length], 2, shape)
-    assert distance(found, own_probs(parts.target, sampler, PROMPT[:length], 2)) < TOLERANCE
+    check(name, Sampler(1.0), Parts(seed=3, support=3), count=2, prompt=PROMPT[:length])
 
 
 @pytest.mark.parametrize("sampler", [SAMPLERS[name] for name in FEW], ids=FEW)
 @pytest.mark.parametrize("name", [*COMPOSITIONS, "small model, fixed tree", "retrieval, grown"])
 def test_an_end_token_ends_the_output_and_biases_nothing(name: str, sampler: Sampler) -> None:
-    parts = Parts(seed=5, support=2 if name in MANY_CHOICES or name in TREES else 3, stop_tokens={STOP})
-    composition, shape = (COMPOSITIONS | TREES)[name](parts)
-    found = output_probs(composition, sampler, PROMPT, COUNT, shape, stop_tokens={STOP})
-    expected = own_probs(parts.target, sampler, PROMPT, COUNT, {STOP})
-    assert distance(found, expected) < TOLERANCE
+    support = 2 if name in MANY_CHOICES or name in TREES else 3
+    check(name, sampler, Parts(seed=5, support=support), stop_tokens={STOP})
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 @pytest.mark.parametrize("name", [*COMPOSITIONS, "small model, fixed tree", "triforce, trees at both levels"])
 def test_the_last_round_is_cut_to_max_tokens(name: str, max_tokens: int) -> None:
-    parts, sampler = Parts(seed=9, support=2), Sampler(1.0)
-    composition, shape = (COMPOSITIONS | TREES)[name](parts)
-    found = output_probs(composition, sampler, PROMPT, COUNT + 1, shape, max_tokens=max_tokens)
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, max_tokens)) < TOLERANCE
+    check(name, Sampler(1.0), Parts(seed=9, support=2), count=COUNT + 1, max_tokens=max_tokens)
 
 
 # ------------------------------------------------------------------- what a middle level reports
 
 
-def proposed(composition: Composition, sampler: Sampler, shape: DraftShape, draws: Draws) -> Draft:
-    text = Text(composition(Sampling(sampler, draws)), PROMPT, 9, shape)
-    return run_alone(text.verifier.drafter.proposal(text.view, shape).complete())
+def proposed(
+    parts: Parts, name: str, sampling: Sampling, shape: DraftShape = THREE
+) -> tuple[Draft, list[int], list[list[float]]]:
+    """A draft of what stands below the full cache; its tokens, and what each was drawn from."""
+    text = Text(parts.full(ALL[name][0])(sampling), PROMPT, 9, shape)
+    draft = run_alone(text.verifier.drafter.proposal(text.view, shape).complete())
+    assert draft.probs is not None
+    return draft, draft.tokens.on(torch.device("cpu")).tolist(), draft.probs.tolist()
+
+
+class Reports:
+    """What was said of each token, given those before it, against how often it was drawn there."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, ...], list[float]] = {}
+
+    def note(self, before: Sequence[int], row: list[float]) -> None:
+        assert self._told.setdefault(tuple(before), row) == pytest.approx(row, abs=1e-12)
+
+    def check(self, drawn: dict[tuple[int, ...], float]) -> None:
+        stands: dict[tuple[int, ...], float] = defaultdict(float)  # mass of what begins so
+        for tokens, weight in drawn.items():
+            for end in range(len(tokens) + 1):
+                stands[tokens[:end]] += weight
+        assert max(map(len, stands)) >= 2
+        for before, row in self._told.items():
+            followed = [stands.get((*before, token), 0.0) for token in range(VOCABULARY)]
+            if sum(row) > 0:  # else nothing was left to draw
+                assert [weight / sum(followed) for weight in followed] == pytest.approx(row, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("sampler", [SAMPLERS["T=1"], SAMPLERS["top-p"]], ids=["T=1", "top-p"])
@@ -475,54 +421,34 @@ def test_drafted_tokens_have_the_probabilities_reported_for_them(
     name: str, sampler: Sampler, stop_tokens: tuple[int, ...]
 ) -> None:
     """Given the tokens before it, and that one stands there at all."""
-    parts = Parts(seed=5, support=3, stop_tokens=stop_tokens)
-    composition, _ = COMPOSITIONS[name](parts)
-    reported: dict[tuple[int, ...], list[float]] = {}
+    parts, reports = Parts(seed=5, support=3), Reports()
 
     def propose(draws: Draws) -> tuple[int, ...]:
-        draft = proposed(composition, sampler, CHAIN.deep(3), draws)
-        assert draft.tree.is_chain and draft.probs is not None
-        tokens = draft.tokens.on(torch.device("cpu")).tolist()
-        for i, row in enumerate(draft.probs.tolist()):
-            assert reported.setdefault(tuple(tokens[:i]), row) == pytest.approx(row, abs=1e-12)
+        draft, tokens, rows = proposed(parts, name, Sampling(sampler, draws, stop_tokens))
+        assert draft.tree.is_chain
+        for i, row in enumerate(rows):
+            reports.note(tokens[:i], row)
         return tuple(tokens)
 
-    stands: dict[tuple[int, ...], float] = defaultdict(float)  # mass of the drafts that begin so
-    for draft, weight in outcome_probs(propose).items():
-        for end in range(len(draft) + 1):
-            stands[draft[:end]] += weight
-    assert max(map(len, stands)) == 3
-    for before, row in reported.items():
-        followed = [stands.get((*before, token), 0.0) for token in range(VOCABULARY)]
-        assert [weight / sum(followed) for weight in followed] == pytest.approx(row, abs=TOLERANCE)
+    drawn = outcome_probs(propose)
+    assert max(map(len, drawn)) == 3
+    reports.check(drawn)
 
 
 @pytest.mark.parametrize("name", ["small model, fixed tree", "retrieval, fixed tree", "retrieval, grown"])
 def test_siblings_have_the_probabilities_reported_for_them(name: str) -> None:
     """The children of the root, given the elder ones."""
-    parts, sampler = Parts(seed=5, support=3), Sampler(1.0)
-    composition, shape = TREES[name](parts)
-    reported: dict[tuple[int, ...], list[float]] = {}
+    parts, reports = Parts(seed=5, support=3), Reports()
 
     def propose(draws: Draws) -> tuple[int, ...]:
-        draft = proposed(composition, sampler, shape, draws)
-        assert draft.probs is not None
-        tokens, told = draft.tokens.on(torch.device("cpu")).tolist(), draft.probs.tolist()
+        draft, tokens, rows = proposed(parts, name, Sampling(Sampler(1.0), draws), TREES[name][1])
         children = [node for node, parent in enumerate(draft.tree.parents) if parent == ROOT]
+        drawn = [tokens[node] for node in children]
         for rank, node in enumerate(children):
-            before = tuple(tokens[elder] for elder in children[:rank])
-            assert reported.setdefault(before, told[node]) == pytest.approx(told[node], abs=1e-12)
-        return tuple(tokens[node] for node in children)
+            reports.note(drawn[:rank], rows[node])
+        return tuple(drawn)
 
-    stands: dict[tuple[int, ...], float] = defaultdict(float)
-    for drawn, weight in outcome_probs(propose).items():
-        for end in range(len(drawn) + 1):
-            stands[drawn[:end]] += weight
-    assert max(map(len, stands)) >= 2
-    for before, row in reported.items():
-        followed = [stands.get((*before, token), 0.0) for token in range(VOCABULARY)]
-        if sum(row) > 0:
-            assert [weight / sum(followed) for weight in followed] == pytest.approx(row, abs=TOLERANCE)
+    reports.check(outcome_probs(propose))
 
 
 @pytest.mark.parametrize(
@@ -537,14 +463,11 @@ def test_siblings_have_the_probabilities_reported_for_them(name: str) -> None:
 def test_a_level_reports_its_own_distribution(name: str, view: str) -> None:
     """Over the cache it has: for TriForce's middle, the target's over the retrieved KV."""
     parts, sampler = Parts(seed=7, support=3), Sampler(0.6)
-    composition, _ = COMPOSITIONS[name](parts)
     model = parts.small if view == "small" else parts.target
 
     def propose(draws: Draws) -> None:
-        draft = proposed(composition, sampler, CHAIN.deep(3), draws)
-        assert draft.probs is not None
-        tokens = draft.tokens.on(torch.device("cpu")).tolist()
-        for i, row in enumerate(draft.probs.tolist()):
+        _, tokens, rows = proposed(parts, name, Sampling(sampler, draws))
+        for i, row in enumerate(rows):
             seen = list(enumerate([*PROMPT, *tokens[:i]]))
             assert row == pytest.approx(next_probs(sampler, model.logits(view, seen)), abs=1e-12)
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import VOCABULARY, HeadTable, Parts, Text, random_head
+from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
 from safetensors.torch import load_file, save_file
-from small_engine import PARAMS, PROMPT, engine_overrides
+from small_engine import LINKS, PARAMS, PROMPT, engine_overrides, passes_of
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpu_kv import Link, PacedLink
 from offload_rt import LLM, SamplingParams, cli
 from offload_rt.caches.base import NewTokens
 from offload_rt.demo import train_head
@@ -35,7 +34,6 @@ from offload_rt.parts import Part
 from offload_rt.passes import run_alone
 from offload_rt.sampling import GeneratorDraws, Sampler
 
-LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
 CPU = torch.device("cpu")
 
 
@@ -151,11 +149,7 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
 def test_chains_side_by_side_all_begin_at_the_text() -> None:
     parts, shape = Parts(seed=5), DraftShape.parse("sequences:2").deep(3)
     sampling = Sampling(Sampler(0.0), GeneratorDraws(0, CPU))
-    composition = parts.full(
-        lambda full, sampling: parts.derived(
-            "retrieved", full, sampling, parts.head_drafter(sampling), CHAIN.deep(1)
-        )
-    )
+    composition = parts.full(target_over("retrieved", head, CHAIN.deep(1)))
     text = Text(composition(sampling), [1, 3, 0, 2], 9, shape)
     tokens = run_alone(text.verifier.drafter.proposal(text.view, shape).complete()).tokens.known
     assert len(tokens) == 6 and tokens[:3] == tokens[3:]  # at temperature 0
@@ -196,22 +190,15 @@ def test_members_of_a_batch_are_their_single_runs(
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    together: set[int] = set()
-    forward = HeadModel.forward
-
-    def counted(model: HeadModel, parts: Sequence[Part], *how: Any) -> Any:
-        together.add(len(parts))
-        return forward(model, parts, *how)
-
-    monkeypatch.setattr(HeadModel, "forward", counted)
+    passes = passes_of(monkeypatch, HeadModel)
     prompts = [PROMPT, byte_ids(70, start=500), byte_ids(1)]
     params = [SamplingParams(temperature, max_tokens=8 + 3 * seed, seed=seed) for seed in range(3)]
     overrides = engine_overrides() | {"speculation.levels": levels, "head.path": str(file)}
     with LLM.from_models(target, config="heads", overrides=overrides) as llm:
         alone = [llm.generate(prompt, one).tokens for prompt, one in zip(prompts, params, strict=True)]
-        assert together == {1}
+        assert {len(counts) for counts, _ in passes} == {1}
         assert [member.tokens for member in llm.generate(prompts, params)] == alone
-    assert max(together) == 3
+    assert max(len(counts) for counts, _ in passes) == 3
 
 
 def test_the_demo_head_is_often_right() -> None:
@@ -285,10 +272,7 @@ def torn(file: Path, path: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "missing": (lambda file, path: None, "cannot be read (no such file, or a folder); train one"),
-    "torn": (
-        torn,
-        "is torn or none",
-    ),
+    "torn": (torn, "is torn or none"),
     "another kind": (lambda file, path: save_file(load_file(file), path), "is no head; train one"),
     "narrower": (
         changed(target=torch.zeros(5, 8)),
@@ -336,22 +320,6 @@ def test_the_command_line_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) 
     assert cli.main([*arguments, "-n", "4"]) == 2
     out, err = capsys.readouterr()
     assert not out and "head none.safetensors: cannot be read" in err
-
-
-@pytest.mark.parametrize(
-    ("levels", "message"),
-    [
-        (["head", "draft:streaming"], "put a level of the target there"),
-        (["lookup", "head"], "has no model that could verify what the level below drafts"),
-        ([{"model": "head", "layers": "skip:1"}], "must be all for head"),
-        ([{"model": "head", "cache": "retrieved"}], "is not a level"),
-    ],
-)
-def test_levels_that_a_head_does_not_go_with(
-    target: PreTrainedModel, levels: list[object], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        LLM.from_models(target, config="heads", overrides={"speculation.levels": levels})
 
 
 def test_nan_is_told() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -72,90 +72,60 @@ def test_an_llm_from_folders(saved: Path, tmp_path: Path) -> None:
     assert (result.dtype, result.device, result.prompt_tokens) == ("float32", "cpu", 40)
 
 
-def no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+def overwrite(folder: Path, data: bytes, name: str = WEIGHTS) -> None:
+    (folder / name).write_bytes(data)
 
 
-def no_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
+def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Or takes away, where there is none."""
+    held = load_file(folder / WEIGHTS) | tensors
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def truncated(folder: Path) -> None:
-    data = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
+def unknown(folder: Path, model_type: str, architecture: str) -> None:
+    edit_config(folder, model_type=model_type, architectures=[architecture])
 
 
-def empty_weights(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(b"")
-
-
-def corrupt(folder: Path) -> None:
-    (folder / WEIGHTS).write_bytes(b"not at all what it should be" * 100)
-
-
-def corrupt_second_shard(folder: Path) -> None:
-    (folder / "model-00002-of-00002.safetensors").write_bytes(b"\0" * 7)
-
-
-def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(load_file(folder / WEIGHTS) | tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def missing_tensor(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    del tensors["model.layers.1.self_attn.k_proj.weight"]
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def wrong_shape(folder: Path) -> None:
-    edit_config(folder, intermediate_size=96)
-
-
-def broken_json(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "llama",')
-
-
-def config_of_bytes(folder: Path) -> None:
-    (folder / "config.json").write_bytes(b"\xff" * 9)
-
-
-def fewer_layers(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=1)
-
-
-def unknown_architecture(folder: Path) -> None:
-    edit_config(folder, model_type="perceptron9000", architectures=["Perceptron9000ForCausalLM"])
-
-
-def not_causal(folder: Path) -> None:
-    edit_config(folder, model_type="vit", architectures=["ViTForImageClassification"])
-
-
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (no_config, r"there is no config\.json in it"),
-    (no_weights, r"there are no weights in it"),
-    (truncated, r"model\.safetensors is truncated or corrupt"),
-    (empty_weights, r"model\.safetensors is truncated or corrupt"),
-    (corrupt, r"model\.safetensors is truncated or corrupt"),
-    (corrupt_second_shard, r"model-00002-of-00002\.safetensors is truncated or corrupt"),
-    (missing_tensor, r"1 weights are missing.*model\.layers\.1\.self_attn\.k_proj\.weight"),
-    (
-        wrong_shape,
+TORN = r"model\.safetensors is truncated or corrupt"
+UNREADABLE = r"its config\.json cannot be read: .* is not a valid JSON file"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json in it"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), r"there are no weights in it"),
+    "truncated": (lambda folder: overwrite(folder, (folder / WEIGHTS).read_bytes()[:-9000]), TORN),
+    "empty weights": (lambda folder: overwrite(folder, b""), TORN),
+    "corrupt": (lambda folder: overwrite(folder, b"not at all what it should be" * 100), TORN),
+    "corrupt second shard": (
+        lambda folder: overwrite(folder, bytes(7), "model-00002-of-00002.safetensors"),
+        r"model-00002-of-00002\.safetensors is truncated or corrupt",
+    ),
+    "missing tensor": (
+        lambda folder: add_tensors(folder, {"model.layers.1.self_attn.k_proj.weight": None}),
+        r"1 weights are missing.*model\.layers\.1\.self_attn\.k_proj\.weight",
+    ),
+    "wrong shape": (
+        lambda folder: edit_config(folder, intermediate_size=96),
         r"layers\.0\.mlp\.down_proj\.weight is \[64, 128\] in the files and \[64, 96\] by the config",
     ),
-    (
-        fewer_layers,
+    "fewer layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=1),
         r"9 of those in the files have no place by the config, the first is model\.layers\.1\.input_",
     ),
-    (broken_json, r"its config\.json cannot be read: .* is not a valid JSON file"),
-    (config_of_bytes, r"its config\.json cannot be read: .* is not a valid JSON file"),
-    (unknown_architecture, r"perceptron9000"),
-    (not_causal, r"ViTForImageClassification"),
-]
+    "broken json": (lambda folder: overwrite(folder, b'{"model_type": "llama",', "config.json"), UNREADABLE),
+    "config of bytes": (lambda folder: overwrite(folder, b"\xff" * 9, "config.json"), UNREADABLE),
+    "unknown architecture": (
+        lambda folder: unknown(folder, "perceptron9000", "Perceptron9000ForCausalLM"),
+        r"perceptron9000",
+    ),
+    "not causal": (
+        lambda folder: unknown(folder, "vit", "ViTForImageClassification"),
+        r"ViTForImageClassification",
+    ),
+}
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
-def test_a_damaged_folder_is_refused(damage: Callable[[Path], None], message: str, folder: Path) -> None:
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_folder_is_refused(damage: Callable[[Path], object], message: str, folder: Path) -> None:
     damage(folder)
     with pytest.raises(UsageError, match=message) as caught:
         load_model(folder, CPU, torch.float32)

@@ -6,13 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import Clock, Composition, Parts, ScriptedDraws, Text, distance, output_probs, own_probs
+from enumeration import (
+    BackgroundAtOnce,
+    Clock,
+    Parts,
+    ScriptedDraws,
+    Text,
+    distance,
+    head,
+    output_probs,
+    own_probs,
+    small_model,
+    target_over,
+)
 
 from offload_rt import rounds
-from offload_rt.drafting.outcomes import likely_outcomes, ranked
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.base import Round
+from offload_rt.drafting.outcomes import chain_outcomes
+from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.passes import Together
+from offload_rt.passes import LevelStats, Together, run_alone
 from offload_rt.sampling import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
@@ -34,41 +47,29 @@ CLOCKS: dict[str, Clock] = {
 }
 
 
-def retrieval(parts: Parts) -> Composition:
-    return parts.full(lambda full, sampling: parts.derived("retrieved", full, sampling))
-
-
-def triforce(parts: Parts) -> Composition:
-    return parts.full(
-        lambda full, sampling: parts.derived(
-            "retrieved", full, sampling, parts.draft_model(sampling), CHAIN.deep(1)
-        )
-    )
-
-
-def naive(parts: Parts) -> Composition:
-    return parts.full(lambda full, sampling: parts.draft_model(sampling))
-
-
-def head(parts: Parts) -> Composition:
-    return parts.full(lambda full, sampling: parts.head_drafter(sampling))
-
-
-def head_below_retrieval(parts: Parts) -> Composition:
-    return parts.full(
-        lambda full, sampling: parts.derived(
-            "retrieved", full, sampling, parts.head_drafter(sampling), CHAIN.deep(1)
-        )
-    )
-
-
 COMPOSITIONS = {
-    "retrieval": retrieval,
-    "triforce": triforce,
-    "naive": naive,
+    "retrieval": target_over("retrieved"),
+    "triforce": target_over("retrieved", small_model(), CHAIN.deep(1)),
+    "naive": small_model(),
     "head": head,
-    "head, retrieval": head_below_retrieval,
+    "head, retrieval": target_over("retrieved", head, CHAIN.deep(1)),
 }
+
+
+def error(
+    name: str,
+    parts: Parts,
+    sampler: Sampler,
+    count: int,
+    depth: int,
+    max_tokens: int | None = None,
+    **how: Any,
+) -> float:
+    """Of the distribution of `count` tokens, against that of the target alone."""
+    composition, shape = parts.full(COMPOSITIONS[name]), CHAIN.deep(depth)
+    found = output_probs(composition, sampler, PROMPT, count, shape, max_tokens=max_tokens, **how)
+    assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
+    return distance(found, own_probs(parts.target, sampler, PROMPT, max_tokens or count))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -77,29 +78,20 @@ COMPOSITIONS = {
 def test_the_output_distribution_depends_on_no_clock(
     name: str, clock: Clock | None, sampler: Sampler
 ) -> None:
-    parts = Parts(seed=7, support=2)
-    found = output_probs(COMPOSITIONS[name](parts), sampler, PROMPT, 4, CHAIN.deep(1), ahead=2, clock=clock)
-    assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, 4)) < TOLERANCE
+    assert error(name, Parts(seed=7, support=2), sampler, 4, 1, ahead=2, clock=clock) < TOLERANCE
 
 
 @pytest.mark.parametrize(("ahead", "depth"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("clock", ["never", "after an odd choice"])
 @pytest.mark.parametrize("name", ["retrieval", "naive", "head"])
 def test_longer_drafts_and_more_outcomes(name: str, clock: str, ahead: int, depth: int) -> None:
-    parts, sampler = Parts(seed=11, support=2), Sampler(1.0)
-    found = output_probs(
-        COMPOSITIONS[name](parts), sampler, PROMPT, 3, CHAIN.deep(depth), ahead=ahead, clock=CLOCKS[clock]
-    )
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, 3)) < TOLERANCE
+    parts = Parts(seed=11, support=2)
+    assert error(name, parts, Sampler(1.0), 3, depth, ahead=ahead, clock=CLOCKS[clock]) < TOLERANCE
 
 
 def test_a_cut_at_the_end_of_the_text_biases_nothing() -> None:
-    parts, sampler = Parts(seed=9, support=2), Sampler(1.0)
-    found = output_probs(
-        retrieval(parts), sampler, PROMPT, 6, CHAIN.deep(2), max_tokens=5, ahead=2, clock=CLOCKS["never"]
-    )
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, 5)) < TOLERANCE
+    parts, clock = Parts(seed=9, support=2), CLOCKS["never"]
+    assert error("retrieval", parts, Sampler(1.0), 6, 2, max_tokens=5, ahead=2, clock=clock) < TOLERANCE
 
 
 def test_throwing_away_what_took_long_would_bias_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,17 +104,26 @@ def test_throwing_away_what_took_long_would_bias_the_output(monkeypatch: pytest.
             text.ready = None
 
     monkeypatch.setattr(Text, "extend", forgetful)
-    parts, sampler = Parts(seed=7, support=3), Sampler(1.0)
-    found = output_probs(retrieval(parts), sampler, PROMPT, 4, CHAIN.deep(1), ahead=2, clock=CLOCKS["never"])
-    assert distance(found, own_probs(parts.target, sampler, PROMPT, 4)) > 1e-4
+    parts, clock = Parts(seed=7, support=3), CLOCKS["never"]
+    assert error("retrieval", parts, Sampler(1.0), 4, 1, ahead=2, clock=clock) > 1e-4
+
+
+def first_round(parts: Parts, max_tokens: int, depth: int, ahead: int) -> tuple[Text, Round]:
+    """Of a greedy text over retrieval, whose pass is over only when it is asked for."""
+    draws, never = ScriptedDraws(), CLOCKS["never"]
+    verifier = parts.full(COMPOSITIONS["retrieval"])(Sampling(Sampler(0.0), draws))
+    text = Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), ahead=ahead)
+    thread: Any = BackgroundAtOnce(draws, never)
+    (round,) = Together(thread).run([rounds.round_of(text)])
+    assert not isinstance(round, Exception), round
+    return text, round
 
 
 @pytest.mark.parametrize(("guessed", "kept"), [("right", True), ("wrong", False)])
 def test_a_draft_of_the_right_outcome_is_used(
     guessed: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, draws = Parts(seed=7, support=2), ScriptedDraws()
-    text = Text(retrieval(parts)(Sampling(Sampler(0.0), draws)), PROMPT, 20, CHAIN.deep(2), ahead=1)
+    parts = Parts(seed=7, support=2)
     truth = own_probs(parts.target, Sampler(0.0), PROMPT, 3)
     ((tokens, _),) = truth.items()
 
@@ -135,43 +136,24 @@ def test_a_draft_of_the_right_outcome_is_used(
         return [right if guessed == "right" else (*right[:-1], (right[-1] + 1) % 5)]
 
     monkeypatch.setattr("offload_rt.drafting.growth.LevelGrowth.outcomes", outcomes)
-    thread: Any = _AtOnce()
-    (round,) = Together(thread).run([rounds.round_of(text)])
-    assert not isinstance(round, Exception), round
+    text, round = first_round(parts, 20, depth=2, ahead=1)
     assert tuple(round.tokens) == tokens[: len(round.tokens)]
     assert (text.ready is not None) is kept
     if text.ready is not None:
         assert len(text.ready.draft()) == 2, "complete: the pass was never over"
 
 
-class _AtOnce:
-    """A background that is over at the end only."""
-
-    def start(self, caches: Any, forward: Any) -> Any:
-        outputs = forward()
-
-        class Begun:
-            def done(self) -> bool:
-                return False
-
-            def result(self) -> Any:
-                return outputs, 0.0
-
-        return Begun()
-
-
 def test_a_plain_round_drafts_nothing_ahead() -> None:
-    parts = Parts(seed=7, support=2)
-    text = Text(retrieval(parts)(Sampling(Sampler(0.0), ScriptedDraws())), PROMPT, 9, DraftShape(), ahead=2)
-    thread: Any = _AtOnce()
-    (round,) = Together(thread).run([rounds.round_of(text)])
-    assert not isinstance(round, Exception)
+    text, round = first_round(Parts(seed=7, support=2), 9, depth=0, ahead=2)
     assert len(round.tokens) == 1 and text.ready is None and text.verifier.drafter.levels[0].passes == 0
 
 
 def test_likely_outcomes_by_hand() -> None:
-    def outcomes(tokens: list[int], probs: torch.Tensor, most: int, **how: Any) -> list[tuple[int, ...]]:
-        return likely_outcomes(tokens, *ranked(probs, torch.tensor(tokens, dtype=torch.long)), most, **how)
+    def outcomes(
+        tokens: list[int], probs: torch.Tensor, most: int, acceptance: float, temperature: float = 0.0
+    ) -> list[tuple[int, ...]]:
+        sampler, stats = Sampler(temperature), LevelStats("draft")
+        return run_alone(chain_outcomes(sampler, stats, tokens, probs.log(), most, acceptance))
 
     probs = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
     # The second token is doubted most; the third row says what would follow both.
@@ -182,5 +164,5 @@ def test_likely_outcomes_by_hand() -> None:
     assert outcomes([], probs[:1], 3, acceptance=0.5) == [(0,)]
     # Unsure of everything: tokens that are drawn seldom agree, those that are taken as the likeliest do.
     even = torch.full((3, 8), 0.125)
-    assert outcomes([5, 5], even, 1, acceptance=0.9, greedy=True)[0][:2] == (5, 5)
-    assert len(outcomes([5, 5], even, 1, acceptance=0.3, greedy=False)[0]) == 1
+    assert outcomes([5, 5], even, 1, acceptance=0.6)[0][:2] == (5, 5)
+    assert len(outcomes([5, 5], even, 1, acceptance=0.6, temperature=1.0)[0]) == 1

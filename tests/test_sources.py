@@ -18,9 +18,10 @@ from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
 from offload_rt.drafting.merged import joined
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import SuffixAutomaton, heaviest
+from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
 from offload_rt.loading import demo_model, load_tokenizer
+from offload_rt.passes import run_alone
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
 
@@ -34,26 +35,43 @@ def earlier(text: Sequence[int], end: Sequence[int]) -> list[int]:
     return [at for at in range(size, len(text)) if text[at - size : at] == end]
 
 
-@given(portions=st.lists(TEXTS, max_size=4), speculated=st.lists(FEW, max_size=5), depth=st.integers(1, 9))
-@settings(derandomize=True, deadline=None, max_examples=300)
-def test_an_automaton_finds_the_longest_end_that_occurred(
-    portions: list[list[int]], speculated: list[int], depth: int
+@pytest.mark.parametrize("kind", ["n-grams", "suffix automaton"])
+@given(
+    portions=st.lists(TEXTS, max_size=8),
+    speculated=st.lists(FEW, max_size=5),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
+    depth=st.integers(1, 12),
+)
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_the_longest_end_that_occurred_is_found(
+    kind: str, portions: list[list[int]], speculated: list[int], sizes: list[int], depth: int
 ) -> None:
-    automaton, text = SuffixAutomaton(1), list[int]()
+    """Whatever was looked up before; of n-grams the newest, which something verified must follow."""
+    (shortest, longest), ngrams, text = sizes, kind == "n-grams", list[int]()
+    source: Source = NGrams(longest, shortest) if ngrams else SuffixAutomaton(shortest)
     for portion in portions:
         text = text + portion
-        automaton.extend(TokenView(text))
+        for _ in range(2):  # twice says nothing new
+            source.extend(TokenView(text))
         for view in (TokenView(text), TokenView(text, speculated)):
             whole = view.part(0)
-            # What occurs in the verified text; its own end is an occurrence of what is speculated behind it.
-            settled = text if view.part(0) == text else [*text, END]
-            longest = next((n for n in range(len(whole), 0, -1) if earlier(settled, whole[-n:])), 0)
-            found = automaton.continuations(view, depth)
-            if not longest:
-                assert not found
-                continue
-            allowed = [whole[at : at + depth] for at in earlier(settled, whole[-longest:])]
-            assert len(found) == 1 and list(found[0]) in allowed
+            # To an automaton, the text's own end is an occurrence of what is speculated behind it.
+            settled = text if ngrams or whole == text else [*text, END]
+            most = min(longest, len(whole)) if ngrams else len(whole)
+            places = (earlier(settled, whole[len(whole) - size :]) for size in range(most, shortest - 1, -1))
+            allowed = [whole[at : at + depth] for at in next(filter(None, places), [])]
+            found = [list(one) for one in source.continuations(view, depth)]
+            assert len(found) == bool(allowed)
+            assert not found or found[0] in (allowed[-1:] if ngrams else allowed)
+
+
+def test_where_nothing_is_asked_for_nothing_is_looked_up() -> None:
+    drafter = SourceDrafter("lookup", NGrams(3, 1))
+    run_alone(drafter.prefill(TokenView([1, 2, 1])))
+    for depth, found in ((0, []), (2, [2, 1])):
+        proposal = drafter.proposal(TokenView([1, 2, 1]), CHAIN.deep(depth))
+        assert run_alone(proposal.complete()).tokens.known == found
+        assert drafter.stats.passes == len(found) / 2
 
 
 def test_an_automaton_follows_a_long_repetition() -> None:
@@ -231,29 +249,6 @@ def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[st
     ):
         with pytest.raises(UsageError, match=message):
             LLM.from_models(target, None, demo, "plain", level | {"datastore.path": path})
-    for table, message in (
-        ({"model": "suffix", "draft": "tree:2"}, "must be chain for suffix"),
-        ({"model": "datastore", "draft": "auto"}, "must be chain or grown for datastore"),
-        ({"model": "lookup", "merge": "suffix"}, "must be empty for lookup"),
-        (
-            {"model": "target", "cache": "retrieved", "merge": "luck"},
-            "must be one of lookup, suffix, datastore",
-        ),
-    ):
-        with pytest.raises(UsageError, match=message):
-            LLM.from_models(target, config="plain", overrides={"speculation.levels": [table]})
-    for below, message in (
-        ({"model": "draft", "cache": "streaming", "merge": "suffix"}, "leave it empty below another level"),
-        (
-            {"model": "draft", "cache": "streaming", "draft": "sequoia:8"},
-            "choose another shape below a level",
-        ),
-    ):
-        levels: dict[str, object] = {"speculation.levels": [below, "target:retrieved"]}
-        with pytest.raises(UsageError, match=message):
-            LLM.from_models(target, config="plain", overrides=levels)
-    with pytest.raises(UsageError, match="no model that could verify what the level below drafts"):
-        LLM.from_models(target, config="plain", overrides={"speculation.levels": ["lookup", "suffix"]})
     level["datastore.path"] = str(store)
     with pytest.raises(UsageError, match="needs the model's tokenizer"):
         LLM.from_models(target, config="plain", overrides=level)

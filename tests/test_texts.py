@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import pytest
-from enumeration import Parts, ScriptedDraws, Text, own_probs
+from enumeration import Parts, ScriptedDraws, Text, own_probs, step
+from small_engine import passes_of
 
-from offload_rt.drafting.base import Complete, NoDrafter, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.parts import Output, Part
 from offload_rt.passes import Together
 from offload_rt.rounds import round_of
 from offload_rt.sampling import Sampler
@@ -23,7 +22,7 @@ PARTS = Parts(seed=2)
 MISSING = 4 if 4 not in CONTINUATION else 77  # a token that the model never writes
 
 
-class Oracle(NoDrafter):
+class Oracle(Drafter):
     """Proposes what the target is going to write, but for the tokens at some places.
 
     Attributes:
@@ -42,7 +41,7 @@ class Oracle(NoDrafter):
         places = range(start, min(start + shape.depth, len(CONTINUATION)))
         wrong = {token: (token + 1) % 5 for token in range(5)}
         told = [CONTINUATION[p] if p not in self._wrong else wrong[CONTINUATION[p]] for p in places]
-        return Complete(Draft.chain(told))
+        return Proposal(Draft.chain(told))
 
     def observe(self, view: TokenView, round: Round) -> None:
         self.observed.append(view.part(0))
@@ -50,15 +49,14 @@ class Oracle(NoDrafter):
 
 def text_of(drafter: Oracle, depth: int, max_tokens: int, stop_tokens: Collection[int] = ()) -> Text:
     """A greedy target with an oracle below it."""
-    composition = PARTS.full(lambda full, sampling: drafter)
-    verifier = composition(Sampling(Sampler(0.0), ScriptedDraws()))
-    return Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), stop_tokens)
+    composition = PARTS.full(lambda parts, full, sampling: drafter)
+    verifier = composition(Sampling(Sampler(0.0), ScriptedDraws(), stop_tokens))
+    return Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth))
 
 
 def run(*texts: Text) -> None:
-    while going := [text for text in texts if not text.over]:
-        for result in Together().run([round_of(text) for text in going]):
-            assert not isinstance(result, Exception), result
+    while not all(text.over for text in texts):
+        step(texts, Together())
 
 
 def first(token: int) -> int:
@@ -111,18 +109,11 @@ def test_the_text_grows_by_a_round_and_the_drafter_is_told() -> None:
 
 
 def test_texts_of_a_batch_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    forward = type(PARTS.target).forward
-
-    def counted(model: Any, parts: Sequence[Part], plan: Any = None) -> list[Output]:
-        sizes.append(len(parts))
-        return forward(model, parts, plan)
-
-    monkeypatch.setattr(type(PARTS.target), "forward", counted)
+    passes = passes_of(monkeypatch, type(PARTS.target))
     texts = [text_of(Oracle(), 3, count) for count in (8, 4, 12)]
     run(*texts)
     assert [text.output for text in texts] == [CONTINUATION[:count] for count in (8, 4, 12)]
-    assert sizes == [3, 2, 1]  # four tokens a round: one text ends after each
+    assert [len(counts) for counts, _ in passes] == [3, 2, 1]  # four tokens a round: one text ends after each
 
 
 class Broken(Oracle):

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from small_engine import SIZES as ENGINE
+from small_engine import target as target  # a fixture
+from tiny_models import byte_ids, noisy_copy
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -79,27 +81,7 @@ def test_tokens_drawn_from_nan_are_refused(bad: int | None) -> None:
     assert whole.known == [7, 8, 9]
 
 
-def test_a_draft_has_a_token_a_node() -> None:
-    with pytest.raises(ValueError, match="2 tokens but 0 parents"):
-        Draft(Tokens([1, 2]))
-    with pytest.raises(ValueError, match=r"2 tokens but probs of shape \[3, 4\]"):
-        Draft.chain([1, 2], torch.ones(3, 4))
-
-
-SIZES: dict[str, object] = {
-    "retrieval.budget": 64,
-    "retrieval.recent": 16,
-    "draft.sinks": 4,
-    "draft.window": 252,
-    "speculation.gamma1": 2,
-    "speculation.gamma2": 3,
-    "speculation.step_down": False,
-}
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama-gqa")
+SIZES = ENGINE | {"draft.window": 252, "speculation.gamma2": 3}
 
 
 class Setting:
@@ -248,7 +230,7 @@ def test_what_another_draft_displaced_is_computed_in_one_pass(
 
 def test_greedy_siblings_differ_where_tokens_are_equally_likely(target: PreTrainedModel) -> None:
     with opened(target, "naive") as setting:
-        growth = LevelGrowth(setting.drafter, setting.session.view, DraftShape("tree", 1, (4,)))
+        growth = LevelGrowth(setting.drafter.verifier, setting.session.view, DraftShape("tree", 1, (4,)))
         logits = torch.randint(3, (200, 256), generator=torch.Generator().manual_seed(0)).float()
         offered = growth._offered(logits, 4)
     assert offered[:, 0].tolist() == logits.argmax(-1).tolist(), "the lowest id, as the verifier takes it"

@@ -322,9 +322,16 @@ def test_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents", "probs"),
-    [([1, 2], [ROOT], None), ([1], [0], None), ([1], [-2], None), ([1], [ROOT], torch.ones(2, 4))],
+    ("tokens", "parents", "probs", "message"),
+    [
+        ([1, 2], [ROOT], None, "2 tokens but 1 parents"),
+        ([1], [0], None, "must be -1 or an earlier node"),
+        ([1], [-2], None, "must be -1 or an earlier node"),
+        ([1], [ROOT], torch.ones(2, 4), r"1 tokens but probs of shape \[2, 4\]"),
+    ],
 )
-def test_a_malformed_draft_is_refused(tokens: list[int], parents: list[int], probs: Tensor | None) -> None:
-    with pytest.raises(ValueError):
+def test_a_malformed_draft_is_refused(
+    tokens: list[int], parents: list[int], probs: Tensor | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         draft_of(tokens, parents, probs)

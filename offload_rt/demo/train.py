@@ -261,12 +261,6 @@ def train_draft(
             print(f"draft step {step} {progress:.1%} kl {running:.3f}", flush=True)
 
 
-def placed(model: Any, device: torch.device) -> Any:
-    """`model` on `device`, with torch's attention."""
-    model.config._attn_implementation = "sdpa"
-    return model.to(device)  # whose annotation in transformers is of no use
-
-
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     """Weights as bfloat16 safetensors with their config."""
     copy: Any = LlamaForCausalLM(model.config)
@@ -296,6 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
     target_folder, draft_folder = options.out / "target", options.out / "draft"
+    target: Any  # the annotation of its `to` in transformers is of no use
     if options.init:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
         target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
@@ -308,11 +303,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
     generator = torch.Generator().manual_seed(options.seed)
     sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
-    target = placed(target, device)
+    target.to(device)
     seconds, longest = options.minutes * 60, options.longest_window
     train_target(target, sampler, seconds, longest, target_folder, device, options.begin)
     save_model(target, target_folder)
-    draft = placed(LlamaForCausalLM(draft_config()), device)
+    draft: Any = LlamaForCausalLM(draft_config())
+    draft.to(device)
     train_draft(draft, target, sampler, options.draft_minutes * 60, device)
     save_model(draft, draft_folder)
     return 0

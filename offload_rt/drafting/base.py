@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -90,103 +89,74 @@ class Round:
     hidden: Tensor | None = None
 
 
-class Proposal(Protocol):
-    """A draft in the making."""
+NOTHING = Draft()
+
+
+class Proposal:
+    """A draft in the making. The base is one that was made at once."""
+
+    def __init__(self, made: Draft = NOTHING) -> None:
+        self._made = made
 
     def step(self) -> Work[bool]:
         """Draws some more of it, known to the host; False when it is complete (and nothing was drawn)."""
+        yield from ()
+        return False
 
     def complete(self) -> Work[Draft]:
         """Draws the rest; the host need not wait for its tokens."""
+        while (yield from self.step()):
+            pass
+        return self.draft()
 
     def draft(self) -> Draft:
         """What has been drawn so far."""
+        return self._made
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
         """What a verification of it may yield, the likeliest first; its tokens are known by now.
+
+        The base tells none: what was made at once took no time that could be hidden.
 
         Args:
             most: how many at most.
             acceptance: chance that the verifier accepts a drafted token, by what has been seen of the text.
         """
-
-
-class Drafter(Protocol):
-    """Proposes continuations of a text.
-
-    `observe` tells what the full cache has verified; a text given to `proposal` may reach beyond that with
-    tokens that are speculation themselves (the middle of a hierarchy).
-    """
-
-    @property
-    def wants_hidden(self) -> bool:
-        """Rounds that verify its drafts, or are told to `observe`, should carry hidden states."""
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        """Statistics of the drafter's levels, the cheapest first."""
-
-    def prefill(self, view: TokenView) -> Work[None]:
-        """The text begins with this prompt; the caches derived from the full one are built already."""
-
-    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        """Begins a draft below the last token of `view`. Others may be drawn between its steps."""
-
-    def observe(self, view: TokenView, round: Round) -> None:
-        """All of `view` is verified, its end by `round`; the full cache lacks the last token alone."""
-
-    @property
-    def expected_acceptance(self) -> float:
-        """Share of its tokens that a verifier usually accepts, before anything has been seen."""
-
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
-        """Cost of a proposal at nominal rates, for a text of `length`, at the usual acceptance below."""
-
-
-NOTHING = Draft()
-
-
-@dataclass(frozen=True)
-class Complete:
-    """A proposal that was made at once."""
-
-    made: Draft = NOTHING
-
-    def step(self) -> Work[bool]:
-        yield from ()
-        return False
-
-    def complete(self) -> Work[Draft]:
-        yield from ()
-        return self.made
-
-    def draft(self) -> Draft:
-        return self.made
-
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        """None: it took no time that could be hidden."""
         yield from ()
         return []
 
 
-class NoDrafter:
-    """Proposes nothing: its verifier decodes plainly."""
+class Drafter:
+    """Proposes continuations of a text. The base proposes nothing: its verifier decodes plainly.
+
+    `observe` tells what the full cache has verified; a text given to `proposal` may reach beyond that with
+    tokens that are speculation themselves (the middle of a hierarchy).
+
+    Attributes:
+        wants_hidden: rounds that verify its drafts, or are told to `observe`, should carry hidden states.
+        expected_acceptance: share of its tokens that a verifier usually accepts, before anything has been
+            seen.
+    """
 
     wants_hidden = False
     expected_acceptance = 0.0
 
     @property
     def levels(self) -> list[LevelStats]:
+        """Statistics of the drafter's levels, the cheapest first."""
         return []
 
     def prefill(self, view: TokenView) -> Work[None]:
+        """The text begins with this prompt; the caches derived from the full one are built already."""
         yield from ()
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return Complete()
+        """Begins a draft below the last token of `view`. Others may be drawn between its steps."""
+        return Proposal()
 
     def observe(self, view: TokenView, round: Round) -> None:
-        pass
+        """All of `view` is verified, its end by `round`; the full cache lacks the last token alone."""
 
     def nominal_ms(self, length: int, shape: DraftShape) -> float:
+        """Cost of a proposal at nominal rates, for a text of `length`, at the usual acceptance below."""
         return 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import DATASTORE, DRAFT_STREAMING, HEAD, SOURCES, SUFFIX, Config, LevelConfig
 from offload_rt.costs import head_cost, pass_cost
-from offload_rt.drafting.base import Drafter, NoDrafter
+from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.datastore import Datastore
 from offload_rt.drafting.head_drafter import HeadDrafter, Heads
 from offload_rt.drafting.merged import MergedDrafter
@@ -37,7 +36,6 @@ class Parts:
     Attributes:
         draft: the small model; None where the config has no level for it.
         full: the target's full cache; derived caches are added to it.
-        stop_tokens: no use to draft beyond one of these.
         pages: of the full cache that the text may come to.
         pool: where the memory of bounded caches comes from.
         heads: where heads come from.
@@ -49,7 +47,6 @@ class Parts:
     draft: CausalModel | None
     full: FullCache
     sampling: Sampling
-    stop_tokens: Collection[int]
     pages: int
     backend: AttentionBackend
     pool: BufferPool
@@ -59,11 +56,9 @@ class Parts:
 
 def compose(parts: Parts) -> Verifier:
     """The target over its full cache, with the config's levels below it."""
-    drafter: Drafter = NoDrafter()
+    drafter = Drafter()
     below, speculation = CHAIN, parts.config.speculation
-    for level in speculation.levels:
-        last = level is speculation.levels[-1]
-        own = level.shape.deep(speculation.gamma2 if last else speculation.gamma1)
+    for level, own in zip(speculation.levels, speculation.shapes, strict=True):
         drafter = _level(level, drafter, below, own, parts)
         if level.merge:
             drafter = MergedDrafter(drafter, _source(level.merge, parts.config))
@@ -110,7 +105,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     if level.name == HEAD:
         model_of_head = parts.heads.of(config.head, parts.target)
         cost = head_cost(parts.target, model_of_head.head.weight_bytes)
-        return HeadDrafter(model_of_head, parts.sampling, cost, parts.stop_tokens)
+        return HeadDrafter(model_of_head, parts.sampling, cost)
     model = parts.draft if level.name == DRAFT_STREAMING else parts.target
     if model is None:
         raise ValueError(f"level {level.name} needs a draft model")
@@ -122,15 +117,16 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
     # Of the text the last token is missing, and where all was accepted perhaps the one before it.
     recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
-    for order in dict.fromkeys((plan, first or plan)):
+    orders = (plan, first or plan)
+    for order in dict.fromkeys(orders):
         model.prepare(cache, recurring, order)
     entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room
-    costs = [pass_cost(model, entries, plan=order) for order in (plan, first)]
-    verifier = Verifier(level.name, model, cache, below, parts.sampling, costs[0], plan, costs[1])
+    costs = [pass_cost(model, entries, plan=order) for order in orders]
+    verifier = Verifier(level.name, model, cache, below, parts.sampling, costs[0], plan, first, costs[1])
     if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
-        return SmallModelDrafter(verifier, cache, shape, parts.stop_tokens, first)
+        return SmallModelDrafter(verifier, cache, shape)
     parts.full.derived.append(cache)
-    return ModelDrafter(verifier, shape, parts.stop_tokens, first)
+    return ModelDrafter(verifier, shape)
 
 
 def _cache(

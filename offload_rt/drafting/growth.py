@@ -8,21 +8,18 @@ sequences are the exception. At temperature 0 the children of a node are its mos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offload_rt.drafting.base import Outcome, TokenView
-from offload_rt.drafting.outcomes import LIKELY, doubt_scale, likely_outcomes, ranked
+from offload_rt.drafting.base import Outcome, Proposal, TokenView
+from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.host import to_device
-from offload_rt.layers import LayerPlan
 from offload_rt.parts import Output
 from offload_rt.passes import Read, Work
 from offload_rt.sampling import choices
@@ -33,24 +30,15 @@ Child = tuple[int, int]
 """A node to draw: its parent, and how many elder siblings it has."""
 
 
-class GrowsFrom(Protocol):
-    """Who grows a draft (see `model_drafter.ModelDrafter`)."""
-
-    verifier: Verifier
-    stop_tokens: Collection[int]
-    first_plan: LayerPlan | None
-
-
-class Growth(ABC):
+class Growth(Proposal, ABC):
     """A draft below the last token of `view`, with the KV of its inner nodes in the verifier's cache.
 
     It grows by a level a step. Another draft may be grown in the same cache between two steps: what is
     missing then is computed again.
     """
 
-    def __init__(self, drafter: GrowsFrom, view: TokenView, shape: DraftShape) -> None:
-        self._drafter = drafter
-        self._verifier = drafter.verifier
+    def __init__(self, verifier: Verifier, view: TokenView, shape: DraftShape) -> None:
+        self._verifier = verifier
         self._view = view
         self._shape = shape
         self._parents: list[int] = []
@@ -80,9 +68,6 @@ class Growth(ABC):
     def _deepen(self) -> Work[bool]:
         """Draws another level, which may stay on the device; False when the draft is complete."""
 
-    @abstractmethod
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]: ...
-
     def foresee(self) -> Work[Tensor]:
         """Takes the newest level, at first the text, into the cache; the logits after each of its nodes.
 
@@ -91,16 +76,15 @@ class Growth(ABC):
         held = self._verifier.cache.held
         text, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
-        first_plan = self._drafter.first_plan
-        if text and newest is not None and first_plan is not None:  # which is for the text alone
-            yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, plan=first_plan)
+        if text and newest is not None and self._verifier.first_plan is not None:  # for the text alone
+            yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, first=True)
             text = []
         start, behind = len(held), len(held) + len(text)
         below = self._parents[len(self._entries) - 1 :]
         self._entries += range(behind, behind + len(below))
         parents = [*range(start - 1, behind - 1), *(self._entries[1 + parent] for parent in below)]
-        plan = first_plan if text else None
-        logits = yield from self._pass(parents, [*text, *lost], newest, len(self._newest), plan)
+        known, first = [*text, *lost], bool(text)
+        logits = yield from self._pass(parents, known, newest, len(self._newest), first=first)
         self._changes = held.changes
         return logits
 
@@ -110,10 +94,11 @@ class Growth(ABC):
         known: Sequence[int],
         drawn: Tokens | None = None,
         rows: int = 1,
-        plan: LayerPlan | None = None,
+        *,
+        first: bool = False,
     ) -> Work[Tensor]:
         """A pass whose tokens stay in the cache; the logits of the last `rows`."""
-        output: Output = yield self._verifier.forward(parents, known, drawn, rows=rows, plan=plan)
+        output: Output = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
         self._verifier.cache.commit(range(len(parents)))
         return output.logits
 
@@ -203,8 +188,8 @@ class Growth(ABC):
 class LevelGrowth(Growth):
     """A chain, independent sequences or a tree whose shape is known before."""
 
-    def __init__(self, drafter: GrowsFrom, view: TokenView, shape: DraftShape) -> None:
-        super().__init__(drafter, view, shape)
+    def __init__(self, verifier: Verifier, view: TokenView, shape: DraftShape) -> None:
+        super().__init__(verifier, view, shape)
         self._widths = shape.levels
         self._logits: list[Tensor] = []
 
@@ -230,7 +215,8 @@ class LevelGrowth(Growth):
         """Whether the text is known to end with each of the newest nodes: no use to draft beyond."""
         if not self._levels or not self._levels[-1].arrived:
             return False
-        return all(token in self._drafter.stop_tokens for token in self._levels[-1].known)
+        stop_tokens = self._verifier.sampling.stop_tokens
+        return all(token in stop_tokens for token in self._levels[-1].known)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
         draft = self.draft()
@@ -239,25 +225,15 @@ class LevelGrowth(Growth):
         yield from self._arrive(draft.tokens)
         if len(self._logits) == len(self._levels):
             self._logits.append((yield from self.foresee()))
-        logits = torch.cat(self._logits)
-        return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, most, acceptance))
+        sampler, stats = self._verifier.sampling.sampler, self._verifier.stats
+        known, logits = draft.tokens.known, torch.cat(self._logits)
+        return (yield from chain_outcomes(sampler, stats, known, logits, most, acceptance))
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:
     """`probs` `[rows, vocabulary]` without a token of each row, normalized; all 0 where none is left."""
     rest = probs.scatter(1, tokens[:, None], 0.0)
     return rest / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(rest.dtype).tiny)
-
-
-def chain_outcomes(
-    verifier: Verifier, tokens: list[int], logits: Tensor, most: int, acceptance: float
-) -> Work[list[Outcome]]:
-    """Likely outcomes of a chain, from the logits before each of its tokens and after the last."""
-    sampler = verifier.sampling.sampler
-    probs = LIKELY.probs(logits) if sampler.greedy else sampler.probs(logits)
-    read = ranked(probs, to_device(tokens, probs.device))
-    chosen, likely, values = yield Read(read, verifier.stats)
-    return likely_outcomes(tokens, chosen, likely, values, most, acceptance, greedy=sampler.greedy)
 
 
 @dataclass
@@ -286,23 +262,19 @@ class BestFirst(Growth):
     """A tree that grows where the draft's own probabilities promise most.
 
     Each step draws the children with the highest chance to be accepted, as many as keep `nodes` and `depth`
-    of the shape. What promises too little is not drawn; what is drawn is proposed.
+    of the shape. What promises too little is not drawn; what is drawn is proposed. No outcomes are guessed:
+    what follows each of many leaves would take a pass to know.
     """
 
     CHILDREN = 8
     """Of a node, at most."""
 
-    def __init__(self, drafter: GrowsFrom, view: TokenView, shape: DraftShape) -> None:
-        super().__init__(drafter, view, shape)
+    def __init__(self, verifier: Verifier, view: TokenView, shape: DraftShape) -> None:
+        super().__init__(verifier, view, shape)
         self._open: list[_Node] = []
         self._promises = [1.0]  # of the newest nodes
         self._left: Tensor | None = None  # what is left of what was offered, of all nodes
         self._doubts: list[float] = []
-
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        """None: what follows each of many leaves would take a pass to know."""
-        yield from ()
-        return []
 
     def _deepen(self) -> Work[bool]:
         room = min(self._shape.per_pass, self._shape.nodes - len(self._parents))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.held import HeldTokens
 from offload_rt.config import HEAD, HeadConfig
-from offload_rt.drafting.base import Complete, HiddenState, NoDrafter, Proposal, Round, TokenView
+from offload_rt.costs import Cost
+from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
 from offload_rt.drafting.model_drafter import ModelDrafter
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.expectations import HEAD_ACCEPTANCE
 from offload_rt.heads import DEMO_HEAD, Head, load_head
@@ -133,19 +134,17 @@ class HeadDrafter(ModelDrafter):
     state and before the draft (a guessed outcome) go through the head too.
     """
 
-    wants_hidden = True
     expected_acceptance = HEAD_ACCEPTANCE
 
     def __init__(
         self,
         model: HeadModel,
         sampling: Sampling,
-        nominal_pass_ms: Callable[[int, int], float],
-        stop_tokens: Collection[int] = (),
+        nominal_pass_ms: Cost,
     ) -> None:
         nothing = HeadStates(HiddenState(0, torch.empty(0)))
-        verifier = Verifier(HEAD, model, nothing, NoDrafter(), sampling, nominal_pass_ms)
-        super().__init__(verifier, CHAIN, stop_tokens)
+        super().__init__(Verifier(HEAD, model, nothing, Drafter(), sampling, nominal_pass_ms))
+        self.wants_hidden = True
         self._verified: HiddenState | None = None
 
     def observe(self, view: TokenView, round: Round) -> None:
@@ -155,10 +154,9 @@ class HeadDrafter(ModelDrafter):
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         known = view.state or self._verified
         if known is None:
-            return Complete()
+            return Proposal()
         # A draft keeps its states to itself: they are few, and others may begin at another state.
-        own = self.verifier.over(HeadStates(known))
-        return ModelDrafter(own, self.below, self.stop_tokens).proposal(view, shape)
+        return ModelDrafter(self.verifier.over(HeadStates(known))).proposal(view, shape)
 
 
 class Heads:

@@ -10,12 +10,12 @@ from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenVie
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import SourceDrafter, heaviest
 from offload_rt.host import to_device
-from offload_rt.passes import Read, Work
+from offload_rt.passes import LevelStats, Read, Work
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """Proposes what `drafter` does, and beside it in the same tree what `source` finds.
 
     What is found hangs there as younger siblings that are certain. That is lossless whatever is found, for a
@@ -27,7 +27,10 @@ class MergedDrafter:
         self._source = source
         self.wants_hidden = drafter.wants_hidden
         self.expected_acceptance = drafter.expected_acceptance
-        self.levels = drafter.levels  # a look-up verifies nothing, and takes no time to speak of
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return self._drafter.levels  # a look-up verifies nothing, and takes no time to speak of
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from self._source.prefill(view)
@@ -44,36 +47,35 @@ class MergedDrafter:
         return self._drafter.nominal_ms(length, shape)
 
 
-class MergedProposal:
+class MergedProposal(Proposal):
     """A proposal that is joined when it is complete; until then it is the model's alone."""
 
-    def __init__(self, source: SourceDrafter, made: Proposal, view: TokenView, shape: DraftShape) -> None:
+    def __init__(self, source: SourceDrafter, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
         self._source = source
-        self._made = made
+        self._drawn = drawn
         self._view = view
         self._shape = shape
         self._joined: Draft | None = None
 
     def step(self) -> Work[bool]:
-        return self._made.step()
+        return self._drawn.step()
 
     def complete(self) -> Work[Draft]:
         if self._joined is None:
-            draft = yield from self._made.complete()
+            draft = yield from self._drawn.complete()
             found = self._source.continuations(self._view, self._shape.depth)
             if found:  # what is there already is not proposed twice, so the host must know it
-                (stats,) = self._source.levels
-                draft.tokens.arrive((yield Read(draft.tokens.pending(), stats)))
+                draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
                 likeliest = heaviest(found, CHAIN.deep(self._shape.depth)).tokens.known
                 draft = joined(draft, likeliest)
             self._joined = draft
         return self._joined
 
     def draft(self) -> Draft:
-        return self._made.draft() if self._joined is None else self._joined
+        return self._drawn.draft() if self._joined is None else self._joined
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        return self._made.outcomes(most, acceptance)
+        return self._drawn.outcomes(most, acceptance)
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:

@@ -7,24 +7,22 @@ tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.drafting.base import Complete, Outcome, Proposal, Round, TokenView
-from offload_rt.drafting.growth import BestFirst, LevelGrowth, chain_outcomes
+from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.growth import BestFirst, LevelGrowth
+from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
-from offload_rt.layers import LayerPlan
 from offload_rt.passes import LevelStats, Work
 from offload_rt.trees import forest
 from offload_rt.verification import Draft, Tokens
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A model over a bounded cache that proposes to a dearer verifier.
 
     What it reports is its verifier's own distribution: its tokens have it, however they were drafted. How
@@ -34,28 +32,14 @@ class ModelDrafter:
     Args:
         below: shape of the drafts that the level below proposes to each of its rounds; of no depth where
             there is no such level.
-        stop_tokens: no use to draft beyond one of these, where the tokens are known.
-        first_plan: order of layers in a proposal's first pass, over the newest verified tokens: the exact one
-            calibrates a verifier whose own plan is not (EasySpec's bonus calibration); None: its own.
     """
 
     expected_acceptance = SAME_MODEL_ACCEPTANCE
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        below: DraftShape = CHAIN,
-        stop_tokens: Collection[int] = (),
-        first_plan: LayerPlan | None = None,
-    ) -> None:
+    def __init__(self, verifier: Verifier, below: DraftShape = CHAIN) -> None:
         self.verifier = verifier
         self.below = below
-        self.stop_tokens = stop_tokens
-        self.first_plan = first_plan
-
-    @property
-    def wants_hidden(self) -> bool:
-        return self.verifier.drafter.wants_hidden
+        self.wants_hidden = verifier.drafter.wants_hidden
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -66,12 +50,11 @@ class ModelDrafter:
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         if not shape.depth:
-            return Complete()
+            return Proposal()
         if self.below.depth:
-            return Rounds(self, view, shape)
-        if shape.kind == "grown":
-            return BestFirst(self, view, shape)
-        return LevelGrowth(self, view, shape)
+            return Rounds(self.verifier, self.below, view, shape)
+        kind = BestFirst if shape.kind == "grown" else LevelGrowth
+        return kind(self.verifier, view, shape)
 
     def observe(self, view: TokenView, round: Round) -> None:
         # A cache derived from the full one has adopted the verified KV already, and may hold what was
@@ -83,7 +66,7 @@ class ModelDrafter:
             rounds = shape.size / self.verifier.expected_tokens(self.below.depth)
             return rounds * self.verifier.nominal_ms(length, self.below)
         passed = self.verifier.nominal_pass_ms
-        first = passed(length, shape.per_pass - 1, other=self.first_plan is not None)
+        first = passed(length, shape.per_pass - 1, first=True)
         return first + (shape.depth - 1) * passed(length, shape.per_pass - 1) if shape.depth else 0.0
 
 
@@ -97,22 +80,15 @@ class SmallModelDrafter(ModelDrafter):
     LEAD = 2
     expected_acceptance = SMALL_MODEL_ACCEPTANCE
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        cache: StreamingCache,
-        below: DraftShape = CHAIN,
-        stop_tokens: Collection[int] = (),
-        first_plan: LayerPlan | None = None,
-    ) -> None:
-        super().__init__(verifier, below, stop_tokens, first_plan)
+    def __init__(self, verifier: Verifier, cache: StreamingCache, below: DraftShape = CHAIN) -> None:
+        super().__init__(verifier, below)
         self._cache = cache
         self._known = 0  # length of the text when it was verified last
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
         # What follows the text that was known then was drafted, in another order of layers.
-        self.verifier.settle(view, len(view) if self.first_plan is None else self._known)
+        self.verifier.settle(view, len(view) if self.verifier.first_plan is None else self._known)
         self._known = len(view)
 
     def prefill(self, view: TokenView) -> Work[None]:
@@ -130,13 +106,14 @@ class SmallModelDrafter(ModelDrafter):
             yield from read(view.part(at, min(at + cache.window, end)))
 
 
-class Rounds:
+class Rounds(Proposal):
     """A draft from rounds of a verifier that has a drafter of its own: a chain, or several side by side."""
 
-    def __init__(self, drafter: ModelDrafter, view: TokenView, shape: DraftShape) -> None:
+    def __init__(self, verifier: Verifier, below: DraftShape, view: TokenView, shape: DraftShape) -> None:
         if shape.kind not in ("chain", "sequences"):
             raise ValueError(f"rounds of a verifier yield chains, not {shape}")
-        self._drafter = drafter
+        self._verifier = verifier
+        self._below = below
         self._view = view
         self._newest = view  # with the chain that is under way
         self._depth = shape.depth
@@ -146,17 +123,16 @@ class Rounds:
         self._logits: list[Tensor] = []
 
     def step(self) -> Work[bool]:
-        chain = self._chains[-1]
-        stopped = any(token in self._drafter.stop_tokens for token in chain)
+        chain, stop_tokens = self._chains[-1], self._verifier.sampling.stop_tokens
+        stopped = any(token in stop_tokens for token in chain)
         if len(chain) >= self._depth or stopped:
             self._missing -= 1
             if self._missing <= 0:
                 return False
             chain, self._newest = [], self._view
             self._chains.append(chain)
-        below = self._drafter.below
-        depth = min(below.depth, self._depth - len(chain) - 1)
-        round = yield from self._drafter.verifier.round(self._newest, below.deep(depth))
+        depth = min(self._below.depth, self._depth - len(chain) - 1)
+        round = yield from self._verifier.round(self._newest, self._below.deep(depth))
         chain += round.tokens
         self._newest = self._newest.extended(round.tokens, round.hidden)
         self._logits.append(round.logits)
@@ -164,20 +140,16 @@ class Rounds:
             self._probs.append(round.probs)
         return True
 
-    def complete(self) -> Work[Draft]:
-        while (yield from self.step()):
-            pass
-        return self.draft()
-
     def draft(self) -> Draft:
         tokens = Tokens([token for chain in self._chains for token in chain])
         probs = torch.cat(self._probs) if self._probs else None
         return Draft(tokens, forest([len(chain) for chain in self._chains]), probs)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        tokens, verifier = self._chains[0], self._drafter.verifier
+        tokens, verifier = self._chains[0], self._verifier
         if not tokens or len(self._chains) > 1:
             return []
-        last = LevelGrowth(self._drafter, self._view.extended(tokens), CHAIN)
+        last = LevelGrowth(verifier, self._view.extended(tokens), CHAIN)
         logits = torch.cat([*self._logits, (yield from last.foresee())])
-        return (yield from chain_outcomes(verifier, tokens, logits, most, acceptance))
+        sampler, stats = verifier.sampling.sampler, verifier.stats
+        return (yield from chain_outcomes(sampler, stats, tokens, logits, most, acceptance))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from offload_rt.drafting.base import Outcome
+from offload_rt.host import to_device
+from offload_rt.passes import LevelStats, Read, Work
 from offload_rt.sampling import Sampler
 
 LIKELY = Sampler(temperature=1.0)  # how sure a greedy draft was of its tokens
@@ -17,30 +19,14 @@ def doubt_scale(doubts: Sequence[float], acceptance: float) -> float:
     return (1.0 - acceptance) * len(doubts) / max(sum(doubts), 1e-6) if doubts else 0.0
 
 
-def ranked(probs: Tensor, tokens: Tensor) -> list[Tensor]:
-    """What `likely_outcomes` has to know of `probs`, before each token and after all of them.
-
-    Args:
-        probs: `[1 + tokens, vocabulary]`.
-
-    Returns:
-        The probability of each of `tokens` `[tokens]`, then the two likeliest tokens of each row and their
-        probabilities, `[1 + tokens, 2]`.
-    """
-    best = probs.topk(min(2, probs.shape[-1]), dim=-1)
-    return [probs[torch.arange(len(tokens), device=probs.device), tokens], best.indices, best.values]
-
-
-def likely_outcomes(
+def chain_outcomes(
+    sampler: Sampler,
+    stats: LevelStats,
     tokens: Sequence[int],
-    chosen: Tensor,
-    likely: Tensor,
-    values: Tensor,
+    logits: Tensor,
     most: int,
     acceptance: float,
-    *,
-    greedy: bool = True,
-) -> list[tuple[int, ...]]:
+) -> Work[list[Outcome]]:
     """What a verification of a chain may yield, by the probabilities of the model that drafted it.
 
     All tokens accepted and the likeliest one behind them, or rejected at one of them and the likeliest other
@@ -48,15 +34,19 @@ def likely_outcomes(
     rejected as `acceptance` says.
 
     Args:
+        stats: of the level that drafted it.
         tokens: the chain.
-        chosen, likely, values: see `ranked`.
+        logits: `[1 + tokens, vocabulary]`, before each token and after the last.
         most: how many outcomes at most.
-        greedy: the verifier takes its likeliest token, not one that is drawn.
     """
-    rivals, shares = likely.tolist(), values.tolist()
-    doubts = [max(1.0 - p, 1e-6) for p in chosen.tolist()]
+    probs = LIKELY.probs(logits) if sampler.greedy else sampler.probs(logits)
+    best = probs.topk(min(2, probs.shape[-1]), dim=-1)
+    chosen = probs[:-1].gather(1, to_device(tokens, probs.device)[:, None])[:, 0]
+    read = yield Read([chosen, best.indices, best.values], stats)
+    sure, rivals, shares = (values.tolist() for values in read)
+    doubts = [max(1.0 - p, 1e-6) for p in sure]
     scale = doubt_scale(doubts, acceptance)
-    outcomes: list[tuple[float, tuple[int, ...]]] = []
+    outcomes: list[tuple[float, Outcome]] = []
     reached = 1.0
     for i, (token, doubt) in enumerate(zip(tokens, doubts, strict=True)):
         rejected = min(0.9, scale * doubt)
@@ -66,7 +56,9 @@ def likely_outcomes(
                 break
         reached *= 1.0 - rejected
     # Two models that take their likeliest tokens agree more often than either is sure of it.
-    agreed = 1.0 - min(0.9, scale * (1.0 - shares[-1][0])) if greedy and tokens else shares[-1][0]
+    agreed = shares[-1][0]
+    if sampler.greedy and tokens:
+        agreed = 1.0 - min(0.9, scale * (1.0 - agreed))
     outcomes.append((reached * agreed, (*tokens, rivals[-1][0])))
     outcomes.sort(key=lambda outcome: -outcome[0])
     return [outcome for _, outcome in outcomes[:most]]

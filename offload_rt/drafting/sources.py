@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 
-from offload_rt.drafting.base import Complete, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import LOOKUP_ACCEPTANCE
 from offload_rt.passes import LevelStats, Work
@@ -128,20 +128,22 @@ class SuffixAutomaton:
         return [view.part(end, end + depth)] if length >= self._shortest else []
 
 
-class SourceDrafter:
+class SourceDrafter(Drafter):
     """Proposes what a source finds, without a model.
 
     Args:
         name: the level's, as in the config.
     """
 
-    wants_hidden = False
     expected_acceptance = LOOKUP_ACCEPTANCE
 
     def __init__(self, name: str, source: Source) -> None:
         self._source = source
-        self._stats = LevelStats(name)
-        self.levels = [self._stats]
+        self.stats = LevelStats(name)
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return [self.stats]
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from ()
@@ -150,10 +152,10 @@ class SourceDrafter:
     def observe(self, view: TokenView, round: Round) -> None:
         started = perf_counter()
         self._source.extend(view)
-        self._stats.ms += 1e3 * (perf_counter() - started)
+        self.stats.ms += 1e3 * (perf_counter() - started)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return Complete(heaviest(self.continuations(view, shape.depth), shape))
+        return Proposal(heaviest(self.continuations(view, shape.depth), shape))
 
     def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         """See `Source`."""
@@ -161,12 +163,9 @@ class SourceDrafter:
             return []
         started = perf_counter()
         found = self._source.continuations(view, depth)
-        self._stats.passes += 1
-        self._stats.ms += 1e3 * (perf_counter() - started)
+        self.stats.passes += 1
+        self.stats.ms += 1e3 * (perf_counter() - started)
         return found
-
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
-        return 0.0
 
 
 def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -24,10 +24,15 @@ from offload_rt.verification import Draft, Tokens, verify, verify_greedy
 
 @dataclass
 class Sampling:
-    """How all levels of a composition draw their tokens."""
+    """How all levels of a composition draw their tokens.
+
+    Attributes:
+        stop_tokens: the text ends with the first of these: no use to draft beyond one.
+    """
 
     sampler: Sampler
     draws: Draws
+    stop_tokens: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ class Verifier:
     Args:
         nominal_pass_ms: cost of a pass by (text length, new tokens), at nominal rates.
         plan: order of layers; None: as the model does it.
-        nominal_other_ms: cost of a pass in the other order that is asked for at times; None: the same.
+        first_plan: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
+            verifier whose own is not (EasySpec's bonus calibration); None: its own.
+        nominal_first_ms: cost of a pass in that order; None: the same.
     """
 
     def __init__(
@@ -64,16 +71,18 @@ class Verifier:
         sampling: Sampling,
         nominal_pass_ms: Cost,
         plan: LayerPlan | None = None,
-        nominal_other_ms: Cost | None = None,
+        first_plan: LayerPlan | None = None,
+        nominal_first_ms: Cost | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.drafter = drafter
         self.sampling = sampling
         self.plan = plan
+        self.first_plan = first_plan
         self.stats = LevelStats(name)
         self._nominal_pass_ms = nominal_pass_ms
-        self._nominal_other_ms = nominal_other_ms or nominal_pass_ms
+        self._nominal_first_ms = nominal_first_ms or nominal_pass_ms
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -122,14 +131,18 @@ class Verifier:
         *,
         rows: int,
         hidden: bool = False,
-        plan: LayerPlan | None = None,
+        first: bool = False,
     ) -> Forward:
-        """A pass of new tokens below the cache's speculative entries; see `NewTokens`."""
+        """A pass of new tokens below the cache's speculative entries; see `NewTokens`.
+
+        Args:
+            first: in the order of layers of a draft's first pass.
+        """
         new = NewTokens.below(self.cache.held, parents, known, drawn)
         length = self.cache.verified_length + max(new.depths)
-        cost = self._nominal_pass_ms if plan is None else self._nominal_other_ms
-        self.stats.nominal_ms += cost(length, new.count)
+        self.stats.nominal_ms += self.nominal_pass_ms(length, new.count - 1, first=first)
         self.stats.passes += 1
+        plan = self.first_plan if first else None
         return Forward(self.model, Part(self.cache, new, rows, hidden), plan or self.plan, self.stats)
 
     def verdict(self, verification: Verification, output: Output) -> Work[Round]:
@@ -199,9 +212,9 @@ class Verifier:
         """Cost of a round with such a draft, at nominal rates and the usual acceptance below."""
         return self.nominal_pass_ms(length, shape.size) + self.drafter.nominal_ms(length, shape)
 
-    def nominal_pass_ms(self, length: int, nodes: int, *, other: bool = False) -> float:
-        """Cost of verifying so many drafted tokens; in the `other` order of layers."""
-        return (self._nominal_other_ms if other else self._nominal_pass_ms)(length, nodes + 1)
+    def nominal_pass_ms(self, length: int, nodes: int, *, first: bool = False) -> float:
+        """Cost of verifying so many drafted tokens, or of a draft's first pass over them."""
+        return (self._nominal_first_ms if first else self._nominal_pass_ms)(length, nodes + 1)
 
     def expected_tokens(self, count: int) -> float:
         """What a round that verifies a chain of `count` tokens usually yields."""
