@@ -336,6 +336,15 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+def test_the_command_line_is_read_without_torch() -> None:
+    """Importing it takes seconds: help, and what is wrong with a flag or a key, should not wait for it."""
+    script = "import sys; from offload_rt import cli\n"
+    script += "assert cli.main(['plan', '--context', '9', '--set', 'retrieval.budget=0']) == 2\n"
+    script += "sys.exit('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("arguments", ["", "generate --prompt a", "plan --context 9", "doctor"])
 def test_a_closed_stdout_is_a_line(arguments: str) -> None:
     command = f'"{sys.executable}" -m offload_rt {arguments} >&-'

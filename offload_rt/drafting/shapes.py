@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from offload_rt.drafting.sequoia import plan
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
     DRAFT_LENGTHS,
@@ -16,6 +15,9 @@ from offload_rt.expectations import (
     SECOND_CHOICE,
     expected_tokens,
 )
+
+if TYPE_CHECKING:
+    from offload_rt.drafting.sequoia import Plan
 
 RULE = (
     "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth), "
@@ -91,7 +93,7 @@ class DraftShape:
     def levels(self) -> list[list[int]]:
         """By depth, how many children each node has; of each level the eldest children of all come first."""
         if self.kind == "sequoia":
-            return plan(self.rates, self.nodes).levels(self.depth)
+            return _planned(self.rates, self.nodes).levels(self.depth)
         levels: list[list[int]] = []
         nodes = 1
         for depth in range(self.depth):
@@ -136,11 +138,17 @@ class DraftShape:
         But for `sequoia` a guess: siblings save `SECOND_CHOICE` of the rejections that they stand beside.
         """
         if self.kind == "sequoia" and self.depth:
-            return plan(rates, self.nodes).tokens(self.depth)
+            return _planned(rates, self.nodes).tokens(self.depth)
         acceptance = rates[0]
         beside = 1.0 - 1.0 / max(1, self.per_pass)
         saved = SECOND_CHOICE * beside if self.kind != "chain" else 0.0
         return expected_tokens(acceptance + (1.0 - acceptance) * saved, self.depth)
+
+
+def _planned(rates: Sequence[float], nodes: int) -> Plan:
+    from offload_rt.drafting.sequoia import plan  # with torch, which a configuration alone should not import
+
+    return plan(rates, nodes)
 
 
 CHAIN = DraftShape()
