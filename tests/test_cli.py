@@ -184,9 +184,12 @@ def test_quiet(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_built_in_prompt_is_long_and_cut(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate"]) == 0
     assert len(llm.made.prompt) == BUILT_IN_TOKENS
-    assert "kept the last 32,768 of " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert re.search(r"kept the last 32,768 of [\d,]+ tokens of Moby-Dick, chapters 1 to 48\n", told)
     assert cli.main(["generate", "--max-prompt-tokens", "1000000"]) == 0
-    assert len(llm.made.prompt) > 300_000
+    whole = "".join(map(chr, llm.made.prompt))
+    assert whole.startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
+    assert whole.endswith("an oar or a lance pole.\n")
 
 
 def test_prompts_from_a_file_and_from_stdin(
@@ -541,6 +544,7 @@ def test_the_demo_compares_in_memory_and_over_the_link(
     out, err = capsys.readouterr()
     assert out.strip()
     assert "note       prompt: kept the last 300 of " in err
+    assert "note       it ends: … night." + 3 * " It was a dark night." + "\n" in err
     assert "sampled    8 tokens after a prompt of 300; temperature 0.7, top-p 0.9, seed 1" in err
     assert "an emulated PCIe link: KV streams at 2 GB/s" in err
     ratio = r"\d+\.\d\d times as fast as plain decoding \(\d+\.\d against \d+\.\d ms/token\)"
