@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench import machine
 from offload_rt.api import NO_DRAFT
 from offload_rt.commands.generate import add_overrides
-from offload_rt.commands.prompts import built_in
+from offload_rt.commands.prompts import BUILT_IN, built_in
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.loading import (
@@ -136,7 +136,7 @@ def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
         if not text:
             raise UsageError(f"text {path}: is empty")
         texts.append((path.name, text))
-    return texts or [("pydoc_data.topics", built_in())]
+    return texts or [(BUILT_IN, built_in())]
 
 
 def read_tokens(

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import inputs, report, runner, side_by_side
+from bench.cases import CASES
 from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup, _passes
+from offload_rt.loading import demo_model, load_tokenizer
 
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 FAKE = """
@@ -317,6 +319,14 @@ def test_results_are_appended_and_not_measured_again(
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
     assert page.index("## 32 tokens") < page.index("## 64 tokens")
     capsys.readouterr()
+
+
+def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
+    tokenizer = load_tokenizer(demo_model("target"))
+    assert tokenizer is not None
+    names, tokens = inputs.read_tokens(None, tokenizer)
+    assert names == ["Moby-Dick, chapters 1 to 48"]
+    assert len(tokens) >= max(length for case in CASES for length in case.contexts)
 
 
 @pytest.mark.parametrize(

@@ -183,10 +183,13 @@ def test_quiet(run: Run) -> None:
 
 
 def test_the_built_in_prompt_is_long_and_cut(llm: type[FakeLLM], run: Run) -> None:
-    assert "kept the last 32,768 of " in run("generate")[2]
+    told = run("generate")[2]
+    assert re.search(r"kept the last 32,768 of [\d,]+ tokens of Moby-Dick, chapters 1 to 48\n", told)
     assert len(llm.made.prompt) == BUILT_IN_TOKENS
     run("generate --max-prompt-tokens 1000000")
-    assert len(llm.made.prompt) > 300_000
+    whole = "".join(map(chr, llm.made.prompt))
+    assert whole.startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
+    assert whole.endswith("an oar or a lance pole.\n")
 
 
 def test_prompts_from_a_file_and_from_stdin(
@@ -479,6 +482,7 @@ def test_the_demo_compares_in_memory_and_over_the_link(
     out, err = capsys.readouterr()
     assert out.strip()
     assert "note       prompt: kept the last 300 of " in err
+    assert "note       it ends: … night." + 3 * " It was a dark night." + "\n" in err
     assert "sampled    8 tokens after a prompt of 300; temperature 0.7, top-p 0.9, seed 1" in err
     assert "an emulated PCIe link: KV streams at 2 GB/s" in err
     ratio = r"\d+\.\d\d times as fast as plain decoding \(\d+\.\d against \d+\.\d ms/token\)"

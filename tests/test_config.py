@@ -318,6 +318,9 @@ def test_a_wheel_holds_the_packages_with_their_data_and_nothing_else(tmp_path: P
     }
     expected |= {f"offload_rt/configs/{name}.toml" for name in COMPOSITIONS}
     assert files == expected
+    read = "from offload_rt.commands import prompts; print(prompts.__file__, prompts.built_in()[:10])"
+    told = subprocess.check_output([sys.executable, "-c", read], cwd=tmp_path, env={"PYTHONPATH": str(wheel)})
+    assert told.decode() == f"{wheel}/offload_rt/commands/prompts.py CHAPTER 1.\n"
 
 
 def test_auto_stands_for_several_and_levels_leave_no_choice() -> None:

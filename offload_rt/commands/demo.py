@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 CONFIG = "triforce"
 NEW_TOKENS = 128
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 1
+ENDING_WORDS = 16
+"""How many of the prompt are shown before the text that continues them."""
 LINK_RATE = 2e9
 """Bytes per second of the emulated link. Streaming the KV then takes longer than computing, as it does for a
 7B model over PCIe at 25 GB/s; at that rate, the demo model's small KV would not be the bottleneck."""
@@ -55,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     sampled = replace(greedy, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
 
     prompt = prompts.tokens(text, arguments, console)
+    if isinstance(text, str):
+        console.notice(f"it ends: … {' '.join(text[-200:].split()[-ENDING_WORDS:])}")
     with machine_errors_in_a_line():
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
             status, failure = write_text(llm, prompt, sampled, console, bool(arguments.prompt_tokens))
