@@ -36,6 +36,9 @@ from offload_rt.text import encode
 T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
+OUT = "JSON (default: in bench/results)"
+PAGE, PICTURE = ".md", ".png"
+"""Beside a result, by the ends of their names."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
         default="float32",
         help="default: float32",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=OUT)
     add_overrides(parser, "sets a configuration key of every composition")
 
 
@@ -186,7 +189,7 @@ def load(arguments: argparse.Namespace) -> Models:
 
 
 def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:
-    """Where the JSON goes; checked before anything is measured.
+    """Where the JSON goes, with page and picture beside it; checked before anything is measured.
 
     Raises:
         UsageError: it cannot be written there.
@@ -194,7 +197,10 @@ def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -
     RESULTS.mkdir(parents=True, exist_ok=True)
     today = datetime.date.today().isoformat()
     path = given or RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
-    check_writable("--out", path)
+    if path.suffix in (PAGE, PICTURE):
+        raise UsageError(f"--out {path}: is where the page or the plots go; name it .json")
+    for suffix in (path.suffix, PAGE, PICTURE):
+        check_writable("--out", path.with_suffix(suffix))
     return path
 
 

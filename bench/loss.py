@@ -1,63 +1,71 @@
-"""The target's loss along a long prompt, and with more and more context before the same tokens."""
+"""The target's loss along a long prompt, and with more and more of it before the same tokens."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from statistics import fmean
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
-from offload_rt.model import CausalModel
+from bench.context import ContextReader
+from bench.studies import Row
+from bench.texts import Texts
 
+WINDOWS = (32, 16, 8, 4, 2, 1)
+"""Lengths of prompts with one end, as divisors of the longest."""
 HEAD_SLICE = 2048  # rows of logits at a time
 
 
+def loss(study: Texts) -> list[Row]:
+    """Loss with more and more text before it.
+
+    Nats a token, of all texts and of each: of step after step of the prompt, and of its last tokens, with
+    less and less before them cut away. A change is against the shorter prompt above, with its standard
+    error, tokens taken for independent; a rise is a change of more than two of them.
+    """
+    context, step = study.sizes.context, study.sizes.step
+    windows = [context // part for part in WINDOWS]
+    last = windows[0] // 2
+    found: dict[int, list[Tensor]] = {window: [] for window in windows}
+    for name, tokens in study.books.items():
+        for window in windows:
+            prompt = window_of(tokens[:context], window, study.models.tokenizer.bos_token_id)
+            with study.reader(f"{name}: loss after {window} tokens", window) as reader:
+                found[window].append(token_losses(reader, prompt, last if window < context else context - 1))
+
+    def row(prompt: int, start: int, losses: Tensor, change: Tensor | None) -> Row:
+        by_text = losses.nanmean(1).tolist()
+        place = {"prompt": prompt, "from": start, "to": start + losses.shape[1], "loss": fmean(by_text)}
+        return place | of_change(change) | dict(zip(study.books, by_text, strict=True))
+
+    along = pad(torch.stack(found[context]), (1, 0), value=torch.nan)  # the first token has none
+    rows = [row(context, start, along[:, start : start + step], None) for start in range(0, context, step)]
+    ends = [torch.stack(losses)[:, -last:] for losses in found.values()]
+    changes = [None, *(after - before for before, after in pairwise(ends))]
+    cases = zip(windows, ends, changes, strict=True)
+    return rows + [row(window, window - last, losses, change) for window, losses, change in cases]
+
+
+def of_change(change: Tensor | None) -> Row:
+    """What there is to say of the change of each token's loss."""
+    if change is None:
+        return {"change": None, "error": None, "rises": None}
+    mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
+    return {"change": mean, "error": error, "rises": mean > 2 * error}
+
+
 @torch.inference_mode()
-def token_losses(model: CausalModel, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Loss in nats of each token but the first: `[tokens - 1]`, float64 on the CPU.
-
-    Args:
-        hidden: `[1, tokens, hidden_size]`, what the last layer put out.
-    """
-    goal = torch.tensor(tokens[1:], device=model.device)
-    losses = []
-    for start in range(0, len(goal), HEAD_SLICE):
-        wanted = goal[start : start + HEAD_SLICE]
-        logits = model.logits(hidden[:, start : start + len(wanted)]).float()
-        losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
-    return torch.cat(losses).double().cpu()
-
-
-def step_means(losses: Tensor, step: int) -> list[float]:
-    """Mean loss of the tokens at positions `0 .. step`, `step .. 2 step`, …; the first token has no loss."""
-    ends = range(step, len(losses) + 2, step)
-    return [float(losses[max(end - step - 1, 0) : end - 1].mean()) for end in ends]
-
-
-def without_rise(contexts: Sequence[int], rises: Sequence[bool]) -> int:
-    """The largest of `contexts` up to which nothing rises."""
-    return next((contexts[max(at - 1, 0)] for at, rise in enumerate(rises) if rise), contexts[-1])
-
-
-def paired(windows: Sequence[int], losses: Sequence[Tensor]) -> dict[str, Any]:
-    """Losses of the same tokens with contexts of different length before them, as JSON values.
-
-    `changes` are against the window before it, `errors` their standard errors, with tokens taken for
-    independent; `without_rise` is the largest window up to which no change is above two of them.
-
-    Args:
-        windows: prompt lengths, the tokens themselves included, rising.
-        losses: `[tokens]` with each.
-    """
-    changes = [torch.zeros_like(losses[0])]
-    changes += [after - before for before, after in itertools.pairwise(losses)]
-    means = [float(change.mean()) for change in changes]
-    errors = [float(change.std() / len(change) ** 0.5) for change in changes]
-    rises = [change > 2 * error for change, error in zip(means, errors, strict=True)]
-    found = {"windows": list(windows), "means": [float(loss.mean()) for loss in losses]}
-    return found | {"changes": means, "errors": errors, "without_rise": without_rise(windows, rises)}
+def token_losses(reader: ContextReader, tokens: Sequence[int], count: int) -> Tensor:
+    """Loss in nats of the last `count` of `tokens`, which are read: `[count]`, float64 on the CPU."""
+    hidden = reader.read(tokens, outputs=True)
+    assert hidden is not None
+    goals = torch.tensor(tokens[-count:], device=hidden.device).split(HEAD_SLICE)
+    before = hidden[:, -count - 1 : -1].split(HEAD_SLICE, dim=1)
+    logits = ((reader.model.logits(part).float(), goal) for part, goal in zip(before, goals, strict=True))
+    return torch.cat([cross_entropy(*pair, reduction="none") for pair in logits]).double().cpu()
 
 
 def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list[int]:

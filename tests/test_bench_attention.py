@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from torch import Tensor
 import bench.__main__ as command_line
 import bench.attention
 from bench import inputs, machine
-from bench.attention import CPU, QUICK, AttentionCase, exact, measure, take_turns
+from bench.attention import CPU, AttentionCase, exact, measure, take_turns
 from offload_rt import native
 
 
@@ -36,22 +37,21 @@ def test_compares_ours_with_torchs(tmp_path: Path, rate: float, capsys: pytest.C
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(out.read_text())
     assert found["machine"] == {**machine.describe(CPU), "load_average": found["machine"]["load_average"]}
-    layers = [(part["key_heads"], part["head_dim"], part["dtype"]) for part in found["measured"]]
-    assert layers == [(4, 64, "bfloat16"), (4, 64, "float32"), (8, 128, "bfloat16"), (8, 128, "float32")]
-    for part in found["measured"]:
-        size = 2 if part["dtype"] == "bfloat16" else 4
-        assert part["kv_bytes"] == 2 * part["key_heads"] * 700 * part["head_dim"] * size
-        assert [row["queries"] for row in part["rows"]] == [1, 5]
-        for row in part["rows"]:
-            for one in (row["ours"], row["torch"]):
-                assert len(one["ms"]["runs"]) == 3
-                assert one["ms"]["min"] <= one["ms"]["median"] <= one["ms"]["max"]
-                assert one["gb_s"] == pytest.approx(part["kv_bytes"] / one["ms"]["median"] / 1e6)
-                assert one["share_of_read_rate"] == pytest.approx(one["gb_s"] / rate)
-                assert 0 < one["error"] < (1e-2 if size == 2 else 1e-5) and one["lse_error"] < 1e-3
-            ratio = row["torch"]["ms"]["median"] / row["ours"]["ms"]["median"]
-            assert row["over_torch"] == pytest.approx(ratio)
-    assert "4 key heads of 64, 700 tokens, bfloat16: 1 MB of KV" in printed
+    layers = product(((4, 64), (8, 128)), ("bfloat16", "float32"), (1, 5))
+    for row, ((heads, dim), dtype, queries) in zip(found["measured"], layers, strict=True):
+        named = row["key_heads"], row["head_dim"], row["dtype"], row["queries"]
+        assert named == (heads, dim, dtype, queries)
+        size = 2 if dtype == "bfloat16" else 4
+        for ms, gb_s in ((row["ms"], row["gb_s"]), (row["torch_ms"], row["torch_gb_s"])):
+            assert gb_s == pytest.approx(2 * heads * 700 * dim * size / ms / 1e6)
+        assert row["over_torch"] == pytest.approx(row["torch_ms"] / row["ms"])
+        assert row["of_read_rate"] == pytest.approx(row["gb_s"] / rate)
+        for name in ("error", "torch_error"):
+            assert 0 < row[name] < (1e-2 if size == 2 else 1e-5)
+        assert row["lse_error"] < 1e-3
+    assert (
+        "## Over one layer's keys and values" in printed and "| 8         |      128 |  float32 " in printed
+    )
 
 
 def test_errors_are_against_float64() -> None:
@@ -63,9 +63,9 @@ def test_errors_are_against_float64() -> None:
             return out + 0.5, lse - 0.25
 
     case = AttentionCase(shapes=((2, 16),), tokens=90, queries=(2, 7), repeats=1)
-    for row in measure(Off(), 2, 16, torch.float32, case)["rows"]:
-        assert row["ours"]["error"] == pytest.approx(0.5, abs=1e-5)
-        assert row["ours"]["lse_error"] == pytest.approx(0.25, abs=1e-5)
+    for row in measure(Off(), 2, 16, torch.float32, case):
+        assert row["error"] == pytest.approx(0.5, abs=1e-5)
+        assert row["lse_error"] == pytest.approx(0.25, abs=1e-5)
     parts = [torch.randn(2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 50, 51)]
     parts[2] = parts[2][:, :50]
     queries, keys, values = (part.double() for part in parts)
@@ -111,7 +111,3 @@ def test_bad_input(
     assert command_line.main(["attention", "--quick", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert message in err and out == "" and not list(tmp_path.glob("**/*.json"))
-
-
-def test_the_quick_case_is_more_than_a_cache_holds() -> None:
-    assert min(2 * heads * QUICK.tokens * dim * 2 for heads, dim in QUICK.shapes) >= 64 * 2**20

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.inputs import say
-from bench.paper.runs import STRIDE, Row, Study
-from bench.report import tokens_name
+from bench.paper.runs import STRIDE, Continued
+from bench.studies import Row
 from offload_rt.drafting.sequoia import Plan
 from offload_rt.expectations import DRAFT_LENGTHS, LATER_CHOICES, ceiling, expected_speedup, expected_tokens
 
@@ -30,30 +30,25 @@ def expected_of(shape: str, depth: int, acceptance: float) -> float:
     return Plan((acceptance, *LATER_CHOICES), int(nodes)).tokens(depth)
 
 
-def ceilings(study: Study) -> list[Row]:
-    """By context: measured parts, what they allow, and what a chain of the best depth brings."""
-    longest, common, rows = study.arguments.context, study.keys | STRIDE, []
+def ceilings(study: Continued) -> list[Row]:
+    """Theory and measurement.
+
+    TriForce, figure 5. `ceiling`: every drafted token stands, and every pass hides behind drafting.
+    `expected`: by the measured parts, with nothing drafted ahead; drafting ahead may exceed it.
+    """
+    longest, common, rows = study.sizes.context, study.keys | STRIDE, list[Row]()
     for context in (longest // 4, longest // 2, longest):
-        say(f"ceiling at {tokens_name(context)}")
-        with study.reader(context) as llm:
+        say(f"ceiling at {context} tokens")
+        with study.llm(context) as llm:
             deep = study.measured(llm, common | {"speculation.gamma2": DEPTH})
             pass_ms = study.plain_ms(llm, PLAIN_TOKENS)
             token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
             accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
-            best = max(DRAFT_LENGTHS, key=lambda depth: expected_speedup(pass_ms, token_ms, accepted, depth))
+            expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
+            best = max(expected, key=expected.__getitem__)
             found = study.measured(llm, common | {"speculation.gamma2": best})
-        rows.append(
-            {
-                "context": context,
-                "pass_ms": pass_ms,
-                "draft_token_ms": token_ms,
-                "tokens_at_16": deep["tokens_per_pass"],
-                "acceptance": accepted,
-                "ceiling": ceiling(pass_ms, token_ms),
-                "best_depth": best,
-                "expected": expected_speedup(pass_ms, token_ms, accepted, best),
-                "measured": pass_ms / found["ms_per_token"],
-                "paper_ceiling": PAPER_CEILING,
-            }
-        )
+        row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
+        row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
+        row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
+        rows.append(row | {"measured": pass_ms / found["ms_per_token"], "paper_ceiling": PAPER_CEILING})
     return rows
