@@ -10,30 +10,27 @@ drafted n tokens behind the latest refresh, as a decoder that drafts `ROUND` tok
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from bench import needles
-from bench.context import ContextReader
-from bench.studies import Bars, Row
-from bench.texts import Texts
+from bench.studies import Row
+from bench.texts import ContextReader, Texts
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
 from offload_rt.caches.base import DerivedCache, Verified
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys
-from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import RefreshPolicy
-from offload_rt.sampling import Sampler
-
-Kind = tuple[str, int]
-"""A small cache: its name, and how many entries it has."""
+from offload_rt.config import load_config
+from offload_rt.drafting.compose import Parts, compose
+from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.verifier import Sampling
+from offload_rt.sampling import GeneratorDraws, Sampler
 
 DEPTHS = 5  # of the passages
 ROUND = 8
@@ -46,6 +43,7 @@ RETRIEVAL_STRIDE = f"retrieval, stride:{STRIDE}"
 MEAN_KEYS = "mean keys (TriForce)"
 HEAVY_HITTERS = "heavy hitters (H2O)"
 TOP_K = "exact top-k"
+TOP_K_FIRST_WHOLE = "exact top-k, first layer whole"
 STREAMING = "StreamingLLM"
 
 
@@ -74,10 +72,8 @@ class ExactTopKCache(BoundedCache):
             return super().attend(layer, queries, keys, values, scale)
         assert self._new is not None
         source, backend = self._source, self._source.backend
-        parts = []
-        for run in source.sequence.views(layer, 0, self.verified_length):
-            seen_keys, seen_values = (part.to(source.device) for part in run)
-            parts.append(attend(backend, queries, seen_keys, seen_values, scale))
+        runs = source.sequence.views(layer, 0, self.verified_length)
+        parts = [attend(backend, queries, k.to(source.device), v.to(source.device), scale) for k, v in runs]
         mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
         parts.append(attend(backend, queries, keys, values, scale, mask))
         return merge(parts)[0]
@@ -110,51 +106,42 @@ def count_prompt(reader: ContextReader) -> None:
     full.rewind()
 
 
-def _retrieved(
-    reader: ContextReader,
-    budget: int,
-    policy: str = "every",
-    decay: float | None = DECAY,
-    rest: bool = True,
-) -> RetrievedCache:
-    """A retrieved cache that chooses by attention which counts less by `decay`; None: by mean keys."""
-    full, settings = reader.full, reader.config.retrieval
-    pages = full.layout.pages(reader.room)
-    return RetrievedCache(
-        full,
-        budget=budget,
-        chunk=settings.chunk,
-        recent=min(settings.recent, budget // 4),
-        refresh=RefreshPolicy.parse(policy),
-        backend=reader.backend,
-        selection=ByMeanKeys(full) if decay is None else ByAttention(full, settings.chunk, decay, pages),
-        room=pages if rest else 0,
-    )
-
-
-def _streaming(reader: ContextReader, budget: int) -> StreamingCache:
-    return StreamingCache(
-        reader.model.kv_layout(),
-        reader.model.rotary_frequencies,
-        sinks=SINKS,
-        window=budget - SINKS,
-        backend=reader.backend,
-        source=reader.full,
-    )
-
-
-CACHES: dict[str, Callable[[ContextReader, int], DerivedCache]] = {
-    RETRIEVAL: _retrieved,
-    RETRIEVAL_STRIDE: partial(_retrieved, policy=f"stride:{STRIDE}"),
-    "retrieval, rest left out": partial(_retrieved, rest=False),
-    MEAN_KEYS: partial(_retrieved, decay=None, rest=False),
-    "mean keys, rest estimated": partial(_retrieved, decay=None),
-    HEAVY_HITTERS: partial(_retrieved, policy=NEVER, decay=1.0, rest=False),
-    TOP_K: lambda reader, budget: ExactTopKCache(reader.full, budget),
-    "exact top-k, first layer whole": lambda reader, budget: ExactTopKCache(reader.full, budget, whole=1),
-    STREAMING: _streaming,
+Keys = dict[str, object]
+BY_MEANS: Keys = {"retrieval.select": "mean_keys"}
+ALONE: Keys = {"retrieval.rest": False}
+CONFIGS: dict[str, Keys] = {
+    RETRIEVAL: {},
+    RETRIEVAL_STRIDE: {"retrieval.refresh": f"stride:{STRIDE}"},
+    "retrieval, rest left out": ALONE,
+    MEAN_KEYS: BY_MEANS | ALONE,
+    "mean keys, rest estimated": BY_MEANS,
+    HEAVY_HITTERS: {"retrieval.select": "heavy_hitters", "retrieval.refresh": NEVER} | ALONE,
+    STREAMING: {"speculation.levels": ["target:streaming"]},
 }
-"""Small caches of a reader's model, with so many entries."""
+"""Small caches by keys of a configuration; refreshed every round where it does not say otherwise."""
+CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
+
+
+def small_cache(reader: ContextReader, kind: str, budget: int) -> DerivedCache:
+    """One of `CACHES` with so many entries, kept up from the full cache."""
+    full, recent = reader.full, min(reader.config.retrieval.recent, budget // 4)
+    if kind in CONFIGS:
+        keys: Keys = {"retrieval.budget": budget, "retrieval.recent": recent, "retrieval.refresh": "every"}
+        keys |= {"retrieval.chunk": reader.config.retrieval.chunk}
+        keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS}
+        config, pages = load_config("retrieval", keys | CONFIGS[kind]), full.layout.pages(reader.room)
+        sampling = Sampling(Sampler(), GeneratorDraws(0, full.device))
+        compose(
+            Parts(
+                config, reader.model, None, full, sampling, (), pages, reader.backend, BufferPool(), Heads()
+            )
+        )
+    else:
+        full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
+    full.build_derived()
+    return full.derived[-1]
+
+
 TABLE_1 = {
     TOP_K: (0.9921, 0.9989),
     STREAMING: (0.9156, 0.0519),
@@ -173,9 +160,7 @@ def acceptance(reader: ContextReader, tokens: Sequence[int], kind: str, budget: 
     full = reader.full
     full.rewind()
     full.attended = None
-    cache = CACHES[kind](reader, budget)
-    full.derived.append(cache)
-    full.build_derived()
+    cache = small_cache(reader, kind, budget)
     if kind == HEAVY_HITTERS:
         assert isinstance(cache, RetrievedCache)
         count_prompt(reader)
@@ -202,13 +187,6 @@ def by_distance(values: Tensor, period: int) -> list[float | None]:
     return [float(mean) if len(whole) else None for mean in whole.mean(dim=(0, 2))]
 
 
-BY_ENTRIES = Bars(
-    "acceptance by what a cache holds",
-    ("cache", "context", "entries"),
-    {"books": "books", "needles": "needles"},
-)
-
-
 def small_caches(study: Texts) -> list[Row]:
     """What a small cache holds.
 
@@ -222,7 +200,7 @@ def small_caches(study: Texts) -> list[Row]:
     least, generator = 2 * study.config.retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
     rows = []
     for length in sizes.contexts:
-        books, passages = defaultdict[Kind, list[Tensor]](list), defaultdict[Kind, list[Tensor]](list)
+        books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
         kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
         for name, tokens in study.books.items():
             with study.reader(f"{name}: acceptance after {length} tokens", length + positions) as reader:

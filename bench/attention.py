@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench import inputs, machine
 from bench.inputs import say
-from bench.studies import Bars, Part, Row, Study, size
+from bench.studies import Part, Row, Study, size
 from cpu_kv import KeysValues, KVLayout, PagedKVStore
 from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
 from offload_rt.config import StoreConfig
@@ -37,12 +37,12 @@ T = TypeVar("T")
 class AttentionCase:
     """How much `attention` measures; `shapes` are key heads and their dimensions."""
 
-    shapes: tuple[tuple[int, int], ...] = size(((4, 64), (8, 128)), "", quick=((4, 64),))
-    tokens: int = size(131072, "keys a head", inputs.count(1), quick=65536)
+    shapes: tuple[tuple[int, int], ...] = ((4, 64), (8, 128))
+    tokens: int = size(131072, "keys a head", inputs.count(1))
     queries: tuple[int, ...] = size(
         (1, 8, 16, 32, 64), "tokens times the heads that share a key head", inputs.counts(1), metavar="N,N"
     )
-    repeats: int = size(9, "interleaved runs, after one that is not timed", inputs.count(1), quick=5)
+    repeats: int = size(9, "interleaved runs, after one that is not timed", inputs.count(1))
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
     def check_memory(self) -> None:
@@ -62,43 +62,43 @@ class AttentionCase:
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Our kernel, and what to measure of it."""
+class Ours:
+    """Our kernel, and how much to measure of it."""
 
-    ours: NativeCpuBackend
+    backend: AttentionBackend
     case: AttentionCase
     settings: dict[str, Any]
     device: torch.device = CPU
 
-    @classmethod
-    def opened(cls, arguments: object, case: AttentionCase) -> Kernels:
-        """
-        Raises:
-            UsageError: the case is too large, or there is no compiler for the kernel.
-        """
-        case.check_memory()
-        kernel = load_kernel()
-        if kernel is None:
-            raise UsageError(
-                "the native kernel cannot be built here: install a C++ compiler (g++, or name one in CXX), "
-                "and do not set OFFLOAD_RT_NATIVE=0"
-            )
-        kernel_settings = {"lanes": kernel.lanes, "bfloat16_dots": kernel.bfloat16_dots}
-        return cls(NativeCpuBackend(kernel), case, kernel_settings)
+
+def opened(_: object, case: AttentionCase) -> Ours:
+    """
+    Raises:
+        UsageError: the case is too large, or there is no compiler for the kernel.
+    """
+    case.check_memory()
+    kernel = load_kernel()
+    if kernel is None:
+        raise UsageError(
+            "the native kernel cannot be built here: install a C++ compiler (g++, or name one in CXX), "
+            "and do not set OFFLOAD_RT_NATIVE=0"
+        )
+    settings = {"lanes": kernel.lanes, "bfloat16_dots": kernel.bfloat16_dots}
+    return Ours(NativeCpuBackend(kernel), case, settings)
 
 
-def measured(kernels: Kernels) -> list[Row]:
+def measured(ours: Ours) -> list[Row]:
     """Over one layer's keys and values.
 
     `over torch`: how many times as fast ours is. `of read rate`: the GB/s of ours over those at which torch
     reads memory, measured just before; attention reads every key and value once. Errors are the largest of
     any entry, `lse` of the logarithms of sums of weights, against float64.
     """
-    rows, case = list[Row](), kernels.case
+    rows, case = list[Row](), ours.case
     for (heads, dim), name in product(case.shapes, case.dtypes):
         say(f"{heads} key heads of {dim}, {name}")
         kind = {"key_heads": heads, "head_dim": dim, "dtype": name}
-        rows += [kind | row for row in measure(kernels.ours, heads, dim, getattr(torch, name), case)]
+        rows += [kind | row for row in measure(ours.backend, heads, dim, getattr(torch, name), case)]
     return rows
 
 
@@ -165,13 +165,9 @@ ATTENTION = Study(
     name="attention",
     about="our CPU attention kernel beside torch's",
     note=(__doc__ or "").partition("\n\n")[2],
-    sizes=AttentionCase,
+    sizes=AttentionCase(),
+    quick=AttentionCase(shapes=((4, 64),), tokens=65536, repeats=5),
     add_arguments=lambda parser: parser.add_argument("--out", type=Path, metavar="FILE", help=inputs.OUT),
-    opened=Kernels.opened,
-    parts={
-        "measured": Part(
-            measured,
-            Bars("GB/s", ("key_heads", "dtype", "queries"), {"gb_s": "ours", "torch_gb_s": "torch's"}),
-        )
-    },
+    opened=opened,
+    parts={"measured": Part(measured, ("key_heads", "dtype", "queries"), ("gb_s", "torch_gb_s"))},
 )

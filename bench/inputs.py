@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench import machine
 from offload_rt.api import NO_DRAFT
 from offload_rt.commands.generate import add_overrides
-from offload_rt.commands.prompts import built_in
+from offload_rt.commands.prompts import built_in, file_text
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.loading import (
@@ -128,18 +128,9 @@ def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
     Raises:
         UsageError: a file is missing, empty or not UTF-8.
     """
-    texts = []
-    for path in paths or ():
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"text {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
-        except OSError as error:
-            raise UsageError(f"text {path}: cannot be read ({error.strerror}); give a text file") from None
-        if not text:
-            raise UsageError(f"text {path}: is empty")
-        texts.append((path.name, text))
-    return texts or [("pydoc_data.topics", built_in())]
+    return [(path.name, file_text(f"text {path}", path)) for path in paths or ()] or [
+        ("pydoc_data.topics", built_in())
+    ]
 
 
 def read_tokens(

@@ -8,9 +8,8 @@ from statistics import fmean
 
 import torch
 
-from bench.context import ContextReader
 from bench.studies import Row
-from bench.texts import Texts
+from bench.texts import ContextReader, Texts
 
 PASSAGE = 32  # random tokens
 CUE = 8  # of them are repeated at the end of the prompt; the others are to follow

@@ -21,62 +21,46 @@ from offload_rt.files import write_whole
 Row = dict[str, Any]
 
 
-def size(
-    whole: Any,
-    about: str = "",
-    parse: Callable[[str], object] | None = None,
-    *flags: str,
-    quick: object = None,
-    metavar: str = "N",
-) -> Any:
-    """A field of a study's sizes.
-
-    Args:
-        whole, quick: its value, and that with `--quick` where it is another one.
-        parse: of the argument that sets it, if there is one.
-        flags: other names of the argument.
-    """
+def size(whole: Any, about: str, parse: Callable[[str], object], *flags: str, metavar: str = "N") -> Any:
+    """A field of a study's sizes that is an argument of its command too; `flags` are other names of it."""
     given = {"type": parse, "metavar": metavar, "help": f"{about} (default: {_said(whole)})"}
-    known = {"quick": whole if quick is None else quick, "flags": flags, "given": given if parse else None}
-    return field(default=whole, metadata=known)
+    return field(default=whole, metadata={"flags": flags, "given": given})
 
 
 @dataclass(frozen=True)
-class Bars:
-    """A plot: horizontal bars, a group for each row.
+class Part:
+    """A table, and its plot, where a picture says more.
 
     Attributes:
-        labels: columns that name a row.
-        columns: what the legend calls each of the others.
+        measure: what yields its rows.
+        labels: columns that name a row in the plot.
+        plotted: columns that are drawn.
     """
 
-    title: str
-    labels: Sequence[str]
-    columns: Mapping[str, str]
+    measure: Callable[[Any], list[Row]]
+    labels: Sequence[str] = ()
+    plotted: Sequence[str] = ()
+
+    @property
+    def title(self) -> str:
+        return (inspect.getdoc(self.measure) or "").partition("\n")[0].rstrip(".")
+
+    def section(self, rows: Sequence[Row]) -> str:
+        """Title, text and table as Markdown."""
+        about = (inspect.getdoc(self.measure) or "").partition("\n")[2].split()
+        return f"## {self.title}\n\n{' '.join(about)}\n\n{table(rows)}"
 
     def draw(self, place: Any, rows: Sequence[Row]) -> None:
-        height = 0.8 / len(self.columns)
-        for number, (column, name) in enumerate(self.columns.items()):
+        """Horizontal bars, a group for each row."""
+        height = 0.8 / len(self.plotted)
+        for number, column in enumerate(self.plotted):
             at = [-row - number * height for row in range(len(rows))]
-            place.barh(at, [row[column] or 0.0 for row in rows], height, label=name)
+            place.barh(at, [row[column] or 0.0 for row in rows], height, label=column.replace("_", " "))
         names = [", ".join(str(row[label]) for label in self.labels) for row in rows]
         place.set_yticks([-row for row in range(len(rows))], names, fontsize="small")
         place.set_title(self.title)
         place.legend(fontsize="small")
         place.grid(alpha=0.3)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A table: what measures its rows, and its plot, where a picture says more."""
-
-    measure: Callable[[Any], list[Row]]
-    plot: Bars | None = None
-
-    def section(self, rows: Sequence[Row]) -> str:
-        """Title, text and table as Markdown."""
-        title, _, about = (inspect.getdoc(self.measure) or "").partition("\n")
-        return f"## {title.rstrip('.')}\n\n{' '.join(about.split())}\n\n{table(rows)}"
 
 
 @dataclass(frozen=True)
@@ -87,15 +71,17 @@ class Study:
         name: of the command.
         about: what it measures, in a line.
         note: what a reader of all its tables has to know.
-        sizes: a dataclass whose fields are declared by `size`.
-        add_arguments: adds those arguments that are no sizes, `--out` among them.
+        sizes: a dataclass; those of its fields that `size` declares are arguments.
+        quick: the same with `--quick`.
+        add_arguments: adds the arguments that are no sizes, `--out` among them.
         opened: what the parts measure, by arguments and sizes; has a `device`, and `settings` to tell.
     """
 
     name: str
     about: str
     note: str
-    sizes: Callable[..., Any]
+    sizes: Any
+    quick: Any
     add_arguments: Callable[[argparse.ArgumentParser], object]
     opened: Callable[[argparse.Namespace, Any], Any]
     parts: Mapping[str, Part]
@@ -104,9 +90,10 @@ class Study:
         """Declares the command."""
         parser = inputs.command(commands, self.name, self.run, self.about)
         self.add_arguments(parser)
-        for one in fields(self.sizes()):
-            if given := one.metadata.get("given"):
-                parser.add_argument(*one.metadata["flags"], f"--{one.name.replace('_', '-')}", **given)
+        for one in fields(self.sizes):
+            if one.metadata:
+                name = f"--{one.name.replace('_', '-')}"
+                parser.add_argument(*one.metadata["flags"], name, **one.metadata["given"])
         every = tuple(self.parts)
         parser.add_argument("--parts", type=inputs.names(every), default=every, metavar="A,B")
         parser.add_argument("--quick", action="store_true", help="less of everything")
@@ -116,23 +103,19 @@ class Study:
         """Measures, writes JSON, page and plots, and prints the tables."""
         if not arguments.no_plot:
             report.pyplot()  # or refuses
-        declared = self.sizes()
-        if arguments.quick:
-            declared = self.sizes(
-                **{one.name: one.metadata["quick"] for one in fields(declared) if one.metadata}
-            )
-        sizes = inputs.fitted(declared, arguments)
+        sizes = inputs.fitted(self.quick if arguments.quick else self.sizes, arguments)
         subject = self.opened(arguments, sizes)
         described = machine.describe(subject.device)
         path = inputs.destination(arguments.out, self.name, described)
         found = report.envelope(self.name, arguments, described) | subject.settings | {"case": asdict(sizes)}
-        for name in arguments.parts:
-            found[name] = self.parts[name].measure(subject)
+        parts = {name: self.parts[name] for name in arguments.parts}
+        for name, part in parts.items():
+            found[name] = part.measure(subject)
             report.write_json(path, found)  # each part as it is done: all of them may take an hour
-        sections = [self.parts[name].section(found[name]) for name in arguments.parts]
+        sections = [part.section(found[name]) for name, part in parts.items()]
         page = [f"# {self.about[0].upper()}{self.about[1:]}", f"`{found['command']}`"]
         page += [_what(found, subject.settings | found["case"]), " ".join(self.note.split())]
-        plots = [(part.plot, found[name]) for name, part in self.parts.items() if name in found and part.plot]
+        plots = [(part, found[name]) for name, part in parts.items() if part.plotted]
         if plots and not arguments.no_plot:
             page.append(_draw(plots, path.with_suffix(PICTURE)))
         write_whole(path.with_suffix(PAGE), "\n\n".join([*page, *sections]) + "\n")
@@ -168,7 +151,7 @@ def _what(found: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return f"{'; '.join(said)}. {where}, {found['date'][:10]}."
 
 
-def _draw(plots: Sequence[tuple[Bars, Sequence[Row]]], path: Path) -> str:
+def _draw(plots: Sequence[tuple[Part, Sequence[Row]]], path: Path) -> str:
     """The plots as one picture; its Markdown."""
     pyplot = report.pyplot()
     across = min(3, len(plots))
@@ -176,8 +159,8 @@ def _draw(plots: Sequence[tuple[Bars, Sequence[Row]]], path: Path) -> str:
     figure.set_size_inches(7 * axes.shape[1], 5 * axes.shape[0])
     for place in axes.flat[len(plots) :]:
         place.set_axis_off()
-    for place, (bars, rows) in zip(axes.flat, plots, strict=False):
-        bars.draw(place, rows)
+    for place, (part, rows) in zip(axes.flat, plots, strict=False):
+        part.draw(place, rows)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
     return f"![plots]({path.name})"

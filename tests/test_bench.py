@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import bench.__main__ as command_line
 from bench import acceptance, inputs, machine, needles, report, studies
-from bench.context import ContextReader
-from bench.loss import of_change, window_of
-from bench.model_card import MODEL_CARD, Sizes
+from bench.model_card import MODEL_CARD, Sizes, of_change, window_of
+from bench.texts import ContextReader
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
@@ -200,7 +198,7 @@ def test_model_card(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kinds = (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE, acceptance.STREAMING)
-    small = dataclasses.replace(MODEL_CARD, sizes=partial(Sizes, shares=(8,), caches=kinds))
+    small = dataclasses.replace(MODEL_CARD, sizes=Sizes(shares=(8,), caches=kinds))
     monkeypatch.setattr(command_line, "COMMANDS", (small,))
     other = tmp_path / "other.txt"
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
 import bench.__main__ as command_line
 from bench.paper import shapes, tables
 from bench.paper.command import PAPER, Sizes
-from bench.paper.theory import acceptance_of, expected_of
+from bench.paper.tables import acceptance_of, expected_of
 from offload_rt.drafting.datastore import build
 from offload_rt.expectations import LATER_CHOICES, expected_speedup
 
@@ -37,7 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     arguments += f" --out {out} --context 320 --rate 1 --seeds 2 -n 24"
     arguments += " --batch 2 --batch-context 100"
     with pytest.MonkeyPatch.context() as fewer:
-        small = dataclasses.replace(PAPER, sizes=partial(Sizes, shapes=SHAPES))
+        small = dataclasses.replace(PAPER, sizes=Sizes(shapes=SHAPES))
         fewer.setattr(command_line, "COMMANDS", (small,))
         fewer.setattr(shapes, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
         for name, values in (
@@ -121,7 +120,7 @@ def test_approximate_layers_cost_acceptance(report: dict[str, Any]) -> None:
         and max(alike["groups:3"], alike["skip:1a,2a,3a"]) < 1
     )
     trees = {(row["draft"], row["calibrated"]) for row in report["layers"] if row["draft"].endswith("@5")}
-    assert trees == {(f"{tree}@5", flag) for tree in shapes.TREES for flag in (True, False)}
+    assert trees == {(f"{tree}@5", flag) for tree in shapes.GROWN for flag in (True, False)}
     assert rows["groups:1", True] == rows["groups:1", False] == rows["all", True] > 0.2
     assert min(rows["groups:3", True], rows["skip:1a,2a,3a", True]) > 0.1
 

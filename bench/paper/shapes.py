@@ -7,10 +7,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.acceptance import CACHES, RETRIEVAL
+from bench.acceptance import RETRIEVAL, small_cache
 from bench.inputs import say
 from bench.paper.runs import Continued
-from bench.paper.theory import acceptance_of, expected_of
+from bench.paper.tables import acceptance_of, expected_of
 from bench.studies import Row
 from offload_rt.api import LLM
 from offload_rt.caches.base import NewTokens
@@ -20,35 +20,14 @@ from offload_rt.layers import LayerPlan
 from offload_rt.parts import Part
 from offload_rt.results import SamplingParams
 
-SHAPES = (
-    "chain@8",
-    "chain@16",
-    "chain@24",
-    "chain@32",
-    "chain@48",
-    "sequences:4@24",
-    "tree:2,2,2@16",
-    "grown:64@16",
-    "grown:128@32",
-    "sequoia:64@16",
-    "sequoia:128@32",
-    "sequoia:256@32",
-    "chain@32+suffix",
-    "sequoia:256@32+suffix",
-)
+CHAINS = tuple(f"chain@{depth}" for depth in (8, 16, 24, 32, 48))
+TREES = "sequences:4@24", "tree:2,2,2@16", "grown:64@16", "grown:128@32"
+SEQUOIA = "sequoia:64@16", "sequoia:128@32", "sequoia:256@32"
+SHAPES = (*CHAINS, *TREES, *SEQUOIA, "chain@32+suffix", "sequoia:256@32+suffix")
 """Shapes, their depths, and what joins them."""
-LAYERS = (
-    "all",
-    "groups:1",
-    "groups:2",
-    "groups:3",
-    "groups:4",
-    "groups:5",
-    "skip:2",
-    "skip:2,3",
-    "skip:1a,2a,3a",
-)
-TREES = ("grown:10", "grown:20", "grown:40")
+GROUPS = tuple(f"groups:{count}" for count in range(1, 6))
+LAYERS = ("all", *GROUPS, "skip:2", "skip:2,3", "skip:1a,2a,3a")
+GROWN = ("grown:10", "grown:20", "grown:40")
 """Of depth 5, so 2, 4 and 8 nodes wide."""
 PROBED = 64
 BATCH = ("plain", "lookup")
@@ -88,7 +67,7 @@ def layers(study: Continued) -> list[Row]:
     alike = _likeness(study)
     rows: list[Row] = []
     plans = [(name, flag, "chain", 8) for name in LAYERS for flag in (True, False)[: 1 + ("groups" in name)]]
-    plans += [("groups:3", flag, tree, 5) for tree in TREES for flag in (True, False)]
+    plans += [("groups:3", flag, tree, 5) for tree in GROWN for flag in (True, False)]
     with study.llm(linked=False) as llm:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
@@ -115,8 +94,7 @@ def _likeness(study: Continued) -> dict[str, float]:
     probed = study.tokens[context : context + PROBED]
     with study.reader("likeness of orders of layers", context + PROBED) as reader:
         reader.read(study.tokens[:context])
-        cache, model = CACHES[RETRIEVAL](reader, budget), reader.model
-        cache.build(reader.full.last_queries)
+        cache, model = small_cache(reader, RETRIEVAL, budget), reader.model
         new = NewTokens.below(cache.held, range(-1, len(probed) - 1), probed)
 
         def hidden(plan: LayerPlan | None) -> Tensor:

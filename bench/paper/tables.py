@@ -1,4 +1,4 @@
-"""The tables of TriForce, and the systems that it is compared with."""
+"""The tables of TriForce, the systems that it is compared with, and what theory expects of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from bench.inputs import say
 from bench.paper.runs import STRIDE, Continued
 from bench.studies import Row
 from offload_rt.config import load_config, uses_small_model
+from offload_rt.drafting.sequoia import Plan
+from offload_rt.expectations import DRAFT_LENGTHS, LATER_CHOICES, ceiling, expected_speedup, expected_tokens
 from offload_rt.loading import DEMO
 
-PLAIN_TOKENS = 8
+PLAIN_TOKENS, CEILING_PLAIN_TOKENS = 8, 16
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
 GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6
 GAMMA_2 = dict(enumerate((1.62, 1.90, 2.13, 2.22, 2.26, 2.31, 2.24, 2.20), 1))  # with γ1 = 2
@@ -20,6 +22,8 @@ LENGTHS = {64: None, 128: None, 256: 2.28, 512: None}
 """What varies, and the paper's speed-up."""
 BUDGETS = (128, 64, 32, 16, 8)
 """One over the share of the text that the retrieved cache holds."""
+DEPTH = 16  # of the chains that theory starts from
+PAPER_CEILING = 13.1
 
 
 @dataclass(frozen=True)
@@ -125,3 +129,44 @@ def sources(study: Continued) -> Iterator[Variant]:
     yield Variant("EasySpec", "easyspec")
     yield Variant("trees", "trees")
     yield Variant("triforce", "triforce", paper=2.19)
+
+
+def acceptance_of(tokens: float, depth: int) -> float:
+    """The acceptance of each drafted token at which chains of `depth` yield so many tokens a pass."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, depth) < tokens else (low, middle)
+    return low
+
+
+def expected_of(shape: str, depth: int, acceptance: float) -> float:
+    """Tokens that a chain or a Sequoia tree yields by the acceptance of first children."""
+    kind, _, nodes = shape.partition(":")
+    if kind == "chain":
+        return expected_tokens(acceptance, depth)
+    return Plan((acceptance, *LATER_CHOICES), int(nodes)).tokens(depth)
+
+
+def ceilings(study: Continued) -> list[Row]:
+    """Theory and measurement.
+
+    TriForce, figure 5. `ceiling`: every drafted token stands, and every pass hides behind drafting.
+    `expected`: by the measured parts, with nothing drafted ahead; drafting ahead may exceed it.
+    """
+    longest, common, rows = study.sizes.context, study.keys | STRIDE, list[Row]()
+    for context in (longest // 4, longest // 2, longest):
+        say(f"ceiling at {context} tokens")
+        with study.llm(context) as llm:
+            deep = study.measured(llm, common | {"speculation.gamma2": DEPTH})
+            pass_ms = study.plain_ms(llm, CEILING_PLAIN_TOKENS)
+            token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
+            accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
+            expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
+            best = max(expected, key=expected.__getitem__)
+            found = study.measured(llm, common | {"speculation.gamma2": best})
+        row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
+        row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
+        row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
+        rows.append(row | {"measured": pass_ms / found["ms_per_token"], "paper_ceiling": PAPER_CEILING})
+    return rows
