@@ -199,7 +199,7 @@ def small_caches(study: Texts) -> list[Row]:
     sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
     least, generator = 2 * study.config.retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
     rows = []
-    for length in sizes.contexts:
+    for length in (sizes.context // divisor for divisor in sizes.divisors):
         books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
         kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
         for name, tokens in study.books.items():

@@ -25,19 +25,21 @@ HEAD_SLICE = 2048  # rows of logits at a time
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much `model-card` measures; `shares` of a text that small caches hold, as divisors."""
+    """How much `model-card` measures.
+
+    Attributes:
+        divisors: of the context; what is left are contexts at which small caches are compared.
+        shares: one over these of such a context is what they hold.
+        caches: their names.
+    """
 
     context: int = size(131072, "tokens of the longest prompt", inputs.count(1024))
     step: int = size(8192, "tokens whose loss is told together", inputs.count(1))
     positions: int = size(256, "that the acceptance is a mean of", inputs.count(8))
     seed: int = size(0, "of the passages", inputs.count(0), metavar="S")
+    divisors: tuple[int, ...] = (4, 1)
     shares: tuple[int, ...] = (32, 8)
     caches: tuple[str, ...] = tuple(name for name in CACHES if name != HEAVY_HITTERS)
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Those at which small caches are compared."""
-        return self.context // 4, self.context
 
 
 def loss(study: Texts) -> list[Row]:

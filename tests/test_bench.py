@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from reference_attention import ReferenceBackend
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import bench.__main__ as command_line
+import bench.attention
 from bench import acceptance, inputs, machine, needles, report, studies
+from bench.attention import CPU, AttentionCase, exact, measure, take_turns
 from bench.model_card import MODEL_CARD, Sizes, of_change, window_of
 from bench.texts import ContextReader
 from cpu_kv import head_major
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, SamplingParams, native
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import Config, load_config
+from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
 
@@ -41,14 +50,17 @@ CONFIGS = ("plain", "retrieval", "triforce", "lookup", "streaming", "naive")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a target with a tokenizer and of its draft."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("target", "draft")]
-    target = tiny_target("llama-gqa", seed=3)
-    for folder, model in zip(folders, (target, noisy_copy(target)), strict=True):
-        model.save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-    return str(folders[0]), str(folders[1])
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa", seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, target: PreTrainedModel) -> Path:
+    """The target with a tokenizer."""
+    folder = tmp_path_factory.mktemp("target")
+    target.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -59,15 +71,16 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def reader(target: PreTrainedModel) -> Iterator[ContextReader]:
+    with ContextReader(CausalModel(target, "tiny"), load_config("retrieval", SMALL), 768) as reader:
+        yield reader
+
+
+@pytest.fixture
 def rate(monkeypatch: pytest.MonkeyPatch) -> float:
     """Memory that is read at 10 GB/s."""
     monkeypatch.setattr(machine, "read_rate", lambda device: 10.0)
     return 10.0
-
-
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
 
 
 # LLM.rerun, by which one prefill serves every composition
@@ -144,24 +157,31 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
         ("model-card --parts loss,luck --text TEXT", "'luck' is none of loss, needle, acceptance"),
         ("model-card --out card.md --context 2048", "--out card.md: is where the page or the plots go"),
         ("paper --parts shapes,luck", "'luck' is none of policies, temperatures"),
+        ("attention --queries 1,none", "'none' is not a whole number of at least 1"),
+        (
+            "attention --tokens 100000000",
+            "--tokens 100000000 needs 572.2 GiB of memory, and 1.5 GiB are free",
+        ),
+        ("attention --tokens 10", "install a C++ compiler"),
         ("fly", "invalid choice: 'fly'"),
     ],
 )
 def test_bad_input(
     arguments: str,
     message: str,
-    pair: tuple[str, str],
+    folder: Path,
     text: Path,
-    rate: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(inputs, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * 2**29, total=2**34))
+    monkeypatch.setattr(bench.attention, "load_kernel", lambda: None)
     given = arguments.replace("TEXT", str(text)).split()
-    if given[0] in ("speedup", "model-card"):
-        given += ["--model", pair[0]]
+    given += ["--quick"] if given[0] == "attention" else []
+    given += ["--model", str(folder)] if given[0] in ("speedup", "model-card") else []
     assert command_line.main(given) == 2
     out, err = capsys.readouterr()
     # Loading weights draws a bar of its own.
@@ -173,16 +193,6 @@ def test_bad_input(
 # model-card
 
 
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama-gqa", seed=3)
-
-
-@pytest.fixture
-def config() -> Config:
-    return load_config("retrieval", SMALL)
-
-
 def transformers_losses(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
@@ -190,7 +200,7 @@ def transformers_losses(model: PreTrainedModel, tokens: list[int]) -> torch.Tens
 
 
 def test_model_card(
-    pair: tuple[str, str],
+    folder: Path,
     text: Path,
     tmp_path: Path,
     target: PreTrainedModel,
@@ -204,7 +214,7 @@ def test_model_card(
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")
     out = tmp_path / "card.json"
     arguments = f"--context 2048 --step 600 --positions 128 --out {out} --text {text} --text {other}".split()
-    assert command_line.main(["model-card", "--model", pair[0], *SETTINGS, *arguments]) == 0
+    assert command_line.main(["model-card", "--model", str(folder), *SETTINGS, *arguments]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(out.read_text())
@@ -268,7 +278,7 @@ def test_needles_lie_at_their_depths() -> None:
         needles.plant(text, 400, depths=5, each=2, alphabet=range(1000), generator=generator)
 
 
-def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, config: Config) -> None:
+def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, reader: ContextReader) -> None:
     text, generator = byte_ids(500), torch.Generator().manual_seed(0)
     prompt, passages = needles.plant(text, 400, depths=2, each=2, alphabet=range(256), generator=generator)
 
@@ -283,30 +293,26 @@ def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, config: Co
     right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
     asked = 2 * (needles.PASSAGE - needles.CUE)
     expected = [(right[0] + right[1]) / asked, (right[2] + right[3]) / asked]
-    with ContextReader(CausalModel(target, "tiny"), config, 400) as reader:
-        reader.read(prompt)
-        assert needles.recall(reader, passages, each=2) == pytest.approx(expected)
-        assert reader.full.verified_length == 400
+    reader.read(prompt)
+    assert needles.recall(reader, passages, each=2) == pytest.approx(expected)
+    assert reader.full.verified_length == 400
     assert expected[0] > 0
 
 
-def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, config: Config) -> None:
+def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, reader: ContextReader) -> None:
     text = byte_ids(240)
-    with ContextReader(CausalModel(target, "tiny"), config, 240) as reader:
-        reader.read(text[:200])
-        for kind in acceptance.CACHES:
-            whole, some = (acceptance.acceptance(reader, text[200:], kind, budget) for budget in (256, 48))
-            assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
-            assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
-        keys = reader.full.sequence.views(1, 0, 240)
+    reader.read(text[:200])
+    for kind in acceptance.CACHES:
+        whole, some = (acceptance.acceptance(reader, text[200:], kind, budget) for budget in (256, 48))
+        assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
+        assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
+    keys = torch.cat([head_major(keys) for keys, _ in reader.full.sequence.views(1, 0, 240)], 1)
     cache = DynamicCache(config=target.config)
     target(torch.tensor([text]), past_key_values=cache)
-    torch.testing.assert_close(
-        torch.cat([head_major(k) for k, _ in keys], 1), cache.layers[1].keys[0], atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(keys, cache.layers[1].keys[0], atol=1e-4, rtol=1e-4)
 
 
-def test_acceptance_of_exact_top_k_against_transformers(config: Config) -> None:
+def test_acceptance_of_exact_top_k_against_transformers() -> None:
     model = tiny_target(seed=4, layers=1, spread=0.1)
     context, budget = 120, 30
     text = byte_ids(context + 8)
@@ -328,8 +334,7 @@ def test_acceptance_of_exact_top_k_against_transformers(config: Config) -> None:
         layer = model.model.layers[0](hidden, attention_mask=full, position_embeddings=rotation)
         small = model.lm_head(model.model.norm(layer))[0, context:].softmax(-1)
         expected = torch.minimum(small, out.logits[0, context:].softmax(-1)).sum(-1)
-    runner = CausalModel(model, "tiny")
-    with ContextReader(runner, config, len(text)) as reader:
+    with ContextReader(CausalModel(model, "tiny"), load_config("retrieval", SMALL), len(text)) as reader:
         reader.read(text[:context])
         found = acceptance.acceptance(reader, text[context:], acceptance.TOP_K, budget)
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
@@ -337,21 +342,20 @@ def test_acceptance_of_exact_top_k_against_transformers(config: Config) -> None:
 
 
 def test_caches_are_refreshed_as_their_policy_says(
-    target: PreTrainedModel, config: Config, monkeypatch: pytest.MonkeyPatch
+    reader: ContextReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refreshes: list[str] = []
-    build = RetrievedCache.fill
-    # Once for the first round, then whenever it is due and read again.
-    monkeypatch.setattr(
-        RetrievedCache,
-        "fill",
-        lambda self, queries: (refreshes.append(str(self.refresh.policy)), build(self, queries))[1],
-    )
+    refreshes, fill = list[str](), RetrievedCache.fill
+
+    def counted(cache: RetrievedCache, queries: Tensor) -> None:
+        refreshes.append(str(cache.refresh.policy))
+        fill(cache, queries)
+
+    monkeypatch.setattr(RetrievedCache, "fill", counted)
     text = byte_ids(512 + 256)
-    with ContextReader(CausalModel(target, "tiny"), config, len(text)) as reader:
-        reader.read(text[:512])
-        for kind in (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE):
-            acceptance.acceptance(reader, text[512:], kind, 256)
+    reader.read(text[:512])
+    for kind in (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE):
+        acceptance.acceptance(reader, text[512:], kind, 256)
+    # Once for the first round, then whenever it is due and read again.
     assert refreshes.count("every") == 256 // acceptance.ROUND
     assert refreshes.count("stride:128") == 256 // acceptance.STRIDE
 
@@ -361,6 +365,66 @@ def test_means_by_distance() -> None:
     assert acceptance.by_distance(values, 8) == [16, 17, 18, 19, 20, 21, 22, 23]
     assert acceptance.by_distance(values, 16) == [8.5, 10.5, 12.5, 14.5, 16.5, 18.5, 20.5, 22.5]
     assert acceptance.by_distance(values, 64) == [None] * 8
+
+
+# attention
+
+
+@pytest.mark.skipif(native.load_kernel() is None, reason="no C++ compiler here: the kernel cannot be built")
+def test_compares_ours_with_torchs(tmp_path: Path, rate: float, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "attention.json"
+    arguments = f"--tokens 700 --queries 5,1 --repeats 3 --out {out}".split()
+    assert command_line.main(["attention", *arguments]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found == json.loads(out.read_text())
+    assert found["machine"] == {**machine.describe(CPU), "load_average": found["machine"]["load_average"]}
+    layers = product(((4, 64), (8, 128)), ("bfloat16", "float32"), (1, 5))
+    for row, ((heads, dim), dtype, queries) in zip(found["measured"], layers, strict=True):
+        named = row["key_heads"], row["head_dim"], row["dtype"], row["queries"]
+        assert named == (heads, dim, dtype, queries)
+        size = 2 if dtype == "bfloat16" else 4
+        for ms, gb_s in ((row["ms"], row["gb_s"]), (row["torch_ms"], row["torch_gb_s"])):
+            assert gb_s == pytest.approx(2 * heads * 700 * dim * size / ms / 1e6)
+        assert row["over_torch"] == pytest.approx(row["torch_ms"] / row["ms"])
+        assert row["of_read_rate"] == pytest.approx(row["gb_s"] / rate)
+        for name in ("error", "torch_error"):
+            assert 0 < row[name] < (1e-2 if size == 2 else 1e-5)
+    assert (
+        "## Over one layer's keys and values" in printed and "| 8         |      128 |  float32 " in printed
+    )
+
+
+def test_errors_are_against_float64(rate: float) -> None:
+    class Off(ReferenceBackend):
+        def __call__(
+            self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            out, lse = super().__call__(queries, keys, values, scale, mask)
+            return out + 0.5, lse
+
+    case = AttentionCase(shapes=((2, 16),), tokens=90, queries=(2, 7), repeats=1)
+    for row in measure(Off(), 2, 16, torch.float32, case):
+        assert row["error"] == pytest.approx(0.5, abs=1e-5)
+    parts = [torch.randn(2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 50, 51)]
+    parts[2] = parts[2][:, :50]
+    queries, keys, values = (part.double() for part in parts)
+    reference = ReferenceBackend()(queries, keys[None], values[None], 0.2, None)
+    for found, wanted in zip(exact(*parts, 0.2), reference, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_kernels_take_turns() -> None:
+    calls: list[str] = []
+
+    def call(backend: str) -> str:
+        calls.append(backend)
+        return backend
+
+    timed = take_turns([partial(call, "ours"), partial(call, "torch")], 2)
+    assert calls == ["ours", "torch"] * 3
+    assert [result for result, _ in timed] == ["ours", "torch"]
+    assert [len(times) for _, times in timed] == [2, 2] and all(t >= 0 for _, times in timed for t in times)
 
 
 # reports

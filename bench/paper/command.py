@@ -15,7 +15,7 @@ from bench.studies import Part, Study, size
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much `paper` measures; `shares` of a text that small caches hold, as divisors."""
+    """How much `paper` measures; the last four are those of `model_card.Sizes`."""
 
     context: int = size(16384, "tokens of the prompt", inputs.count(256))
     rate: float = size(2.0, "of the link", inputs.number(0.01), metavar="GB/s")
@@ -25,18 +25,10 @@ class Sizes:
     batch: int = size(4, "prompts at once", inputs.count(2))
     batch_context: int = size(8192, "tokens of each of them", inputs.count(64))
     shapes: tuple[str, ...] = size(shapes.SHAPES, "of drafts", inputs.names(shapes.SHAPES), metavar="A,B")
+    positions: int = 192
+    divisors: tuple[int, ...] = (1,)
     shares: tuple[int, ...] = (BUDGET_SHARE,)
     caches: tuple[str, ...] = CACHES
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Those at which small caches are compared."""
-        return (self.context,)
-
-    @property
-    def positions(self) -> int:
-        """How many positions the acceptance is a mean of."""
-        return self.new_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +57,7 @@ PAPER = Study(
     many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
     over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
     sizes=Sizes(),
-    quick=Sizes(context=4096, seeds=2, new_tokens=48, batch_context=2048),
+    quick=Sizes(context=4096, seeds=2, new_tokens=48, batch_context=2048, positions=48),
     add_arguments=add_arguments,
     opened=Continued.opened,
     parts=PARTS,
