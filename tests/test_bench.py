@@ -55,12 +55,14 @@ def target() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, target: PreTrainedModel) -> Path:
-    """The target with a tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
-    target.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target with a tokenizer and of its draft."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("target", "draft")]
+    target = tiny_target("llama-gqa", seed=3)
+    for folder, model in zip(folders, (target, noisy_copy(target)), strict=True):
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    return str(folders[0]), str(folders[1])
 
 
 @pytest.fixture
@@ -81,6 +83,11 @@ def rate(monkeypatch: pytest.MonkeyPatch) -> float:
     """Memory that is read at 10 GB/s."""
     monkeypatch.setattr(machine, "read_rate", lambda device: 10.0)
     return 10.0
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
 
 
 # LLM.rerun, by which one prefill serves every composition
@@ -169,7 +176,7 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
 def test_bad_input(
     arguments: str,
     message: str,
-    folder: Path,
+    pair: tuple[str, str],
     text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -181,7 +188,7 @@ def test_bad_input(
     monkeypatch.setattr(bench.attention, "load_kernel", lambda: None)
     given = arguments.replace("TEXT", str(text)).split()
     given += ["--quick"] if given[0] == "attention" else []
-    given += ["--model", str(folder)] if given[0] in ("speedup", "model-card") else []
+    given += ["--model", pair[0]] if given[0] in ("speedup", "model-card") else []
     assert command_line.main(given) == 2
     out, err = capsys.readouterr()
     # Loading weights draws a bar of its own.
@@ -200,7 +207,7 @@ def transformers_losses(model: PreTrainedModel, tokens: list[int]) -> torch.Tens
 
 
 def test_model_card(
-    folder: Path,
+    pair: tuple[str, str],
     text: Path,
     tmp_path: Path,
     target: PreTrainedModel,
@@ -214,7 +221,7 @@ def test_model_card(
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")
     out = tmp_path / "card.json"
     arguments = f"--context 2048 --step 600 --positions 128 --out {out} --text {text} --text {other}".split()
-    assert command_line.main(["model-card", "--model", str(folder), *SETTINGS, *arguments]) == 0
+    assert command_line.main(["model-card", "--model", pair[0], *SETTINGS, *arguments]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(out.read_text())
