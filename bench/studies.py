@@ -95,7 +95,8 @@ class Study:
                 name = f"--{one.name.replace('_', '-')}"
                 parser.add_argument(*one.metadata["flags"], name, **one.metadata["given"])
         every = tuple(self.parts)
-        parser.add_argument("--parts", type=inputs.names(every), default=every, metavar="A,B")
+        said = f"of {', '.join(every)}"
+        parser.add_argument("--parts", type=inputs.names(every), default=every, metavar="A,B", help=said)
         parser.add_argument("--quick", action="store_true", help="less of everything")
         parser.add_argument("--no-plot", action="store_true")
 
@@ -139,13 +140,14 @@ def _cell(value: object) -> str:
 def _said(value: object) -> str:
     """In a sentence."""
     if isinstance(value, tuple | list):
-        return ", ".join(map(_said, value))
+        return ",".join(map(_said, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _what(found: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """What was measured, and on what."""
-    said = [f"{name.replace('_', ' ')} {_said(value)}" for name, value in settings.items()]
+    told = {name.replace("_", " "): value for name, value in settings.items() if not isinstance(value, tuple)}
+    said = [f"{name} {_said(value)}" for name, value in told.items()]
     described = found["machine"]
     where = f"{described['processor']}, {described['threads']} threads, torch {described['torch']}"
     return f"{'; '.join(said)}. {where}, {found['date'][:10]}."
