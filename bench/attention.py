@@ -7,13 +7,13 @@ machine that slows down slows both. A time is a median over repeats, after one t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -29,8 +29,6 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.measuring import CPU, seconds
 from offload_rt.native import load_kernel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,12 +120,13 @@ def measure(
     rows = []
     for count in case.queries:
         calls = [partial(attended, backend, queries[:, :count], parts, scale) for backend, parts in both]
-        (found, times), (torchs, torch_times) = take_turns(calls, case.repeats)
-        ms, torch_ms = median(times), median(torch_times)
+        (found, _), (torchs, _) = (call() for call in calls)
+        turns = [[1e3 * seconds(call) for call in calls] for _ in range(case.repeats)]
+        ms, torch_ms = map(median, zip(*turns, strict=True))
         row = {"queries": count, "ms": ms, "torch_ms": torch_ms, "over_torch": torch_ms / ms}
         row |= {"gb_s": kv_bytes / ms / 1e6, "torch_gb_s": kv_bytes / torch_ms / 1e6, "read_gb_s": rate}
         row |= {"of_read_rate": kv_bytes / ms / 1e6 / rate}
-        for name, out in (("error", found[0]), ("torch_error", torchs[0])):
+        for name, out in (("error", found), ("torch_error", torchs)):
             row[name] = float((out - wanted[:, :count]).abs().max())
         rows.append(row)
     store.close()
@@ -139,16 +138,6 @@ def attended(
 ) -> tuple[Tensor, Tensor]:
     """Over parts `[pages, heads, tokens, dim]`, merged."""
     return merge([backend(queries, keys, values, scale, None) for keys, values in parts])
-
-
-def take_turns(calls: Sequence[Callable[[], T]], repeats: int) -> list[tuple[T, list[float]]]:
-    """What each call returns, and its times in ms, in interleaved runs after one that is not timed."""
-    results = [call() for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for call, runs in zip(calls, times, strict=True):
-            runs.append(1e3 * seconds(call))
-    return list(zip(results, times, strict=True))
 
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

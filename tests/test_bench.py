@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 import bench.__main__ as command_line
 import bench.attention
 from bench import acceptance, inputs, machine, needles, report, studies
-from bench.attention import CPU, AttentionCase, exact, measure, take_turns
+from bench.attention import CPU, AttentionCase, exact, measure
 from bench.model_card import MODEL_CARD, Sizes, of_change, window_of
 from bench.texts import ContextReader
 from cpu_kv import head_major
@@ -402,36 +401,35 @@ def test_compares_ours_with_torchs(tmp_path: Path, rate: float, capsys: pytest.C
     )
 
 
-def test_errors_are_against_float64(rate: float) -> None:
+def test_kernels_take_turns_and_are_held_against_float64(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+
     class Off(ReferenceBackend):
+        by = 0.5
+
         def __call__(
             self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
         ) -> tuple[Tensor, Tensor]:
+            calls.append(self.by)
             out, lse = super().__call__(queries, keys, values, scale, mask)
-            return out + 0.5, lse
+            return out + self.by, lse
 
-    case = AttentionCase(shapes=((2, 16),), tokens=90, queries=(2, 7), repeats=1)
+    class Further(Off):
+        by = 0.75
+
+    monkeypatch.setattr(bench.attention, "TorchCpuBackend", Further)
+    case = AttentionCase(shapes=((2, 16),), tokens=90, queries=(2, 7), repeats=2)
     for row in measure(Off(), 2, 16, torch.float32, case):
-        assert row["error"] == pytest.approx(0.5, abs=1e-5)
+        assert (row["error"], row["torch_error"]) == pytest.approx((0.5, 0.75), abs=1e-5)
+    assert calls == [0.5, 0.75] * 2 * (1 + 2)
     parts = [torch.randn(2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 50, 51)]
     parts[2] = parts[2][:, :50]
     queries, keys, values = (part.double() for part in parts)
     reference = ReferenceBackend()(queries, keys[None], values[None], 0.2, None)
     for found, wanted in zip(exact(*parts, 0.2), reference, strict=True):
         torch.testing.assert_close(found, wanted)
-
-
-def test_kernels_take_turns() -> None:
-    calls: list[str] = []
-
-    def call(backend: str) -> str:
-        calls.append(backend)
-        return backend
-
-    timed = take_turns([partial(call, "ours"), partial(call, "torch")], 2)
-    assert calls == ["ours", "torch"] * 3
-    assert [result for result, _ in timed] == ["ours", "torch"]
-    assert [len(times) for _, times in timed] == [2, 2] and all(t >= 0 for _, times in timed for t in times)
 
 
 # reports
