@@ -124,18 +124,14 @@ CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
 def small_cache(reader: ContextReader, kind: str, budget: int) -> DerivedCache:
     """One of `CACHES` with so many entries, kept up from the full cache."""
-    full, recent = reader.full, min(reader.config.retrieval.recent, budget // 4)
+    full, backend, retrieval = reader.full, reader.backend, reader.config.retrieval
     if kind in CONFIGS:
-        keys: Keys = {"retrieval.budget": budget, "retrieval.recent": recent, "retrieval.refresh": "every"}
-        keys |= {"retrieval.chunk": reader.config.retrieval.chunk}
-        keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS}
+        keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
+        keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
+        keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
         config, pages = load_config("retrieval", keys | CONFIGS[kind]), full.layout.pages(reader.room)
         sampling = Sampling(Sampler(), GeneratorDraws(0, full.device))
-        compose(
-            Parts(
-                config, reader.model, None, full, sampling, (), pages, reader.backend, BufferPool(), Heads()
-            )
-        )
+        compose(Parts(config, reader.model, None, full, sampling, (), pages, backend, BufferPool(), Heads()))
     else:
         full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
     full.build_derived()
