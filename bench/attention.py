@@ -43,21 +43,6 @@ class AttentionCase:
     repeats: int = size(9, "interleaved runs, after one that is not timed", inputs.count(1))
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
-    def check_memory(self) -> None:
-        """
-        Raises:
-            UsageError: the keys and values and what they are checked with do not fit in free memory.
-        """
-        kv = 2 * max(2 * heads * self.tokens * dim * 4 for heads, dim in self.shapes)  # in pages, and by head
-        # One head's keys and values in float64, with its scores and their softmax.
-        exact = max(self.tokens * (2 * dim + 2 * max(self.queries)) * 8 for _, dim in self.shapes)
-        needed, free = kv + max(exact, machine.READ_BYTES), psutil.virtual_memory().available
-        if needed > free:
-            raise UsageError(
-                f"--tokens {self.tokens} needs {needed / GIB:.1f} GiB of memory, and "
-                f"{free / GIB:.1f} GiB are free; use fewer tokens"
-            )
-
 
 @dataclass(frozen=True)
 class Ours:
@@ -72,9 +57,17 @@ class Ours:
 def opened(_: object, case: AttentionCase) -> Ours:
     """
     Raises:
-        UsageError: the case is too large, or there is no compiler for the kernel.
+        UsageError: what the case needs does not fit in free memory, or there is no compiler for the kernel.
     """
-    case.check_memory()
+    kv = 2 * max(2 * heads * case.tokens * dim * 4 for heads, dim in case.shapes)  # in pages, and by head
+    # One head's keys and values in float64, with its scores and their softmax.
+    checked = max(case.tokens * (2 * dim + 2 * max(case.queries)) * 8 for _, dim in case.shapes)
+    needed, free = kv + max(checked, machine.READ_BYTES), psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(
+            f"--tokens {case.tokens} needs {needed / GIB:.1f} GiB of memory, and "
+            f"{free / GIB:.1f} GiB are free; use fewer tokens"
+        )
     kernel = load_kernel()
     if kernel is None:
         raise UsageError(
