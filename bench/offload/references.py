@@ -122,7 +122,7 @@ def processor(shape: ModelShape, sizes: Sizes) -> dict[str, Any]:
     case = attention.AttentionCase((sized,), shape.layers * sizes.context, queries, ATTENTION_REPEATS)
     found = attention.measure(choose_backend(CPU), *sized, shape.dtype, case)
     return {
-        "attention": [{"queries": one["queries"], "rate": one["ours"]["gb_s"]} for one in found["rows"]],
-        "memory_rate": found["read_rate_gb_s"],
+        "attention": [{"queries": one["queries"], "rate": one["gb_s"]} for one in found],
+        "memory_rate": found[0]["read_gb_s"],
         "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
     }
