@@ -14,9 +14,8 @@ import bench.attention
 import bench.compare
 import bench.gpu
 import bench.model_card
-import bench.offload.command
-import bench.offload.prediction_accuracy
 import bench.paper.command
+import bench.prediction_accuracy
 import bench.side_by_side
 from offload_rt.cli import Parser
 from offload_rt.errors import UsageError
@@ -27,8 +26,7 @@ COMMANDS = (
     bench.paper.command,
     bench.model_card,
     bench.attention,
-    bench.offload.command,
-    bench.offload.prediction_accuracy,
+    bench.prediction_accuracy,
     bench.gpu,
 )
 

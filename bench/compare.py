@@ -48,7 +48,17 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(rows))
 
 
-SETTINGS = ("benchmark", "model", "draft", "dtype", "temperature", "link_gb_s", "new_tokens", "prompt")
+SETTINGS = (
+    "benchmark",
+    "model",
+    "draft",
+    "dtype",
+    "temperature",
+    "link_gb_s",
+    "new_tokens",
+    "prompt",
+    "place",
+)
 
 
 def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:

@@ -31,30 +31,32 @@ from torch.profiler import ProfilerActivity
 
 from bench import inputs, machine, report
 from bench.attention import attended, exact
-from bench.offload.cases import ON_GPU
-from bench.offload.gpu import capped, planned_for, shares_of
-from bench.offload.random_models import random_model
-from bench.offload.rows import busy, length, link_use, steady
-from bench.offload.text import Run, Subject, Text
+from bench.cases import GPU_MEMORY_GIB, ON_CUDA
+from bench.random_models import random_model, random_prompt
+from bench.rounds import Recorded, busy, length, link_use, steady
+from bench.systems.ours import Text
+from bench.worker import cap
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.places import EVERYTHING_STREAMED
+from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import StoreConfig
+from offload_rt.config import StoreConfig, load_config
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.graphs import GraphedModel
 from offload_rt.host import to_host
 from offload_rt.loading import choose_device
-from offload_rt.machine.doctor import inspect
+from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import read_versions
 from offload_rt.machine.measuring import CPU, REPEATS, least_seconds, seconds
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
-from offload_rt.planning.planner import Plan
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.shapes import from_config
 
 LIMIT_S = 600
 MIB = 2**20
@@ -65,6 +67,9 @@ SHAPE, CONTEXT = "llama3.1-8b", 131_072
 HELD = 0.92  # acceptance
 NEW_TOKENS = 48  # some five rounds of drafts of 16 at that acceptance
 STEPS = 20
+OPTIONS = ON_CUDA
+WARM_UP_TOKENS = 51  # three rounds
+ROOM = 128
 
 T = TypeVar("T")
 Found = dict[str, Any]
@@ -230,26 +235,30 @@ def attention(
 
 
 @contextmanager
-def opened(device: torch.device, context: int, *, streamed: bool) -> Iterator[tuple[Text, Plan]]:
-    """A random text on a card capped at 24 GiB, placed as planned or streamed; nothing is read yet."""
-    hardware = capped(inspect().hardware, device)  # before the weights take memory
+def opened(
+    device: torch.device, context: int, shares: Shares | None = None, room: int = ROOM
+) -> Iterator[tuple[Text, Plan, Shares]]:
+    """A random text on a card capped at 24 GiB, with such shares or as planned; nothing is read yet."""
+    cap(GPU_MEMORY_GIB, device)
     target = GraphedModel(random_model(SHAPE, device, torch.bfloat16), SHAPE, inputs.say)
-    sizes = dataclasses.replace(ON_GPU, context=context)
-    plan = planned_for(target, sizes, hardware)
-    plan.check()
-    config, ring = plan.request.config, plan.placement.ring_buffers
-    config = dataclasses.replace(config, store=dataclasses.replace(config.store, ring_buffers=ring))
-    shares = EVERYTHING_STREAMED if streamed else shares_of(plan)
-    subject, link = Subject.random(target, context), CudaLink(device)
-    with closing(Text(subject, link, config, sizes.room, shares)) as text:
-        yield text, plan
+    hardware = usable_hardware(device, target.weight_bytes)
+    shape = from_config(target.module.config, target.dtype, SHAPE)
+    planned = plan(PlanRequest(shape, None, load_config("retrieval", OPTIONS), context, room, hardware))
+    planned.check()
+    placement, config = planned.placement, planned.request.config
+    page = config.store.page  # the planner lets the last share end with the text
+    chosen = Shares(placement.resident_tokens // page * page, placement.cpu_tokens // page * page)
+    config = config.having("store.ring_buffers", placement.ring_buffers)
+    link, capacity = CudaLink(device), context + room
+    with closing(Text(target, None, link, config, capacity, chosen if shares is None else shares)) as text:
+        yield text, planned, chosen
 
 
 def prefill(device: torch.device, context: int) -> Found:
     """Peak device memory of a prefill at 32K and 128K beside the plan's, of 24 GiB."""
-    with opened(device, context, streamed=False) as (text, plan):
+    with opened(device, context) as (text, plan, _):
         torch.cuda.reset_peak_memory_stats(device)
-        milliseconds = text.read()
+        milliseconds = text.read(random_prompt(text.vocabulary, context))
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     planned = {name: size / GIB for name, size in plan.gpus[0].items()}
     found = {"context": context, "seconds": milliseconds / 1e3, "planned": planned}
@@ -259,20 +268,21 @@ def prefill(device: torch.device, context: int) -> Found:
 
 def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -> Found:
     """Link use, gaps, verdicts and calls of some rounds at 128K, with a trace of them beside the JSON."""
-    with opened(device, context, streamed=streamed) as (text, plan):
-        text.read()
-        text.run(plan.request.config, ON_GPU.warm_up, HELD)
-        run = text.run(plan.request.config, NEW_TOKENS, HELD)
+    with opened(device, context, EVERYTHING_STREAMED if streamed else None) as (text, plan, planned):
+        text.read(random_prompt(text.vocabulary, context))
+        config = plan.request.config
+        text.run(config, WARM_UP_TOKENS, HELD)
+        _, run = text.run(config, NEW_TOKENS, HELD)
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            traced = text.run(plan.request.config, NEW_TOKENS, HELD)
+            _, traced = text.run(config, NEW_TOKENS, HELD)
         profiler.export_chrome_trace(str(trace))
     names = (event.name for event in profiler.events() or ())
-    found = {"context": context, "trace": trace.name, "planned": dataclasses.asdict(shares_of(plan))}
+    found = {"context": context, "trace": trace.name, "planned": dataclasses.asdict(planned)}
     found |= link_figures(run, plan.request.hardware.gpus[0].to_device_rate)
     return found | {"calls_a_round": calls_a_round(names, len(traced.rounds))}
 
 
-def link_figures(run: Run, pinned: float) -> Found:
+def link_figures(run: Recorded, pinned: float) -> Found:
     """What a run says of its link and its verdicts; times in ms.
 
     Args:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench_offload import SMALLER, TINY, copies, times
+from test_bench_offload import SMALLER, TINY_KEYS, copies, times
 
 import bench.__main__ as command_line
 from bench import gpu, machine
-from bench.offload.random_models import SHAPES
-from bench.offload.text import Run
+from bench.random_models import SHAPES
+from bench.rounds import Recorded
 from cpu_kv import PacedLink, PageLocking
 from cpu_kv.link import CopyRecord, Pairs
 from offload_rt.machine.hardware import Hardware, named_hardware
@@ -343,10 +343,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     hardware = dataclasses.replace(measured, gpus=(card,))
     monkeypatch.setitem(SHAPES, "tiny", SMALLER)
     monkeypatch.setattr(gpu, "SHAPE", "tiny")
-    monkeypatch.setattr(gpu, "ON_GPU", TINY)
+    monkeypatch.setattr(gpu, "OPTIONS", TINY_KEYS)
     monkeypatch.setattr(gpu, "NEW_TOKENS", 14)
-    monkeypatch.setattr(gpu, "inspect", lambda: SimpleNamespace(hardware=hardware))
-    monkeypatch.setattr(gpu, "capped", lambda hardware, device: hardware)
+    monkeypatch.setattr(gpu, "usable_hardware", lambda device, loaded: hardware)
+    monkeypatch.setattr(gpu, "cap", lambda gib, device: None)
     monkeypatch.setattr(gpu, "CudaLink", lambda device: PacedLink(1e9))
     return hardware
 
@@ -388,7 +388,7 @@ def test_what_a_run_says_of_its_link() -> None:
     ]
     carried = [dataclasses.replace(copy, byte_count=10**9) for copy in carried]
     carried += copies((0.15, 0.5), to_host=True)
-    found = gpu.link_figures(Run([], rounds, spans, carried), pinned=4.0)
+    found = gpu.link_figures(Recorded(rounds, spans, carried), pinned=4.0)
     assert found["link_busy"] == pytest.approx(0.6 / 0.8), (
         "without the first pass: the median of 0.5, 0.75, 0.875"
     )
@@ -398,7 +398,7 @@ def test_what_a_run_says_of_its_link() -> None:
     assert found["gap_ms_a_round"] == pytest.approx((1300 + 3 * 200) / 4)
     assert (found["round_ms"], found["rounds"], found["gb_a_round"]) == (650.0, 4, 2.0)
     assert (found["link_use_target"], found["link_use_goal"]) == (0.9, 0.95)
-    none = gpu.link_figures(Run([], rounds, spans, []), pinned=4.0)
+    none = gpu.link_figures(Recorded(rounds, spans, []), pinned=4.0)
     assert none["link_use"] is none["link_busy"] is None and none["longest_gap_ms"] == 0
 
 

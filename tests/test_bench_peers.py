@@ -47,7 +47,8 @@ class Fake:
         if self.kind == "differs":
             tokens[3] = 0
         parts = {"full": 1.0 * new_tokens}
-        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, parts, ("seen",))
+        figures = {"round_ms": 6.0}
+        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, parts, ("seen",), figures)
     def logits_after(self, tokens):
         return [float(len(tokens))] + 99 * [7.5]
     def close(self):
@@ -85,12 +86,9 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[list[Row]]:
-    prompts = {10: range(10), 20: range(20)}
-    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2)
-    found = list(runner.run(replace(job, **changes), lambda text: None))
-    assert [context for context, _ in found] == [10, 20]
-    return [rows for _, rows in found]
+def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[Row]:
+    job = Job(setup(folder), tuple(systems), list(range(20)), 6, 2)
+    return runner.run(replace(job, **changes), lambda text: None)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -102,43 +100,35 @@ def test_rows_of_what_works_and_of_what_does_not(
         monkeypatch.setattr(runner, "ONE_PROCESS", ("fake",))
     else:
         systems.insert(4, "fake:dies")
-    answers = {20: [20, 21, 0, 23]}
-    for rows, context in zip(measured(fakes, systems, answers=answers), (10, 20), strict=True):
-        good, differs, *failed = rows
-        assert [row["system"] for row in rows] == systems
-        assert good["tokens"] == [context + at for at in range(6)] and good["first_difference"] is None
-        assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
-        assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake", "seen"], True)
-        assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (
-            3,
-            {"draft": 0.5},
-            {"full": 1},
-        )
-        assert good["peak_bytes"] > 2**20 and good["device_bytes"] == 0
-        assert good.get("answered") == (0.75 if context == 20 else None)
-        # The logit of token 0 tells how long the text before it was.
-        assert differs["first_difference"] == 3 and differs["logit_gap"] == 7.5 - 3
-        reasons = [row["error"] for row in failed]
-        assert "a_module_that_is_not_there" in reasons[0]
-        assert reasons[1:] == [
-            "RuntimeError: at line 2",
-            *([] if together else ["its process ended (code 7) in run"]),
-            "ValueError: fake has no system other; there are good, differs, absent, fails, hangs, dies",
-            "not installed: make bench-peers",
-        ]
+    good, differs, *failed = rows = measured(fakes, systems, answer=[20, 21, 0, 23])
+    assert [row["system"] for row in rows] == systems
+    assert good["tokens"] == [20 + at for at in range(6)] and good["first_difference"] is None
+    assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
+    assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake", "seen"], True)
+    assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (3, {"draft": 0.5}, {"full": 1})
+    assert good["figures"] == [{"round_ms": 6.0}] * 2
+    assert good["peak_bytes"] > 2**20 and good["device_bytes"] == 0
+    assert good["answered"] == 0.75
+    # The logit of token 0 tells how long the text before it was.
+    assert differs["first_difference"] == 3 and differs["logit_gap"] == 7.5 - 3
+    reasons = [row["error"] for row in failed]
+    assert "a_module_that_is_not_there" in reasons[0]
+    assert reasons[1:] == [
+        "RuntimeError: at line 2",
+        *([] if together else ["its process ended (code 7) in run"]),
+        "ValueError: fake has no system other; there are good, differs, absent, fails, hangs, dies",
+        "not installed: make bench-peers",
+    ]
     assert "libraries print" in (fakes / "work/fake.log").read_text()
 
 
 def test_what_cannot_fit_is_not_opened(fakes: Path) -> None:
-    (good, other), _ = measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50)
-    assert good["error"].startswith(
-        "its weights and KV take 25165824.0 GiB, and "
-    )  # of 10 tokens, 6 new ones and 8
-    assert other["error"].startswith("its weights and KV take 25165824.0 GiB")
+    for row in measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50):
+        assert row["error"].startswith("its weights and KV take 419430400.0 GiB, and ")  # of 400 tokens
 
 
 def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
-    (good, differs), _ = measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, temperature=0.5))
+    good, differs = measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, temperature=0.5))
     assert "first_difference" not in good and "first_difference" not in differs
 
 
@@ -253,7 +243,7 @@ def tiny_greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
 # The command
 
 
-def rows_of(job: Job) -> list[tuple[int, list[Row]]]:
+def rows_of(job: Job, say: Any = None) -> list[Row]:
     spread = {"median": 2.0, "min": 1.0, "max": 3.0, "runs": [1.0, 2.0, 3.0]}
     good = {
         "label": "a peer",
@@ -280,25 +270,19 @@ def rows_of(job: Job) -> list[tuple[int, list[Row]]]:
         "logit_gap": 0.00002,
     }
     rows = [good, faster, {"error": "not installed: make bench-peers"}]
-    return [
-        (
-            context,
-            [{"system": name, "context": context} | row for name, row in zip(job.systems, rows, strict=True)],
-        )
-        for context in job.prompts
-    ]
+    return [{"system": name, "synthetic": None} | row for name, row in zip(job.systems, rows, strict=True)]
 
 
 def test_results_are_appended_and_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[int, ...]] = []
+    asked: list[int] = []
 
-    def run(job: Job, say: Any) -> list[tuple[int, list[Row]]]:
-        asked.append(tuple(job.prompts))
+    def run(job: Job, say: Any) -> list[Row]:
+        asked.append(len(job.prompt))
         return rows_of(job)
 
-    monkeypatch.setattr(side_by_side, "run_job", run)
+    monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     out = tmp_path / "peers.jsonl"
     common = ["peers", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
@@ -307,7 +291,7 @@ def test_results_are_appended_and_not_measured_again(
         lines.write('{"benchmark": "peers", "sch')
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
-    assert asked == [(64,), (32,), ()]
+    assert asked == [64, 32]
     assert [json.loads(line)["context"] for line in out.read_text().splitlines()] == [64, 32]
     page = (tmp_path / "peers.md").read_text()
     ours, peer = page.index("| ours"), page.index("| a peer; 8-bit KV")
@@ -328,6 +312,15 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
         ("--systems ours:plain --out {page}", "is where the page or the plot goes; name it .jsonl"),
         ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
+        ("--systems transformers:static+a.b=1", "only systems of ours take settings behind a +"),
+        ("--systems ours:retrieval+retrieval.budgt=3", "unknown key retrieval.budgt"),
+        ("--systems ours:plain+store.page=64", "is of the text, which all systems of ours share"),
+        ("--systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
+        ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
+        ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
+        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "is held for greedy decoding"),
+        ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
+        ("--model random:huge", "there is no such shape; there are tiny"),
         ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
         ("--draft no/such/folder", "no/such/folder"),
         ("--temperature -1", "'-1' is not a number of at least 0"),
@@ -355,11 +348,11 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The prompt ends with the beginning of a passage that its middle holds; the rest of it is the answer."""
     jobs: list[Job] = []
 
-    def run(job: Job, say: Any) -> list[tuple[int, list[Row]]]:
+    def run(job: Job, say: Any) -> list[Row]:
         jobs.append(job)
         return rows_of(job)
 
-    monkeypatch.setattr(side_by_side, "run_job", run)
+    monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     given = "peers --needles --no-plot --contexts 1000 --systems transformers:dynamic,ours:plain,ours:lookup"
     assert command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")]) == 0
@@ -367,7 +360,7 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "| answered |" in (tmp_path / "out.md").read_text() and " 50% |" in (tmp_path / "out.md").read_text()
     )
     (job,) = jobs
-    prompt, answer = list(job.prompts[1000]), list(job.answers[1000])
+    prompt, answer = list(job.prompt), list(job.answer)
     assert len(prompt) == 1000 and len(answer) == 24
     cue, passage = prompt[-8:], prompt[-8:] + answer
     at = next(at for at in range(300, 700) if prompt[at : at + 32] == passage)
