@@ -81,7 +81,7 @@ def _write(folder: Path, dtype: str, path: Path) -> None:
     ):
         add(value)
     if rope["rope_type"] != "default":
-        rotary, pairs = model.model.rotary_emb, np.arange(0, config.head_dim, 2, np.float32)
+        rotary, pairs = model.model.rotary_emb, np.arange(0, config.head_dim, 2, dtype=np.float32)
         plain = rope["rope_theta"] ** -(pairs / config.head_dim)
         writer.add_tensor("rope_freqs.weight", plain / rotary.inv_freq.numpy())
         writer.add_rope_scaling_attn_factors(rotary.attention_scaling)
