@@ -5,6 +5,9 @@ INSTALLED := .venv/installed
 PEERS := .venv-peers
 # Those that need nothing beyond what `install` brings.
 CUDA_PEERS := transformers:dynamic,transformers:static,transformers:offloaded,zero_style:rebuilt,ours:plain,ours:retrieval,ours:triforce
+ifneq ($(wildcard $(PEERS)/lib/python*/site-packages/vllm),)
+CUDA_PEERS := $(CUDA_PEERS),vllm:resident,vllm:kv-offloaded,vllm:weights-offloaded
+endif
 
 .PHONY: install demo test lint bench bench-peers gpu clean
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -11,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import byte_ids, noisy_copy, tiny_target
-from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import inputs, report, runner, side_by_side
 from bench.runner import Job, Row, SystemFailed, Worker
-from bench.systems import Setup, _passes
+from bench.systems import Setup
 
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 FAKE = """
@@ -143,103 +139,6 @@ def test_what_hangs_is_ended(fakes: Path) -> None:
         worker.ask("run", "hangs", 3)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target, which names what follows the first prompt an end token, and its draft."""
-    folder = tmp_path_factory.mktemp("models")
-    target = tiny_target("llama-gqa", seed=3)
-    target.save_pretrained(folder / "target")
-    (end,) = tiny_greedy(folder, PROMPTS[0], 1)
-    (folder / "target" / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
-    noisy_copy(target).save_pretrained(folder / "draft")
-    return folder
-
-
-OWN = ("transformers:dynamic", "transformers:static", "transformers:lookup", "transformers:assisted")
-LINKED = ("layer_prefetch:rebuilt", "ours:retrieval")
-PROMPTS = (byte_ids(200), byte_ids(90, start=7), byte_ids(1), byte_ids(200))
-NEW_TOKENS = 12
-
-
-@pytest.mark.parametrize("system", [*OWN, *LINKED, "zero_style:rebuilt", "ours:plain", "ours:triforce"])
-def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_path: Path) -> None:
-    """The same tokens in every run, whatever was asked before; and those of a model run plainly."""
-    adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), draft=str(models / "draft"), options=SMALL)
-    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, capacity=200 + NEW_TOKENS)
-    subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
-    try:
-        for prompt in PROMPTS:
-            assert subject.prepare(prompt) > 0
-            runs = [subject.run(count) for count in (NEW_TOKENS, 5, NEW_TOKENS)]
-            expected = tiny_greedy(models, prompt, NEW_TOKENS)
-            assert [one.tokens for one in runs] == [expected, expected[:5], expected]
-            assert all(0 < one.timed <= len(one.tokens) and one.ms > 0 for one in runs)
-        if hasattr(subject, "logits_after"):
-            assert (
-                max(enumerate(subject.logits_after(expected[:4])), key=lambda one: one[1])[0] == expected[4]
-            )
-    finally:
-        subject.close()
-
-
-def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_holds() -> None:
-    layer = _passes.HostLayer(capacity=10)
-    kv = torch.randn(2, 1, 3, 10, 4)
-    layer.update(*kv[..., :6, :])
-    filled = layer.keys.data_ptr(), layer.values.data_ptr()
-    layer.crop(-2)
-    keys, values = layer.update(*kv[..., 4:, :])
-    assert torch.equal(torch.stack([keys, values]), kv)
-    assert (keys.data_ptr(), values.data_ptr()) == filled
-    with pytest.raises(RuntimeError):
-        layer.update(*kv[..., :1, :])
-
-
-@pytest.mark.parametrize(
-    "system", ["transformers:lookup", "transformers:static", "zero_style:rebuilt", "ours:plain"]
-)
-def test_systems_draw(system: str, models: Path, tmp_path: Path) -> None:
-    adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), temperature=3.0)
-    subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
-    try:
-        subject.prepare(byte_ids(90))
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            assert subject.run(24).tokens != tiny_greedy(models, byte_ids(90), 24)
-    finally:
-        subject.close()
-
-
-@pytest.mark.parametrize(
-    ("system", "changes", "message"),
-    [
-        ("transformers:static", {"link_gb_s": 1.0}, "has no link_gb_s: leave it 0"),
-        ("transformers:assisted", {}, "assisted generation needs a draft"),
-        ("ours:triforce", {}, "triforce needs a draft"),
-        ("transformers:offloaded", {}, "an offloaded cache needs a GPU"),
-        ("layer_prefetch:rebuilt", {}, "over a link only"),
-    ],
-)
-def test_a_system_says_what_it_lacks(
-    system: str, changes: dict[str, Any], message: str, models: Path, tmp_path: Path
-) -> None:
-    adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), **changes)
-    with pytest.raises(ValueError, match=message):
-        importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
-
-
-def tiny_greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(models / "target")
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 # The command
 
 
@@ -306,7 +205,7 @@ def test_results_are_appended_and_not_measured_again(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--systems vllm:plain", "argument --systems: vllm:plain: write adapter:system; adapters are"),
+        ("--systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
         ("--systems ours", "argument --systems: ours: write adapter:system"),
         ("--systems ours:plain --contexts 100000000", "the text has"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),

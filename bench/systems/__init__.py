@@ -7,6 +7,7 @@ which is not installed there. To add a peer of that kind is to add a file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,3 +114,12 @@ def refuse_link(setup: Setup) -> None:
     """Raises ValueError where there is an emulated link: a system that has no use for it, says so."""
     if setup.link_gb_s:
         raise ValueError("has no link_gb_s: leave it 0")
+
+
+def kv_values(setup: Setup) -> int:
+    """How many numbers the keys and values of a token are, in all layers."""
+    config = json.loads((Path(setup.model) / "config.json").read_text())
+    heads: int = config["num_attention_heads"]
+    head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    layers: int = config["num_hidden_layers"]
+    return 2 * layers * head_dim * (config.get("num_key_value_heads") or heads)
