@@ -98,6 +98,12 @@ def usual(systems: Iterable[str]) -> str | None:
     return max(found, key=lambda text: named[text].acceptance or 0.0, default=None)  # the first of equals
 
 
+def in_place_of(systems: Iterable[str]) -> tuple[str, ...]:
+    """The systems without what only counts over a link, each once."""
+    split = (text.split("+") for text in systems)
+    return tuple(dict.fromkeys("+".join(x for x in one if not x.startswith("offload.")) for one in split))
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the KV of a prompt lies, and what is between it and those who attend to it.
@@ -157,7 +163,6 @@ OURS = tuple(f"ours:{name}" for name in ("plain", "retrieval", "triforce", "look
 TRANSFORMERS = tuple(f"transformers:{name}" for name in ("dynamic", "static", "lookup", "assisted"))
 IN_PLACE = Place("in place")
 STREAMED = (0.0, 0.0)
-BALANCED = Place("balanced, streamed", 1.0, STREAMED)
 GPU_MEMORY_GIB = 24.0  # of models with random weights: what a desktop's card has
 ON_CUDA = {
     "speculation.gamma2": 16,
@@ -215,7 +220,7 @@ CASES = (
         new_tokens=128,
         places=(
             IN_PLACE,
-            BALANCED,
+            Place("balanced, streamed", 1.0, STREAMED),
             Place("balanced, quarter resident", 1.0, (0.25, 0.0)),
             Place("balanced, quarter CPU", 1.0, (0.0, 0.25)),
             Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), drawn=True),

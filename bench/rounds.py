@@ -159,14 +159,6 @@ def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Ro
                 found["round_over_max"] = found["guessed_round_ms"] / max(stream, draft)
 
 
-def in_place(systems: Iterable[str]) -> list[str]:
-    """The systems without what only counts over a link, each once."""
-    found = (
-        "+".join(part for part in text.split("+") if not part.startswith("offload.")) for text in systems
-    )
-    return list(dict.fromkeys(found))
-
-
 def drafting_ms(in_place: Sequence[Row]) -> float:
     """What drafting beside a pass takes, by rows of systems with their KV in place.
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import held, prediction_accuracy, side_by_side
-from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, holding, usual
+from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, holding, in_place_of, usual
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.rounds import (
     BESIDE_A_PASS,
@@ -30,7 +30,6 @@ from bench.rounds import (
     busy,
     drafting_ms,
     figures,
-    in_place,
     link_use,
     summarise,
     worst,
@@ -264,7 +263,11 @@ def test_systems_have_settings_and_acceptances() -> None:
         and usual(systems) == AHEAD
         and usual(["ours:plain"]) is None
     )
-    assert in_place([*systems[1:4], f"{LATE}+acceptance=1"]) == ["ours:plain", AHEAD, f"{AHEAD}+acceptance=1"]
+    assert in_place_of([*systems[1:4], f"{LATE}+acceptance=1"]) == (
+        "ours:plain",
+        AHEAD,
+        f"{AHEAD}+acceptance=1",
+    )
     assert holding(held, (1.0,), {}) == (*held[:-1], "ours:trees"), "one that is held stays so"
 
 
@@ -355,7 +358,9 @@ def quick() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "CASES", (case,))
         patch.setattr(prediction_accuracy, "ATTENTION_REPEATS", 1)
+        threads = torch.get_num_threads()
         yield
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -365,12 +370,8 @@ def measured(quick: None, pair: tuple[str, str], tmp_path_factory: pytest.TempPa
     book, out = folder / "book.txt", folder / "offload.jsonl"
     book.write_bytes(bytes(byte_ids(400)))
     arguments = ["--model", pair[0], "--draft", pair[1], "--text", str(book), "--out", str(out)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     sizes = ["--contexts", "160", "-n", "14", "--turns", "1", "--device", "cpu"]
     assert command_line.main(["offload", *arguments, *sizes]) == 0
-    assert torch.get_num_threads() == 2, "given back"
-    torch.set_num_threads(threads)
     return {"path": out, "records": [json.loads(line) for line in out.read_text().splitlines()]}
 
 
