@@ -258,7 +258,7 @@ def prefill(device: torch.device, context: int) -> Found:
     """Peak device memory of a prefill at 32K and 128K beside the plan's, of 24 GiB."""
     with opened(device, context) as (text, plan, _):
         torch.cuda.reset_peak_memory_stats(device)
-        milliseconds = text.read(random_prompt(text.vocabulary, context))
+        milliseconds = text.read(random_prompt(plan.request.target.vocabulary, context))
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     planned = {name: size / GIB for name, size in plan.gpus[0].items()}
     found = {"context": context, "seconds": milliseconds / 1e3, "planned": planned}
@@ -269,7 +269,7 @@ def prefill(device: torch.device, context: int) -> Found:
 def rounds(device: torch.device, context: int, *, streamed: bool, trace: Path) -> Found:
     """Link use, gaps, verdicts and calls of some rounds at 128K, with a trace of them beside the JSON."""
     with opened(device, context, EVERYTHING_STREAMED if streamed else None) as (text, plan, planned):
-        text.read(random_prompt(text.vocabulary, context))
+        text.read(random_prompt(plan.request.target.vocabulary, context))
         config = plan.request.config
         text.run(config, WARM_UP_TOKENS, HELD)
         _, run = text.run(config, NEW_TOKENS, HELD)

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from bench import inputs, machine, needles, prediction_accuracy, random_models, report, rounds, runner
-from bench.cases import CASES, GPU_MEMORY_GIB, IN_PLACE, Case, Named, Place, holding, in_place_of, usual
+from bench.cases import (
+    CASES,
+    GPU_MEMORY_GIB,
+    IN_PLACE,
+    Case,
+    Named,
+    Place,
+    at_acceptances,
+    in_place_of,
+)
 from bench.inputs import say
 from bench.runner import Job
 from bench.systems import Setup
@@ -99,7 +108,10 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     case = replace(declared, **declared.on_cuda) if device.type == "cuda" else declared
     case = inputs.fitted(replace(case, **case.if_quick) if arguments.quick else case, arguments)
     options = {**case.options, **dict(arguments.overrides)}
-    case = replace(case, systems=_checked(case.systems, arguments, options), options=options)
+    systems = at_acceptances(case.systems, arguments.acceptance, options)
+    if arguments.temperature and any(Named.parse(text).acceptance is not None for text in systems):
+        raise UsageError("--temperature: an acceptance is held for greedy decoding alone")
+    case = replace(case, systems=systems, options=options)
     if case.threads and device.type == "cpu":
         torch.set_num_threads(case.threads)
     study = _Study(case, arguments, device)
@@ -151,7 +163,6 @@ class _Study:
             work=str(work),
             temperature=arguments.temperature,
             gpu_memory_gib=memory if on_gpu else 0.0,
-            recorded=bool(case.places[0].name),
         )
         sources = inputs.sources(arguments)
         self._common: dict[str, Any] = {
@@ -178,7 +189,7 @@ class _Study:
             self._alone: dict[str, Any] = {
                 "read_rate_gb_s": machine.read_rate(device)
             }  # with all memory free
-            if self._setup.recorded:
+            if case.places[0].name:
                 small = None if draft is None else find_shape(draft, shape_dtype)
                 sizes = case.contexts[-1], self._plain.speculation.gamma2
                 self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
@@ -218,8 +229,8 @@ class _Study:
             shape.token_bytes,
             shape.weight_bytes,
         )
-        if self._arguments.plot and place.drawn and (drawn := usual(systems)):
-            job = replace(job, drawn=drawn, picture=str(self.out.with_suffix(PICTURE).resolve()))
+        if self._arguments.plot and place.drawn:
+            job = replace(job, picture=str(self.out.with_suffix(PICTURE).resolve()))
         rows = runner.run(job, lambda text: say(f"{where}: {text}"))
         if "hardware" in self._alone:
             link = self._alone["hardware"]["gpus"][0]["to_device_rate"]
@@ -241,25 +252,6 @@ class _Study:
         _append(self.out, record)
         self._held[context, place.name] = record
         return record
-
-
-def _checked(
-    systems: Sequence[str], arguments: argparse.Namespace, options: Mapping[str, object]
-) -> tuple[str, ...]:
-    """The systems, at all acceptances; refuses what is wrong with them before anything is read."""
-    found = holding(systems, arguments.acceptance, options)
-    named = [Named.parse(text) for text in found]
-    for one in named:
-        if one.adapter == "ours":
-            one.config(options)
-    held = any(one.acceptance is not None for one in named)
-    if held and arguments.temperature:
-        raise UsageError(
-            f"--temperature {arguments.temperature:g}: an acceptance is held for greedy decoding"
-        )
-    if arguments.acceptance and not held:
-        raise UsageError("--acceptance: none of --systems drafts chains by ours; name one that does")
-    return found
 
 
 def _destination(out: Path) -> Path:

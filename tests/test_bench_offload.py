@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import held, prediction_accuracy, side_by_side
-from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, holding, in_place_of, usual
+from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.rounds import (
     BESIDE_A_PASS,
@@ -252,23 +252,19 @@ def test_systems_have_settings_and_acceptances() -> None:
     assert named.drafts_late and named.acceptance == 0.5
     assert named.config({"retrieval.budget": 64, "retrieval.recent": 16}).retrieval.budget == 512
     systems = ("transformers:static", "ours:plain", LATE, AHEAD, "ours:trees")
-    held = holding(systems, (0.8, 0.92), {})
+    held = at_acceptances(systems, (0.8, 0.92), {})
     assert held == (
         *systems[:2],
         *(f"{name}+acceptance={rate}" for name in (LATE, AHEAD) for rate in (0.8, 0.92)),
         "ours:trees",
-    )
-    assert (
-        usual(held) == f"{AHEAD}+acceptance=0.92"
-        and usual(systems) == AHEAD
-        and usual(["ours:plain"]) is None
     )
     assert in_place_of([*systems[1:4], f"{LATE}+acceptance=1"]) == (
         "ours:plain",
         AHEAD,
         f"{AHEAD}+acceptance=1",
     )
-    assert holding(held, (1.0,), {}) == (*held[:-1], "ours:trees"), "one that is held stays so"
+    with pytest.raises(UsageError, match="none of --systems drafts chains"):
+        at_acceptances(held, (1.0,), {})  # one that is held stays so
 
 
 def tiny_text(link: PacedLink, config: Config, capacity: int, shares: Shares | None = None) -> Text:
@@ -465,7 +461,7 @@ def test_prediction_accuracy_holds_the_planner_against_every_row(
 
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
     alone, record, _ = copy.deepcopy(measured["records"])
-    plain, late, _, ahead, _ = record["rows"]
+    plain, late, *_, ahead = record["rows"]
     for row in (plain, late, ahead):
         row["rounds"] |= {"acceptance": 1.0, "draft_token_ms": 7.0, "verdict_ms": 0.0}
     for row, pass_ms in zip(alone["rows"], (6.0, 10.0), strict=True):

@@ -318,7 +318,7 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
         ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
         ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
-        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "is held for greedy decoding"),
+        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
         ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
         ("--model random:huge", "there is no such shape; there are tiny"),
         ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
