@@ -23,6 +23,7 @@ from bench.random_models import SHAPES
 from bench.rounds import Recorded
 from cpu_kv import PacedLink, PageLocking
 from cpu_kv.link import CopyRecord, Pairs
+from offload_rt.machine import doctor
 from offload_rt.machine.hardware import Hardware, named_hardware
 from offload_rt.timeline import Span
 
@@ -376,6 +377,31 @@ def test_memory_of_a_prefill_beside_the_plan(small: Hardware, monkeypatch: pytes
     assert 0 < found["planned_gib"] < parts
     assert found["planned_gib"] == pytest.approx(parts - found["planned"]["reserve"])
     assert found["seconds"] > 0
+
+
+def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [1.0]
+    told: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=96 * GIB),
+        "set_per_process_memory_fraction": lambda share, device: shares.append(share),
+        "get_per_process_memory_fraction": lambda device: shares[-1],
+        "mem_get_info": lambda device: (80 * GIB, 96 * GIB),
+        "memory_reserved": lambda device: 5 * GIB,
+        "memory_allocated": lambda device: 4 * GIB,
+    }
+    for name, tell in told.items():
+        monkeypatch.setattr(torch.cuda, name, tell)
+    machine = SimpleNamespace(hardware=named_hardware("rtx4090"))
+    monkeypatch.setattr(doctor, "inspect", lambda on_progress: machine)
+
+    def usable() -> float:
+        return doctor.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
+
+    assert usable() == 80 + 1 + 3, "free, reserved and not handed out, loaded"
+    gpu.cap(24.0, "cuda:0")
+    assert usable() == 24 - 5 + 1 + 3
+    gpu.cap(200.0, "cuda:0")
+    assert shares == [1.0, 0.25, 1.0]
 
 
 def test_what_a_run_says_of_its_link() -> None:
