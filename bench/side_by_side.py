@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -135,22 +135,17 @@ class _Study:
     """
 
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
-        self._case, self._arguments = case, arguments
+        self._case, self._arguments, self._described = case, arguments, machine.describe(device)
+        default = inputs.RESULTS / f"{case.name}-{machine.slug(self._described)}.jsonl"
+        self.out = _destination(arguments.out or default)
         random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
         dtype = arguments.dtype or ("bfloat16" if random and on_gpu else "float32")
         shape_dtype = getattr(torch, dtype)
         model, draft = _folders(arguments, shape_dtype, work)
         self._shape, self._plain = find_shape(model, shape_dtype), Named("ours", "plain").config(case.options)
-        if random:
-            texts, vocabulary = ["drawn at random"], self._shape.vocabulary
-            prompts = {context: random_models.random_prompt(vocabulary, context) for context in case.contexts}
-            answers = dict[int, list[int]]()
-        else:
-            prompts, answers, texts = _prompts(arguments, model, case.contexts)
-        self._prompts, self._answers, self._described = prompts, answers, machine.describe(device)
-        default = inputs.RESULTS / f"{case.name}-{machine.slug(self._described)}.jsonl"
-        self.out = _destination(arguments.out or default)
+        draws = partial(random_models.random_prompt, self._shape.vocabulary) if random else None
+        self._prompts, self._answers, texts = _prompts(arguments, model, case.contexts, draws)
         memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
         self._setup = Setup(
             str(model),
@@ -186,9 +181,8 @@ class _Study:
         self._held = self._read()
         points = [(context, place.name) for context in case.contexts for place in case.places]
         if not self._held.keys() >= set(points):
-            self._alone: dict[str, Any] = {
-                "read_rate_gb_s": machine.read_rate(device)
-            }  # with all memory free
+            rate = machine.read_rate(device)  # while nothing else is in memory
+            self._alone: dict[str, Any] = {"read_rate_gb_s": rate}
             if case.places[0].name:
                 small = None if draft is None else find_shape(draft, shape_dtype)
                 sizes = case.contexts[-1], self._plain.speculation.gamma2
@@ -297,9 +291,20 @@ def adapters() -> list[str]:
 
 
 def _prompts(
-    arguments: argparse.Namespace, model: Path, contexts: Sequence[int]
+    arguments: argparse.Namespace,
+    model: Path,
+    contexts: Sequence[int],
+    draws: Callable[[int], list[int]] | None,
 ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[str]]:
-    """By context, the prompt and what answers it (nothing without needles); and the texts' names."""
+    """By context, the prompt and what answers it (nothing without needles); and the texts' names.
+
+    Args:
+        draws: so many tokens at random, in the place of texts.
+    """
+    if draws is not None:
+        if arguments.text or arguments.needles:
+            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
+        return {context: draws(context) for context in contexts}, {}, ["drawn at random"]
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UsageError(f"--model {model}: has no tokenizer to read a text with")
