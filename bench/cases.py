@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,27 +75,29 @@ def _chains(config: Config) -> bool:
     return bool(levels) and levels[-1].shape.kind == "chain"
 
 
-def holding(
-    systems: Iterable[str], acceptances: Iterable[float], options: Mapping[str, object]
+def at_acceptances(
+    systems: Iterable[str], acceptances: Sequence[float], options: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """`systems`, where each of ours that drafts chains takes turns at all acceptances."""
-    found: list[str] = []
+    """The systems, each of ours that drafts chains once at every acceptance.
+
+    Raises:
+        UsageError: ours cannot be had as they are named, or none drafts chains.
+    """
+    found, holds = list[str](), False
     for text in systems:
         named = Named.parse(text)
-        holds = named.adapter == "ours" and named.acceptance is None and _chains(named.config(options))
-        found += [f"{text}+{HELD}={each:g}" for each in acceptances if holds] or [text]
+        free = named.adapter == "ours" and _chains(named.config(options)) and named.acceptance is None
+        found += [f"{text}+{HELD}={each:g}" for each in acceptances if free] or [text]
+        holds |= free
+    if acceptances and not holds:
+        raise UsageError("--acceptance: none of --systems drafts chains by ours; name one that does")
     return tuple(found)
 
 
-def usual(systems: Iterable[str]) -> str | None:
-    """The system that stands for ours: it drafts ahead as by default, at the highest acceptance."""
-    named = {text: Named.parse(text) for text in systems}
-    found = [
-        text
-        for text, one in named.items()
-        if one.adapter == "ours" and one.system != "plain" and "offload.ahead" not in one.settings
-    ]
-    return max(found, key=lambda text: named[text].acceptance or 0.0, default=None)  # the first of equals
+def in_place_of(systems: Iterable[str]) -> tuple[str, ...]:
+    """The systems without what only counts over a link, each once."""
+    split = (text.split("+") for text in systems)
+    return tuple(dict.fromkeys("+".join(x for x in one if not x.startswith("offload.")) for one in split))
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Case:
     Attributes:
         name: of the command.
         about: what it compares, in a line.
-        systems: `adapter:system`, behind which ours have settings; the first one is the reference.
+        systems: as `Named` has them: the first one is the reference, the last one stands for ours.
         contexts: prompt lengths in tokens.
         new_tokens: decoded a run.
         turns: interleaved runs of every system, after one that is not timed.
@@ -157,7 +159,6 @@ OURS = tuple(f"ours:{name}" for name in ("plain", "retrieval", "triforce", "look
 TRANSFORMERS = tuple(f"transformers:{name}" for name in ("dynamic", "static", "lookup", "assisted"))
 IN_PLACE = Place("in place")
 STREAMED = (0.0, 0.0)
-BALANCED = Place("balanced, streamed", 1.0, STREAMED)
 GPU_MEMORY_GIB = 24.0  # of models with random weights: what a desktop's card has
 ON_CUDA = {
     "speculation.gamma2": 16,
@@ -208,14 +209,14 @@ CASES = (
             "ours:plain",
             "ours:retrieval+offload.ahead=0",
             "ours:retrieval+offload.ahead=1",
-            "ours:retrieval",
             "ours:retrieval+offload.refresh_from=store",
+            "ours:retrieval",
         ),
         (16_384,),
         new_tokens=128,
         places=(
             IN_PLACE,
-            BALANCED,
+            Place("balanced, streamed", 1.0, STREAMED),
             Place("balanced, quarter resident", 1.0, (0.25, 0.0)),
             Place("balanced, quarter CPU", 1.0, (0.0, 0.25)),
             Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), drawn=True),

@@ -18,7 +18,7 @@ import torch
 
 from bench import attention, inputs, report
 from bench.cases import IN_PLACE, Named
-from bench.rounds import Row, alike, worst
+from bench.rounds import RATIO, Row, alike, worst
 from offload_rt.attention import choose_backend
 from offload_rt.errors import UsageError
 from offload_rt.machine.doctor import inspect
@@ -67,9 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
             named = {key: record[key] for key in ("model", "context", "place")}
             measured = {key: row["rounds"].get(key) for key in PREDICTED}
             named |= {"system": row["system"], "synthetic": row["synthetic"], "measured": measured}
-            rows.append(
-                named | {"predicted": row["predicted"], "ratio": row["rounds"]["predicted_over_measured"]}
-            )
+            rows.append(named | {"predicted": row["predicted"], "ratio": row["rounds"][RATIO]})
     result = report.envelope("prediction-accuracy", arguments, records[0]["machine"]) | {
         "of": path.name,
         "worst": worst([one["ratio"] for one in rows]),
@@ -122,7 +120,7 @@ def predict_rows(record: Row, in_place: Sequence[Row]) -> list[Row]:
         if "rounds" in row and (predicted := predict(record, in_place, row)):
             row["predicted"] = predicted
             ratio = predicted["ms_per_token"] / row["rounds"]["ms_per_token"]
-            row["rounds"]["predicted_over_measured"] = ratio
+            row["rounds"][RATIO] = ratio
             found.append(row)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from offload_rt.devices import available_memory
 from offload_rt.errors import UsageError
+from offload_rt.loading import demo_model
 from offload_rt.machine.measuring import CPU
 from offload_rt.planning.shapes import SHAPES as KNOWN
 from offload_rt.planning.shapes import ModelShape
@@ -39,6 +41,7 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
             raise UsageError(f"--model {name}: its weights, {needed / 2**30:.1f} GiB, do not fit in memory")
         unfinished = folder.with_suffix(".part")
         random_model(shape, CPU, dtype).save_pretrained(unfinished)
+        shutil.copy(demo_model("target") / "tokenizer.json", unfinished)  # OpenVINO asks for one
         unfinished.rename(folder)
     return folder
 

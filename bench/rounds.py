@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.cases import Named, usual
+from bench.cases import Named
 from cpu_kv.link import CopyRecord
 from offload_rt.errors import UsageError
 from offload_rt.pace import RoundTimes
 from offload_rt.timeline import Span
 
+RATIO = "predicted_over_measured"
 BESIDE_A_PASS = 1.5  # times what a draft takes alone, of the same cores
 WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was streamed or drafted ahead of it
 
@@ -159,14 +160,6 @@ def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Ro
                 found["round_over_max"] = found["guessed_round_ms"] / max(stream, draft)
 
 
-def in_place(systems: Iterable[str]) -> list[str]:
-    """The systems without what only counts over a link, each once."""
-    found = (
-        "+".join(part for part in text.split("+") if not part.startswith("offload.")) for text in systems
-    )
-    return list(dict.fromkeys(found))
-
-
 def drafting_ms(in_place: Sequence[Row]) -> float:
     """What drafting beside a pass takes, by rows of systems with their KV in place.
 
@@ -197,24 +190,17 @@ def _times_as_fast(row: Row, other: Row) -> float:
 
 
 def headline(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the first link: the system that stands for ours, and plain decoding; the worst prediction of all."""
+    """Of the first link: plain decoding, which comes first, and the last system; the worst of all ratios."""
     record = next((one for one in records if one["link_rate_gb_s"]), records[0])
-    rows = {row["system"]: row for row in record["rows"] if "rounds" in row}
-    of_plain = rows.get("ours:plain", {}).get("rounds", {})
-    name = usual(rows) or ""
-    found = rows.get(name, {}).get("rounds", {})
-    keys = ("round_over_max", "link_use", "hits", "times_plain", "ahead_speedup", "ms_per_token")
-    named = {"hits": "outcome_hit_rate", "times_plain": "ratio_over_plain"}
-    ratios = [
-        row["rounds"]["predicted_over_measured"]
-        for one in records
-        for row in one["rows"]
-        if "predicted_over_measured" in row.get("rounds", ())
-    ]
-    return {named.get(key, key): found.get(key) for key in keys} | {
-        "pass_over_bound": of_plain.get("pass_over_bound"),
-        "predicted_over_measured": worst(ratios),
-        "synthetic": Named.parse(name).acceptance,
+    plain, ours = (record["rows"][at].get("rounds", {}) for at in (0, -1))
+    told = [row.get("rounds", {}) for one in records for row in one["rows"]]
+    keys = ("round_over_max", "link_use", "ahead_speedup", "ms_per_token")
+    return {key: ours.get(key) for key in keys} | {
+        "outcome_hit_rate": ours.get("hits"),
+        "ratio_over_plain": ours.get("times_plain"),
+        "pass_over_bound": plain.get("pass_over_bound"),
+        "predicted_over_measured": worst([one[RATIO] for one in told if RATIO in one]),
+        "synthetic": record["rows"][-1]["synthetic"],
     }
 
 

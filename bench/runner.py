@@ -52,7 +52,7 @@ class Job:
         answer: what a greedy continuation begins with if a needle is found.
         turns: interleaved runs of every system, after one that is not timed.
         kv_token_bytes, weight_bytes: of the target.
-        drawn, picture: a system that draws its last run, and where; none: none does.
+        picture: what the last system draws of its last run; none without a path.
     """
 
     setup: Setup
@@ -63,7 +63,6 @@ class Job:
     answer: Sequence[int] = ()
     kv_token_bytes: int = 0
     weight_bytes: int = 0
-    drawn: str = ""
     picture: str = ""
 
 
@@ -193,8 +192,8 @@ class _Opened:
         rows = [self._row(name, read.get(name, 0.0), runs[name]) for name in runs]
         if not self._job.setup.temperature:
             self._compare([row for row in rows if "tokens" in row and row["synthetic"] is None])
-        if self._job.drawn:
-            self._ask(self._job.drawn, "draw", self._job.picture)
+        if self._job.picture:
+            self._ask(self._job.systems[-1], "draw", self._job.picture)
         return rows
 
     def _row(self, name: str, prefill_ms: float, runs: Sequence[Mapping[str, Any]]) -> Row:

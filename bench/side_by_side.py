@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,16 @@ from typing import Any
 import torch
 
 from bench import inputs, machine, needles, prediction_accuracy, random_models, report, rounds, runner
-from bench.cases import CASES, GPU_MEMORY_GIB, IN_PLACE, Case, Named, Place, holding, usual
+from bench.cases import (
+    CASES,
+    GPU_MEMORY_GIB,
+    IN_PLACE,
+    Case,
+    Named,
+    Place,
+    at_acceptances,
+    in_place_of,
+)
 from bench.inputs import say
 from bench.runner import Job
 from bench.systems import Setup
@@ -57,22 +65,17 @@ def add_parser(commands: Any) -> None:
     """Declares a command for each case."""
     for case in CASES:
         parser = inputs.command(commands, case.name, partial(run, case), case.about)
-        parser.add_argument(
-            "--model",
-            metavar="FOLDER|random:SHAPE",
-            help=f"target (default: the demo pair); random weights, for timing only, in the shape of "
-            f"{', '.join(random_models.SHAPES)}",
-        )
+        shapes = f"target (default: the demo pair); SHAPE, for timing only: {', '.join(random_models.SHAPES)}"
+        parser.add_argument("--model", metavar="FOLDER|random:SHAPE", help=shapes)
         parser.add_argument("--draft", metavar="FOLDER|none", help="small model that drafts")
-        parser.add_argument(
-            "--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated"
-        )
+        files = "UTF-8; may be repeated"
+        parser.add_argument("--text", type=Path, action="append", metavar="FILE", help=files)
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
         add_overrides(parser, "sets a configuration key of ours")
-        named = "adapter:system; behind ours, settings of it alone: ours:retrieval+retrieval.budget=512"
+        named = "adapter:system; ours may have keys of their own: ours:retrieval+retrieval.budget=512"
         parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help=named)
         rates = inputs.several(inputs.number(most=1.0))
-        held = "coins hold the acceptance of our chains at these values; rows are labelled as synthetic"
+        held = "coins hold the acceptance of our drafts, which is labelled as synthetic"
         parser.add_argument("--acceptance", type=rates, default=(), metavar="A,B", help=held)
         parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
         parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
@@ -102,14 +105,17 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     if arguments.plot:
         report.pyplot()  # or refuses
     device = _device(arguments.device, getattr(arguments, "link_gb_s", None) or declared.link_gb_s)
-    changes = declared.on_cuda if device.type == "cuda" else {}
-    changes = {**changes, **(declared.if_quick if arguments.quick else {})}
-    case = inputs.fitted(replace(declared, **changes), arguments)
+    case = replace(declared, **declared.on_cuda) if device.type == "cuda" else declared
+    case = inputs.fitted(replace(case, **case.if_quick) if arguments.quick else case, arguments)
     options = {**case.options, **dict(arguments.overrides)}
-    case = replace(case, systems=_checked(case.systems, arguments, options), options=options)
-    with _threads(case.threads if device.type == "cpu" else 0):
-        study = _Study(case, arguments, device)
-        records = [study.record(context, place) for context in case.contexts for place in case.places]
+    systems = at_acceptances(case.systems, arguments.acceptance, options)
+    if arguments.temperature and any(Named.parse(text).acceptance is not None for text in systems):
+        raise UsageError("--temperature: an acceptance is held for greedy decoding alone")
+    case = replace(case, systems=systems, options=options)
+    if case.threads and device.type == "cpu":
+        torch.set_num_threads(case.threads)
+    study = _Study(case, arguments, device)
+    records = [study.record(context, place) for context in case.contexts for place in case.places]
     page = report.page(records)
     title = f"# {case.about[0].upper()}{case.about[1:]}"
     measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())
@@ -129,22 +135,17 @@ class _Study:
     """
 
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
-        self._case, self._arguments, self._device = case, arguments, device
+        self._case, self._arguments, self._described = case, arguments, machine.describe(device)
+        default = inputs.RESULTS / f"{case.name}-{machine.slug(self._described)}.jsonl"
+        self.out = _destination(arguments.out or default)
         random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
         dtype = arguments.dtype or ("bfloat16" if random and on_gpu else "float32")
-        model, draft = _folders(arguments, getattr(torch, dtype), work)
-        self._shape = find_shape(model, getattr(torch, dtype))
-        self._draft_shape = None if draft is None else find_shape(draft, getattr(torch, dtype))
-        if random:
-            vocabulary = self._shape.vocabulary
-            prompts = {context: random_models.random_prompt(vocabulary, context) for context in case.contexts}
-            self._answers, texts = dict[int, list[int]](), ["drawn at random"]
-        else:
-            prompts, self._answers, texts = _prompts(arguments, model, case.contexts)
-        self._prompts, self._described = prompts, machine.describe(device)
-        default = inputs.RESULTS / f"{case.name}-{machine.slug(self._described)}.jsonl"
-        self.out = _destination(arguments.out or default)
+        shape_dtype = getattr(torch, dtype)
+        model, draft = _folders(arguments, shape_dtype, work)
+        self._shape, self._plain = find_shape(model, shape_dtype), Named("ours", "plain").config(case.options)
+        draws = partial(random_models.random_prompt, self._shape.vocabulary) if random else None
+        self._prompts, self._answers, texts = _prompts(arguments, model, case.contexts, draws)
         memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
         self._setup = Setup(
             str(model),
@@ -157,7 +158,6 @@ class _Study:
             work=str(work),
             temperature=arguments.temperature,
             gpu_memory_gib=memory if on_gpu else 0.0,
-            recorded=bool(case.places[0].name),
         )
         sources = inputs.sources(arguments)
         self._common: dict[str, Any] = {
@@ -181,7 +181,12 @@ class _Study:
         self._held = self._read()
         points = [(context, place.name) for context in case.contexts for place in case.places]
         if not self._held.keys() >= set(points):
-            self._alone = self._measure_alone()
+            rate = machine.read_rate(device)  # while nothing else is in memory
+            self._alone: dict[str, Any] = {"read_rate_gb_s": rate}
+            if case.places[0].name:
+                small = None if draft is None else find_shape(draft, shape_dtype)
+                sizes = case.contexts[-1], self._plain.speculation.gamma2
+                self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
 
     def _read(self) -> dict[tuple[int, str], dict[str, Any]]:
         """What an earlier run of the same kind has left, by context and place."""
@@ -192,18 +197,6 @@ class _Study:
             if same and prompt is not None and one["prompt"] == _digest(prompt):
                 held[one["context"], one["place"]] = one
         return held
-
-    def _measure_alone(self) -> dict[str, Any]:
-        """What the machine does while nothing else is in memory."""
-        alone: dict[str, Any] = {"read_rate_gb_s": machine.read_rate(self._device)}
-        if self._setup.recorded:
-            gamma, context = (
-                Named("ours", "plain").config(self._case.options).speculation.gamma2,
-                self._case.contexts[-1],
-            )
-            shapes = self._shape, self._draft_shape
-            alone |= prediction_accuracy.measure_alone(self._device, *shapes, context, gamma)
-        return alone
 
     def record(self, context: int, place: Place) -> dict[str, Any]:
         """What was or is now measured of all systems at a context and a place."""
@@ -217,9 +210,8 @@ class _Study:
         if place.stream:
             link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(in_place))
             say(f"{where}: a link of {link:.2f} GB/s")
-        page = Named("ours", "plain").config(case.options).store.page
-        systems = case.systems if link or self._device.type == "cuda" else rounds.in_place(case.systems)
-        options = {**case.options, **place.options(context, page)}
+        systems = in_place_of(case.systems) if place is IN_PLACE else case.systems
+        options = {**case.options, **place.options(context, self._plain.store.page)}
         capacity = context + case.new_tokens + ROOM
         job = Job(
             replace(setup, capacity=capacity, link_gb_s=link, options=options),
@@ -231,8 +223,8 @@ class _Study:
             shape.token_bytes,
             shape.weight_bytes,
         )
-        if self._arguments.plot and place.drawn and (drawn := usual(systems)):
-            job = replace(job, drawn=drawn, picture=str(self.out.with_suffix(PICTURE).resolve()))
+        if self._arguments.plot and place.drawn:
+            job = replace(job, picture=str(self.out.with_suffix(PICTURE).resolve()))
         rows = runner.run(job, lambda text: say(f"{where}: {text}"))
         if "hardware" in self._alone:
             link = self._alone["hardware"]["gpus"][0]["to_device_rate"]
@@ -254,36 +246,6 @@ class _Study:
         _append(self.out, record)
         self._held[context, place.name] = record
         return record
-
-
-def _checked(
-    systems: Sequence[str], arguments: argparse.Namespace, options: Mapping[str, object]
-) -> tuple[str, ...]:
-    """The systems, at all acceptances; refuses what is wrong with them before anything is read."""
-    found = holding(systems, arguments.acceptance, options)
-    named = [Named.parse(text) for text in found]
-    for one in named:
-        if one.adapter == "ours":
-            one.config(options)
-    held = any(one.acceptance is not None for one in named)
-    if held and arguments.temperature:
-        raise UsageError(
-            f"--temperature {arguments.temperature:g}: an acceptance is held for greedy decoding"
-        )
-    if arguments.acceptance and not held:
-        raise UsageError("--acceptance: none of --systems drafts chains by ours; name one that does")
-    return found
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many of torch; 0: as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _destination(out: Path) -> Path:
@@ -329,9 +291,20 @@ def adapters() -> list[str]:
 
 
 def _prompts(
-    arguments: argparse.Namespace, model: Path, contexts: Sequence[int]
+    arguments: argparse.Namespace,
+    model: Path,
+    contexts: Sequence[int],
+    draws: Callable[[int], list[int]] | None,
 ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[str]]:
-    """By context, the prompt and what answers it (nothing without needles); and the texts' names."""
+    """By context, the prompt and what answers it (nothing without needles); and the texts' names.
+
+    Args:
+        draws: so many tokens at random, in the place of texts.
+    """
+    if draws is not None:
+        if arguments.text or arguments.needles:
+            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
+        return {context: draws(context) for context in contexts}, {}, ["drawn at random"]
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UsageError(f"--model {model}: has no tokenizer to read a text with")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from bench.random_models import SHAPES
 from bench.rounds import Recorded
 from cpu_kv import PacedLink, PageLocking, SlabAllocator
 from cpu_kv.link import CopyRecord, Pairs
+from offload_rt.machine import doctor
 from offload_rt.machine.hardware import Hardware, named_hardware
 
 CPU = torch.device("cpu")
@@ -353,6 +355,31 @@ def test_a_text_is_read_and_continued(small: Hardware, streamed: bool, tmp_path:
     assert found["share_of_pinned"] == pytest.approx(1 / small.gpus[0].to_device_rate)
     with gzip.open(tmp_path / calls["trace"]) as written:
         assert json.load(written)["traceEvents"]
+
+
+def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [1.0]
+    told: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=96 * GIB),
+        "set_per_process_memory_fraction": lambda share, device: shares.append(share),
+        "get_per_process_memory_fraction": lambda device: shares[-1],
+        "mem_get_info": lambda device: (80 * GIB, 96 * GIB),
+        "memory_reserved": lambda device: 5 * GIB,
+        "memory_allocated": lambda device: 4 * GIB,
+    }
+    for name, tell in told.items():
+        monkeypatch.setattr(torch.cuda, name, tell)
+    machine = SimpleNamespace(hardware=named_hardware("rtx4090"))
+    monkeypatch.setattr(doctor, "inspect", lambda on_progress: machine)
+
+    def usable() -> float:
+        return doctor.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
+
+    assert usable() == 80 + 1 + 3, "free, reserved and not handed out, loaded"
+    gpu.cap(24.0, "cuda:0")
+    assert usable() == 24 - 5 + 1 + 3
+    gpu.cap(200.0, "cuda:0")
+    assert shares == [1.0, 0.25, 1.0]
 
 
 def test_what_a_run_says_of_its_link() -> None:

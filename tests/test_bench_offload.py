@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import held, prediction_accuracy, side_by_side
-from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, holding, usual
+from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.rounds import (
     BESIDE_A_PASS,
@@ -30,7 +30,6 @@ from bench.rounds import (
     busy,
     drafting_ms,
     figures,
-    in_place,
     link_use,
     summarise,
     worst,
@@ -181,8 +180,8 @@ def run_of(rounds: list[RoundTimes]) -> Recorded:
     return Recorded(rounds, spans, carried)
 
 
-def row_of(system: str, *runs: Recorded, **changes: float) -> dict[str, Any]:
-    told = [figures(run) | {"streamed_tokens": 8} | changes for run in runs]
+def row_of(system: str, rounds: list[RoundTimes], turns: int = 3) -> dict[str, Any]:
+    told = [figures(run_of(rounds)) | {"streamed_tokens": 8} for _ in range(turns)]
     return {"system": system, "figures": told}
 
 
@@ -214,20 +213,20 @@ def test_figures_tell_rounds_that_were_guessed_from_others() -> None:
 
 
 def test_rows_are_held_against_those_of_the_same_turns_and_of_the_same_pass_in_place() -> None:
-    plain = [times(float(at), 80.0 * by, None, proposed=0, accepted=0) for at in range(4) for by in (1,)]
+    plain = [times(float(at), 80.0, None, proposed=0, accepted=0) for at in range(4)]
     late = [dataclasses.replace(times(0.5 * at, 90.0, None, draft=40.0), ahead_ms=0.0) for at in range(4)]
     ahead = [times(0.1 * at, 60.0, True) for at in range(4)]
     rows = [
-        row_of("ours:plain", run_of(plain), run_of(plain), run_of(plain)),
-        row_of(LATE, *[run_of(late)] * 3),
-        row_of(AHEAD, *[run_of(ahead)] * 3),
+        row_of("ours:plain", plain),
+        row_of(LATE, late),
+        row_of(AHEAD, ahead),
         {"system": "ours:triforce", "error": "no draft"},
     ]
     for factor, turn in zip((1.0, 10.0, 1.0), range(3), strict=True):
         for row in rows[:3]:  # a machine that slows down slows all
             row["figures"][turn]["ms_per_token"] *= factor
     rows[2]["figures"][2]["ms_per_token"] *= 3
-    alone = [row_of("ours:plain", run_of(plain)), row_of(AHEAD, run_of(late))]
+    alone = [row_of("ours:plain", plain), row_of(AHEAD, late)]
     summarise(alone, 0.0, [])
     assert drafting_ms(alone) == pytest.approx(BESIDE_A_PASS * 40)
     summarise(rows, 4.0, alone)
@@ -235,9 +234,7 @@ def test_rows_are_held_against_those_of_the_same_turns_and_of_the_same_pass_in_p
     assert rows[2]["rounds"]["times_plain"] == pytest.approx(50), "the median of ratios"
     assert rows[2]["rounds"]["ahead_speedup"] == pytest.approx(5) and "ahead_speedup" not in rows[1]["rounds"]
     assert rows[2]["rounds"]["stream_ms"] == 32
-    assert rows[2]["rounds"]["round_over_max"] == pytest.approx(60 / 40), (
-        "drafting takes longer than the stream"
-    )
+    assert rows[2]["rounds"]["round_over_max"] == pytest.approx(60 / 40), "drafts take longer"
     assert rows[0]["rounds"]["pass_over_bound"] == pytest.approx(80 / 80), "its pass in place"
     assert rows[2]["rounds"]["pass_over_bound"] == pytest.approx(60 / 50)
     summarise(rows, 10.0, [])
@@ -253,19 +250,19 @@ def test_systems_have_settings_and_acceptances() -> None:
     assert named.drafts_late and named.acceptance == 0.5
     assert named.config({"retrieval.budget": 64, "retrieval.recent": 16}).retrieval.budget == 512
     systems = ("transformers:static", "ours:plain", LATE, AHEAD, "ours:trees")
-    held = holding(systems, (0.8, 0.92), {})
+    held = at_acceptances(systems, (0.8, 0.92), {})
     assert held == (
         *systems[:2],
         *(f"{name}+acceptance={rate}" for name in (LATE, AHEAD) for rate in (0.8, 0.92)),
         "ours:trees",
     )
-    assert (
-        usual(held) == f"{AHEAD}+acceptance=0.92"
-        and usual(systems) == AHEAD
-        and usual(["ours:plain"]) is None
+    assert in_place_of([*systems[1:4], f"{LATE}+acceptance=1"]) == (
+        "ours:plain",
+        AHEAD,
+        f"{AHEAD}+acceptance=1",
     )
-    assert in_place([*systems[1:4], f"{LATE}+acceptance=1"]) == ["ours:plain", AHEAD, f"{AHEAD}+acceptance=1"]
-    assert holding(held, (1.0,), {}) == (*held[:-1], "ours:trees"), "one that is held stays so"
+    with pytest.raises(UsageError, match="none of --systems drafts chains"):
+        at_acceptances(held, (1.0,), {})  # one that is held stays so
 
 
 def tiny_text(link: PacedLink, config: Config, capacity: int, shares: Shares | None = None) -> Text:
@@ -355,7 +352,9 @@ def quick() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "CASES", (case,))
         patch.setattr(prediction_accuracy, "ATTENTION_REPEATS", 1)
+        threads = torch.get_num_threads()
         yield
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -365,12 +364,8 @@ def measured(quick: None, pair: tuple[str, str], tmp_path_factory: pytest.TempPa
     book, out = folder / "book.txt", folder / "offload.jsonl"
     book.write_bytes(bytes(byte_ids(400)))
     arguments = ["--model", pair[0], "--draft", pair[1], "--text", str(book), "--out", str(out)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     sizes = ["--contexts", "160", "-n", "14", "--turns", "1", "--device", "cpu"]
     assert command_line.main(["offload", *arguments, *sizes]) == 0
-    assert torch.get_num_threads() == 2, "given back"
-    torch.set_num_threads(threads)
     return {"path": out, "records": [json.loads(line) for line in out.read_text().splitlines()]}
 
 
@@ -464,7 +459,7 @@ def test_prediction_accuracy_holds_the_planner_against_every_row(
 
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
     alone, record, _ = copy.deepcopy(measured["records"])
-    plain, late, _, ahead, _ = record["rows"]
+    plain, late, *_, ahead = record["rows"]
     for row in (plain, late, ahead):
         row["rounds"] |= {"acceptance": 1.0, "draft_token_ms": 7.0, "verdict_ms": 0.0}
     for row, pass_ms in zip(alone["rows"], (6.0, 10.0), strict=True):

@@ -217,8 +217,9 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
         ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
         ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
-        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "is held for greedy decoding"),
+        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
         ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
+        ("--model random:tiny --needles", "reads no text; leave out --text and --needles"),
         ("--model random:huge", "there is no such shape; there are tiny"),
         ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
         ("--draft no/such/folder", "no/such/folder"),
@@ -235,6 +236,7 @@ def test_bad_input(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(inputs, "RESULTS", tmp_path)
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"benchmark": "other"}\n{"benchmark": "pee')
     given = arguments.format(torn=torn, page=tmp_path / "page.md").split()

@@ -29,7 +29,6 @@ class Setup:
         temperature: 0 decodes greedily.
         link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
         gpu_memory_gib: of a GPU's memory that the process may take; 0: all.
-        recorded: what the engine does when is recorded, where that costs time.
         options: keys of our configurations.
         settings, acceptance: of one system of ours: keys for it alone, and what its acceptance is held at.
     """
@@ -45,7 +44,6 @@ class Setup:
     temperature: float = 0.0
     link_gb_s: float = 0.0
     gpu_memory_gib: float = 0.0
-    recorded: bool = False
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
     acceptance: float | None = field(default=None, compare=False)

@@ -43,7 +43,6 @@ class Text:
         config: its store, its prefill and the means that it keeps hold for every composition.
         capacity: tokens of the longest prompt and its continuation together.
         shares: not as `config` says, or the plan on a GPU, but these.
-        recorded: what ran when is recorded, where the KV is behind a link.
     """
 
     def __init__(
@@ -54,16 +53,12 @@ class Text:
         config: Config,
         capacity: int,
         shares: Shares | None = None,
-        *,
-        recorded: bool = True,
     ) -> None:
         self._capacity, self._shares = capacity, shares
         self._notices: list[str] = []
         self._engine = Engine(target, draft, [config], link, on_notice=self._notices.append)
-        self._timeline = Timeline()
-        self._recording = link if recorded and isinstance(link, RecordingLink) else None
-        if self._recording is not None:
-            self._engine.timeline = self._timeline
+        self._timeline = self._engine.timeline = Timeline()
+        self._recording = link if isinstance(link, RecordingLink) else None
         self._seeds = count()
         self._prompt: list[int] = []
         self._session: Session | None = None
@@ -74,12 +69,6 @@ class Text:
         """The text that was read."""
         assert self._session is not None
         return self._session
-
-    @property
-    def vocabulary(self) -> int:
-        """Of the target."""
-        tokens: int = self._engine.target.vocabulary
-        return tokens
 
     @property
     def placed(self) -> dict[str, int]:
@@ -164,7 +153,7 @@ def shared_text(setup: Setup) -> Text:
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()
     if setup.link_gb_s:
         link = PacedLink(1e9 * setup.link_gb_s)
-    return Text(target, draft, link, config, setup.capacity, recorded=setup.recorded)
+    return Text(target, draft, link, config, setup.capacity)
 
 
 class Ours:
