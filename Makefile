@@ -5,6 +5,11 @@ INSTALLED := .venv/installed
 PEERS := .venv-peers
 # Those that need nothing beyond what `install` brings.
 CUDA_PEERS := transformers:dynamic,transformers:static,transformers:offloaded,zero_style:rebuilt,ours:plain,ours:retrieval,ours:triforce
+ifneq ($(wildcard $(PEERS)/lib/python*/site-packages/vllm),)
+CUDA_PEERS := $(CUDA_PEERS),vllm:resident,vllm:kv-offloaded,vllm:weights-offloaded
+endif
+SHAPES := llama2-7b llama3.1-8b qwen2.5-7b
+RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 
 .PHONY: install demo test lint bench bench-peers gpu clean
 
@@ -48,8 +53,9 @@ gpu: $(INSTALLED)
 	    'pytest -m gpu' \
 	    'offload_rt doctor --refresh --json bench/results/doctor-gpu.json' \
 	    'bench gpu --out bench/results/gpu-checks.json' \
-	    'bench offload --device cuda --out bench/results/offload-gpu.json' \
-	    'bench prediction-accuracy bench/results/offload-gpu.json' \
+	    $(foreach shape,$(SHAPES), \
+	    'bench offload $(RANDOM_ON_CUDA):$(shape) --out bench/results/offload-$(shape)-gpu.jsonl' \
+	    'bench prediction-accuracy bench/results/offload-$(shape)-gpu.jsonl') \
 	    'bench peers --device cuda --systems $(CUDA_PEERS) --contexts 4096,32768 --out bench/results/peers-gpu.jsonl'; \
 	do \
 	    echo "python -m $$piece"; $(BIN)/python -m $$piece || failed="$$failed; $$piece"; \

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import bench.compare
 import bench.gpu
-import bench.offload.command
-import bench.offload.prediction_accuracy
+import bench.prediction_accuracy
 import bench.side_by_side
 from bench.attention import ATTENTION
 from bench.model_card import MODEL_CARD
@@ -27,8 +26,7 @@ COMMANDS = (
     PAPER,
     MODEL_CARD,
     ATTENTION,
-    bench.offload.command,
-    bench.offload.prediction_accuracy,
+    bench.prediction_accuracy,
     bench.gpu,
 )
 

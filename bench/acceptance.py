@@ -131,7 +131,7 @@ def small_cache(reader: ContextReader, kind: str, budget: int) -> DerivedCache:
         keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
         config, pages = load_config("retrieval", keys | CONFIGS[kind]), full.layout.pages(reader.room)
         sampling = Sampling(Sampler(), GeneratorDraws(0, full.device))
-        compose(Parts(config, reader.model, None, full, sampling, (), pages, backend, BufferPool(), Heads()))
+        compose(Parts(config, reader.model, None, full, sampling, pages, backend, BufferPool(), Heads()))
     else:
         full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
     full.build_derived()

@@ -1,11 +1,126 @@
-"""The declared cases: what runs side by side, where the command line does not say otherwise."""
+"""The declared cases: what runs side by side and where, if the command line does not say otherwise."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-OURS = ("plain", "retrieval", "triforce", "lookup", "streaming", "naive")
-TRANSFORMERS = ("dynamic", "static", "lookup", "assisted")
+from offload_rt.config import Config, config_names, load_config, parse_override
+from offload_rt.errors import UsageError
+
+HELD = "acceptance"
+"""The setting of a system that is no key of a configuration: what coins hold its acceptance at."""
+
+OF_THE_TEXT = ("store.", "prefill.", "offload.resident_tokens", "offload.cpu_tokens")
+"""Keys that count when a prompt is read, once for all systems of ours."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A system, from `adapter:system+key=value+…`.
+
+    Attributes:
+        settings: keys of our configurations that hold for this system alone.
+        acceptance: of its drafts, held by coins; None: what it is.
+    """
+
+    adapter: str
+    system: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    acceptance: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Named:
+        """
+        Raises:
+            UsageError: settings that the system does not take.
+        """
+        adapter, _, rest = text.partition(":")
+        system, *given = rest.split("+")
+        if given and adapter != "ours":
+            raise UsageError(f"--systems {text}: only systems of ours take settings behind a +")
+        settings = dict(map(parse_override, given))
+        late = next((key for key in settings if key.startswith(OF_THE_TEXT)), None)
+        if late is not None:
+            said = "is of the text, which all systems of ours share; give it to all, with --set"
+            raise UsageError(f"--systems {text}: {late} {said}")
+        held: Any = settings.pop(HELD, None)
+        if held is not None and not (isinstance(held, int | float) and 0 <= held <= 1):
+            raise UsageError(f"--systems {text}: {HELD} {held} is not a number of at least 0 and at most 1")
+        return cls(adapter, system, settings, held)
+
+    def config(self, options: Mapping[str, object]) -> Config:
+        """The composition of a system of ours, with `options` below its own settings.
+
+        Raises:
+            UsageError: there is none such, or its acceptance cannot be held.
+        """
+        if self.system not in config_names():
+            known = ", ".join(config_names())
+            raise UsageError(f"--systems ours:{self.system}: no such config; there are {known}")
+        config = load_config(self.system, {**options, **self.settings})
+        if self.acceptance is not None and not _chains(config):
+            raise UsageError(f"--systems ours:{self.system}: {HELD} is held where chains are drafted alone")
+        return config
+
+    @property
+    def drafts_late(self) -> bool:
+        """Whether nothing is drafted while a pass runs."""
+        return self.settings.get("offload.ahead") == 0
+
+
+def _chains(config: Config) -> bool:
+    levels = config.speculation.levels
+    return bool(levels) and levels[-1].shape.kind == "chain"
+
+
+def at_acceptances(
+    systems: Iterable[str], acceptances: Sequence[float], options: Mapping[str, object]
+) -> tuple[str, ...]:
+    """The systems, each of ours that drafts chains once at every acceptance.
+
+    Raises:
+        UsageError: ours cannot be had as they are named, or none drafts chains.
+    """
+    found, holds = list[str](), False
+    for text in systems:
+        named = Named.parse(text)
+        free = named.adapter == "ours" and _chains(named.config(options)) and named.acceptance is None
+        found += [f"{text}+{HELD}={each:g}" for each in acceptances if free] or [text]
+        holds |= free
+    if acceptances and not holds:
+        raise UsageError("--acceptance: none of --systems drafts chains by ours; name one that does")
+    return tuple(found)
+
+
+def in_place_of(systems: Iterable[str]) -> tuple[str, ...]:
+    """The systems without what only counts over a link, each once."""
+    split = (text.split("+") for text in systems)
+    return tuple(dict.fromkeys("+".join(x for x in one if not x.startswith("offload.")) for one in split))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the KV of a prompt lies, and what is between it and those who attend to it.
+
+    Attributes:
+        stream: how long a paced link takes to carry the KV once, over how long a draft beside a pass does;
+            0: the link of the case.
+        shares: of the prompt, resident on the device and attended by the CPU; None: as configured or planned.
+        drawn: a timeline of some rounds is drawn.
+    """
+
+    name: str = ""
+    stream: float = 0.0
+    shares: tuple[float, float] | None = None
+    drawn: bool = False
+
+    def options(self, context: int, page: int) -> dict[str, object]:
+        """The shares as configuration keys, in whole pages."""
+        keys = "offload.resident_tokens", "offload.cpu_tokens"
+        tokens = [int(share * context) // page * page for share in self.shares or ()]
+        return dict(zip(keys, tokens, strict=False))
 
 
 @dataclass(frozen=True)
@@ -15,29 +130,50 @@ class Case:
     Attributes:
         name: of the command.
         about: what it compares, in a line.
-        systems: `adapter:system`; the first one is the reference.
-        contexts, quick_contexts: prompt lengths in tokens.
+        systems: as `Named` has them: the first one is the reference, the last one stands for ours.
+        contexts: prompt lengths in tokens.
         new_tokens: decoded a run.
         turns: interleaved runs of every system, after one that is not timed.
         link_gb_s: of an emulated link that KV lies behind; 0: none.
+        places: at which every prompt is continued. Where they have names, rounds are looked into.
+        options: keys of our configurations.
+        threads: of torch on a CPU; 0: as many as it has.
+        if_quick, on_cuda: fields that are others with `--quick`, and on a GPU.
     """
 
     name: str
     about: str
     systems: tuple[str, ...]
     contexts: tuple[int, ...]
-    quick_contexts: tuple[int, ...]
     new_tokens: int = 64
     turns: int = 3
     link_gb_s: float = 0.0
+    places: tuple[Place, ...] = (Place(),)
+    options: Mapping[str, object] = field(default_factory=dict)
+    threads: int = 0
+    if_quick: Mapping[str, Any] = field(default_factory=dict)
+    on_cuda: Mapping[str, Any] = field(default_factory=dict)
 
+
+OURS = tuple(f"ours:{name}" for name in ("plain", "retrieval", "triforce", "lookup", "streaming", "naive"))
+TRANSFORMERS = tuple(f"transformers:{name}" for name in ("dynamic", "static", "lookup", "assisted"))
+IN_PLACE = Place("in place")
+STREAMED = (0.0, 0.0)
+GPU_MEMORY_GIB = 24.0  # of models with random weights: what a desktop's card has
+ON_CUDA = {
+    "speculation.gamma2": 16,
+    "speculation.step_down": False,
+    "offload.refresh_from": "stream",
+    "retrieval.budget": 4096,
+    "store.slab_tokens": 16_384,
+}
 
 CASES = (
     Case(
         "peers",
         "ours beside transformers, DeepSpeed-ZeRO-Inference, llama.cpp, OpenVINO",
         (
-            *(f"transformers:{name}" for name in TRANSFORMERS),
+            *TRANSFORMERS,
             "deepspeed:resident",
             "deepspeed:offloaded",
             "zero_style:rebuilt",
@@ -46,24 +182,61 @@ CASES = (
             "llamacpp:f16-flash",
             "openvino:f32",
             "openvino:default",
-            *(f"ours:{name}" for name in OURS[:4]),
+            *OURS[:4],
         ),
         (4096, 32_768, 131_072),
-        (4096,),
+        if_quick={"contexts": (4096,), "new_tokens": 32},
     ),
     Case(
         "speedup",
         "every configuration of ours beside transformers, by context",
-        (*(f"transformers:{name}" for name in TRANSFORMERS), *(f"ours:{name}" for name in OURS)),
+        (*TRANSFORMERS, *OURS),
         (4096, 8192, 16_384, 32_768, 65_536, 131_072),
-        (4096, 8192),
+        if_quick={"contexts": (4096, 8192), "new_tokens": 32},
     ),
     Case(
         "link",
         "ours over an emulated link, beside layer prefetch and attention on the CPU",
-        ("layer_prefetch:rebuilt", "zero_style:rebuilt", *(f"ours:{name}" for name in OURS[:3])),
+        ("layer_prefetch:rebuilt", "zero_style:rebuilt", *OURS[:3]),
         (8192, 32_768),
-        (4096,),
         link_gb_s=4.0,
+        if_quick={"contexts": (4096,), "new_tokens": 32},
+    ),
+    Case(
+        "offload",
+        "the engine over a link, against its lower bounds and its own plain decoding",
+        (
+            "ours:plain",
+            "ours:retrieval+offload.ahead=0",
+            "ours:retrieval+offload.ahead=1",
+            "ours:retrieval+offload.refresh_from=store",
+            "ours:retrieval",
+        ),
+        (16_384,),
+        new_tokens=128,
+        places=(
+            IN_PLACE,
+            Place("balanced, streamed", 1.0, STREAMED),
+            Place("balanced, quarter resident", 1.0, (0.25, 0.0)),
+            Place("balanced, quarter CPU", 1.0, (0.0, 0.25)),
+            Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), drawn=True),
+            Place("stream-bound, streamed", 2.0, STREAMED),
+            Place("draft-bound, streamed", 0.5, STREAMED),
+        ),
+        options={
+            "speculation.gamma2": 12,
+            "speculation.step_down": False,
+            "offload.refresh_from": "stream",
+            "retrieval.budget": 2048,
+            "retrieval.recent": 64,
+            "store.ring_buffers": 4,
+        },
+        threads=1,  # pass, drafting and the paced link share the cores
+        if_quick={"contexts": (8192,), "new_tokens": 80, "turns": 1},
+        on_cuda={
+            "contexts": (16_384, 32_768, 65_536, 131_072),
+            "places": (Place("streamed", shares=STREAMED), Place("planned", drawn=True)),
+            "options": ON_CUDA,
+        },
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +28,21 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Prints the table, and as the last line its rows."""
     old, new = (_times(path) for path in (arguments.old, arguments.new))
-    rows: list[dict[str, Any]] = [
-        {"context": key[-2], "system": key[-1]} | compared(old[key], new[key]) for key in old if key in new
-    ]
+    rows = [_compared(key, old[key], new[key]) for key in old if key in new]
     if not rows:
         said = "have no system in common at the same prompt, with the same settings"
         raise UsageError(f"{arguments.old} and {arguments.new} {said}")
-    header = ["system", "context", "old ms", "new ms", "new / old", ""]
     cells = [
-        [
-            row["system"],
-            report.tokens_name(row["context"]),
-            *(report.number(row[key]) for key in ("old_ms", "new_ms", "ratio")),
-            row["verdict"],
-        ]
+        [row["system"], report.tokens_name(row["context"]), *map(report.number, figures), row["verdict"]]
         for row in rows
+        for figures in [(row["old_ms"], row["new_ms"], row["ratio"])]
     ]
-    print(report.table(header, cells), end="\n\n")
+    print(report.table(["system", "context", "old ms", "new ms", "new / old", ""], cells), end="\n\n")
     print(json.dumps(rows))
 
 
-SETTINGS = ("benchmark", "model", "draft", "dtype", "temperature", "link_gb_s", "new_tokens", "prompt")
+OF_MODELS = ("model", "draft", "dtype", "temperature")
+SETTINGS = ("benchmark", *OF_MODELS, "link_gb_s", "new_tokens", "prompt", "place")
 
 
 def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
@@ -61,12 +55,8 @@ def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
     }
 
 
-def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Of two spreads of ms a token."""
-    verdict = "within noise"
-    if new["max"] < old["min"]:
-        verdict = "faster"
-    elif new["min"] > old["max"]:
-        verdict = "slower"
-    medians = {"old_ms": old["median"], "new_ms": new["median"]}
-    return medians | {"ratio": new["median"] / old["median"], "verdict": verdict}
+def _compared(key: Sequence[Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Two spreads of ms a token."""
+    found = {"context": key[-2], "system": key[-1], "old_ms": old["median"], "new_ms": new["median"]}
+    verdict = "faster" if new["max"] < old["min"] else "slower" if new["min"] > old["max"] else "within noise"
+    return found | {"ratio": new["median"] / old["median"], "verdict": verdict}

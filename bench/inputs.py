@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import gc
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench import machine
 from offload_rt.api import NO_DRAFT
 from offload_rt.commands.generate import add_overrides
 from offload_rt.commands.prompts import BUILT_IN, built_in, file_text
@@ -167,17 +165,20 @@ def load(arguments: argparse.Namespace) -> Models:
     return Models(target, draft, tokenizer, names)
 
 
-def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:
-    """Where the JSON goes, with page and picture beside it; checked before anything is measured.
+def destination(given: Path | None, name: str) -> Path:
+    """Where the result goes, with page and picture beside it; checked before anything is measured.
+
+    Args:
+        name: of a file among the results, where none is given.
 
     Raises:
         UsageError: it cannot be written there.
     """
     RESULTS.mkdir(parents=True, exist_ok=True)
-    today = datetime.date.today().isoformat()
-    path = given or RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
+    path = given or RESULTS / name
     if path.suffix in (PAGE, PICTURE):
-        raise UsageError(f"--out {path}: is where the page or the plots go; name it .json")
+        ending = Path(name).suffix
+        raise UsageError(f"--out {path}: is where the page or the plots go; name it {ending}")
     for suffix in (path.suffix, PAGE, PICTURE):
         check_writable("--out", path.with_suffix(suffix))
     return path

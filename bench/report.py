@@ -63,8 +63,8 @@ def tokens_name(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-REFERENCE = "transformers:static"
-"""Whose time a token is the measure: the fastest that transformers has for long texts."""
+REFERENCES = "transformers:static", "ours:plain"
+"""Whose time a token is the measure: the fastest that transformers has for long texts, and our own."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -118,50 +118,86 @@ def read_lines(option: str, path: Path) -> list[dict[str, Any]]:
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
-    """Records of one case as markdown: what was run on, and a table for each context."""
+    """Records of one case as markdown: what was run on, and a table for each context and place."""
     first = records[0]
     described = first["machine"]
     settings = [f"{first['model']}, {first['dtype']}", f"{first['new_tokens']} tokens a run"]
     settings += [f"{first['turns']} turns", f"text: {', '.join(first['texts'])}"]
     settings += [f"temperature {first['temperature']:g}"] if first["temperature"] else []
     settings += [f"KV behind an emulated link of {first['link_gb_s']:g} GB/s"] if first["link_gb_s"] else []
+    settings += [f"{first['gpu_memory_gib']:g} GiB of the GPU"] if first["gpu_memory_gib"] else []
+    settings += ["random weights: for timing only"] if first["model"].startswith("random:") else []
     head = (
         f"{described['processor']}, {described['threads']} threads, {described['memory_gib']} GiB, torch "
         f"{described['torch']}, transformers {described['transformers']}. {'; '.join(settings)}."
     )
-    return "\n\n".join([head, *(_context(record) for record in records)])
+    return "\n\n".join([head, *(_point(record) for record in records)])
 
 
-def _context(record: dict[str, Any]) -> str:
-    """One context, the fastest system first."""
+def _point(record: dict[str, Any]) -> str:
+    """One context at one place: the fastest system first, or in their order where rounds are looked into."""
     rows = [row for row in record["rows"] if "error" not in row]
-    slow = next((row["ms_per_token"]["median"] for row in rows if row["system"] == REFERENCE), None)
-    plain = next((row["ms_per_token"]["median"] for row in rows if row["system"] == "ours:plain"), None)
-    header = ["system", "× StaticCache", "× our plain", "ms a token", "least", "most", "tokens a pass"]
-    header += ["accepted", "of bound", "prefill s", "tokens", "peak GiB"]
-    header += ["answered"] if record["needles"] else []
-    cells = []
-    for row in sorted(rows, key=lambda row: row["ms_per_token"]["median"]):
-        spread, yielded = row["ms_per_token"], row["tokens_per_round"]
-        taken = spread["median"]
-        cell: list[object] = ["; ".join([row["label"], *row["notes"]])]
-        cell += [number(over and over / taken) for over in (slow, plain)]
-        cell += [number(spread[key]) for key in ("median", "min", "max")]
-        cell += [number(yielded), ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or "–"]
-        bound = f"{record['bound_ms'] / yielded / taken:.0%}" if yielded and taken else "–"
-        cell += [bound, number(row["prefill_ms"] / 1e3, 1)]
-        cell += [_agreement(row), number(row["peak_bytes"] / 2**30, 1)]
-        cells.append([*cell, f"{row['answered']:.0%}"] if record["needles"] else cell)
+    if not record["place"]:
+        rows.sort(key=lambda row: row["ms_per_token"]["median"])
+    cells = [_rounds(row) if record["place"] else _times(row, record) for row in rows]
     absent = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
-    title = f"## {tokens_name(record['context'])} tokens"
+    title = "## " + ", ".join(filter(None, [f"{tokens_name(record['context'])} tokens", record["place"]]))
     rate = f"{record['read_rate_gb_s']:.0f} GB/s of memory"
-    if record["link_gb_s"]:
-        rate = f"{record['link_gb_s']:g} GB/s of the link"
+    if record["link_rate_gb_s"]:
+        rate = f"{record['link_rate_gb_s']:.3g} GB/s of the link"
     bound = f"What a plain pass reads takes {record['bound_ms']:.1f} ms at the {rate}."
-    return "\n\n".join(filter(None, [title, bound, table(header, cells), absent]))
+    of_rows = table(list(cells[0]), [list(row.values()) for row in cells]) if cells else ""
+    return "\n\n".join(filter(None, [title, bound, of_rows, absent]))
+
+
+def _times(row: dict[str, Any], record: dict[str, Any]) -> dict[str, str]:
+    """Cells of a system beside others."""
+    times = {one["system"]: one["ms_per_token"]["median"] for one in record["rows"] if "error" not in one}
+    spread, yielded, slow, plain = row["ms_per_token"], row["tokens_per_round"], *map(times.get, REFERENCES)
+    taken = spread["median"]
+    cells = {
+        "system": "; ".join([row["label"], *row["notes"]]),
+        "× StaticCache": number(slow and slow / taken),
+        "× our plain": number(plain and plain / taken),
+        "ms a token": number(taken),
+        "least": number(spread["min"]),
+        "most": number(spread["max"]),
+        "tokens a pass": number(yielded),
+        "accepted": ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or "–",
+        "of bound": f"{record['bound_ms'] / yielded / taken:.0%}" if yielded and taken else "–",
+        "prefill s": number(row["prefill_ms"] / 1e3, 1),
+        "tokens": _agreement(row),
+        "peak GiB": number(row["peak_bytes"] / 2**30, 1),
+    }
+    return cells | ({"answered": f"{row['answered']:.0%}"} if record["needles"] else {})
+
+
+def _rounds(row: dict[str, Any]) -> dict[str, str]:
+    """Cells of a system whose rounds were looked into."""
+    told = {name: number(row["rounds"].get(key), digits) for name, (key, digits) in ROUNDS.items()}
+    return {"system": "; ".join([row["label"], *row["notes"]])} | told | {"tokens": _agreement(row)}
+
+
+ROUNDS = {
+    "ms a token": ("ms_per_token", 2),
+    "tokens a round": ("tokens_per_round", 2),
+    "pass": ("pass_ms", 1),
+    "draft": ("draft_ms", 1),
+    "ahead": ("ahead_ms", 1),
+    "round": ("round_ms", 1),
+    "hits": ("hits", 2),
+    "link use": ("link_use", 2),
+    "pass/bound": ("pass_over_bound", 2),
+    "round/max": ("round_over_max", 2),
+    "× plain": ("times_plain", 2),
+    "predicted/measured": ("predicted_over_measured", 2),
+}
+"""Columns: keys of the `rounds` of a row, and digits."""
 
 
 def _agreement(row: dict[str, Any]) -> str:
+    if row["synthetic"] is not None:
+        return "held"
     if "first_difference" not in row:
         return "drawn"
     if not row["steady"]:

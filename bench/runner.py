@@ -11,9 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from bench import report
+from bench.cases import Named
 from bench.systems import Setup
 from offload_rt.devices import available_memory
 from offload_rt.machine.hardware import GIB
@@ -30,7 +31,6 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 OWN_ENVIRONMENT = ("ours", "transformers", "zero_style", "layer_prefetch")  # of what runs in this program's
 ONE_PROCESS = ("ours", "transformers")  # for all systems of it
 WARM_UP_TOKENS = 8
-ROOM = 8  # tokens behind the longest continuation
 PATIENCE_S = 1800.0
 CLOSING_S = 5.0
 
@@ -44,24 +44,26 @@ class SystemFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """A case on a machine.
+    """What continues a prompt on a machine.
 
     Attributes:
-        systems: `adapter:system`; the first one is the reference.
-        prompts: by context, so many tokens.
-        answers: what a greedy continuation begins with if a needle is found; by context.
+        setup: has room for the prompt and its continuation.
+        systems: `adapter:system+key=value`; the first one is the reference.
+        answer: what a greedy continuation begins with if a needle is found.
         turns: interleaved runs of every system, after one that is not timed.
         kv_token_bytes, weight_bytes: of the target.
+        picture: what the last system draws of its last run; none without a path.
     """
 
     setup: Setup
-    systems: tuple[str, ...]
-    prompts: Mapping[int, Sequence[int]]
+    systems: Sequence[str]
+    prompt: Sequence[int]
     new_tokens: int
     turns: int
-    answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    answer: Sequence[int] = ()
     kv_token_bytes: int = 0
     weight_bytes: int = 0
+    picture: str = ""
 
 
 class Worker:
@@ -123,30 +125,27 @@ class Worker:
         self._process.wait()
 
 
-def run(job: Job, say: Say) -> Iterator[tuple[int, list[Row]]]:
-    """Rows of every system at one context after another, each with room for that context and no more."""
-    for number, (context, prompt) in enumerate(job.prompts.items(), 1):
-        where = f"{context} tokens ({number} of {len(job.prompts)})"
-        with ExitStack() as closing:
-            systems = _Opened(job, context, closing, lambda text, at=where: say(f"{at}: {text}"))  # type: ignore[misc]
-            yield context, systems.measured(prompt)
+def run(job: Job, say: Say) -> list[Row]:
+    """A row for every system."""
+    with ExitStack() as closing:
+        return _Opened(job, closing, say).rows()
 
 
 class _Opened:
-    """The systems of a job, with room for one context."""
+    """The systems of a job."""
 
-    def __init__(self, job: Job, context: int, closing: ExitStack, say: Say) -> None:
-        self._job, self._context, self._closing, self._say = job, context, closing, say
+    def __init__(self, job: Job, closing: ExitStack, say: Say) -> None:
+        self._job, self._closing, self._say = job, closing, say
         self._workers: dict[str, Worker] = {}
         self._failed: dict[str, str] = {}
-        capacity = context + job.new_tokens + ROOM
-        self._least = job.weight_bytes + capacity * job.kv_token_bytes
+        self._least = job.weight_bytes + job.setup.capacity * job.kv_token_bytes
         self._free = available_memory()
         self._opened: dict[str, dict[str, Any]] = {}
-        setup = asdict(replace(job.setup, capacity=capacity))
         for name in job.systems:
             say(f"open {name}")
-            if (answer := self._ask(name, "open", setup)) is not None:
+            named = Named.parse(name)
+            own = replace(job.setup, settings=dict(named.settings), acceptance=named.acceptance)
+            if (answer := self._ask(name, "open", asdict(own))) is not None:
                 self._opened[name] = answer
 
     def _worker(self, name: str) -> Worker:
@@ -173,13 +172,13 @@ class _Opened:
             self._say(f"{name}: {error}")
             return None
 
-    def measured(self, prompt: Sequence[int]) -> list[Row]:
-        """Rows of all systems."""
+    def rows(self) -> list[Row]:
+        """Prepares all systems, times them in turn, and compares their tokens."""
         read: dict[str, float] = {}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self._job.systems}
         for name in runs:
             self._say(f"{name} reads the prompt")
-            if (answer := self._ask(name, "prepare", list(prompt))) is not None:
+            if (answer := self._ask(name, "prepare", list(self._job.prompt))) is not None:
                 read[name] = answer["ms"]
         left = ""
         for turn in range(self._job.turns + 1):
@@ -192,11 +191,13 @@ class _Opened:
             left = f", {seconds:.0f} s left here" if turn else ""
         rows = [self._row(name, read.get(name, 0.0), runs[name]) for name in runs]
         if not self._job.setup.temperature:
-            self._compare([row for row in rows if "tokens" in row])
+            self._compare([row for row in rows if "tokens" in row and row["synthetic"] is None])
+        if self._job.picture:
+            self._ask(self._job.systems[-1], "draw", self._job.picture)
         return rows
 
     def _row(self, name: str, prefill_ms: float, runs: Sequence[Mapping[str, Any]]) -> Row:
-        row: Row = {"system": name, "context": self._context}
+        row: Row = {"system": name, "synthetic": Named.parse(name).acceptance}
         if name in self._failed:
             return row | {"error": self._failed[name]}
         last, opened = runs[-1], self._opened[name]
@@ -213,8 +214,10 @@ class _Opened:
             "tokens": tokens,
             "steady": all(one["tokens"] == tokens for one in runs),
         }
-        if answer := self._job.answers.get(self._context):
-            both = list(zip(tokens, answer, strict=False))
+        if last["figures"]:
+            row["figures"] = [one["figures"] for one in runs]
+        if self._job.answer:
+            both = list(zip(tokens, self._job.answer, strict=False))
             row["answered"] = sum(token == other for token, other in both) / len(both)
         return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
 

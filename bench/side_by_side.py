@@ -1,5 +1,40 @@
-"""`python -m bench peers | speedup | link`: the declared cases, ours beside other systems.
+"""`python -m bench peers | speedup | link | offload`: the declared cases, ours beside other systems."""
 
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import inputs, machine, needles, prediction_accuracy, random_models, report, rounds, runner
+from bench.cases import (
+    CASES,
+    GPU_MEMORY_GIB,
+    IN_PLACE,
+    Case,
+    Named,
+    Place,
+    at_acceptances,
+    in_place_of,
+)
+from bench.inputs import PAGE, PICTURE, say
+from bench.runner import Job
+from bench.systems import Setup
+from offload_rt.commands.generate import add_overrides
+from offload_rt.devices import cache_folder
+from offload_rt.errors import UsageError
+from offload_rt.files import write_whole
+from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
+from offload_rt.planning.shapes import find_shape
+
+ABOUT = """\
 All systems have the same weights, token ids and machine, and their own best settings. They go on from the
 end of the same prompt, in turn, greedily unless a temperature is given, and none stops at an end token. A
 time a token is the median over turns. Prefill and decoding are timed apart; prompts are read in chunks of
@@ -10,58 +45,48 @@ share of that time counts the tokens that its passes yield. Systems of one progr
 it the prefill and the peak of memory.
 """
 
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from bench import inputs, machine, needles, report
-from bench.cases import CASES, Case
-from bench.inputs import say
-from bench.runner import Job
-from bench.runner import run as run_job
-from bench.systems import Setup
-from offload_rt.commands.generate import add_overrides
-from offload_rt.config import config_names, load_config
-from offload_rt.devices import cache_folder
-from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_whole
-from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
-from offload_rt.planning.shapes import find_shape
-
+ROUNDS = """\
+The engine over a link, against its own plain decoding and its lower bounds. On a CPU the link is paced: it
+carries the KV once in the time that drafting beside a pass takes (balanced), twice that time, or half of it,
+by what was measured with the KV in place. Torch has one thread: pass, drafting and the link share the cores.
+Times are medians, in ms, of the rounds but the first and the last; ratios of two systems are medians of
+those within a turn. Pass over bound: over the longer of the stream and of the same pass in place. Round over
+max: rounds whose draft had been made while the pass before ran, over the longer of carrying the KV once and
+drafting alone. Link use: what the link carried within a pass, over what it could have. Predicted: by the
+planner, from what was measured in place and of the rounds that are drafted first and passed then.
+"""
 CHUNK = 2048
-QUICK_TOKENS = 32
+ROOM = 8  # tokens behind the longest continuation
 NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
-PAGE, PICTURE = ".md", ".png"
 
 
 def add_parser(commands: Any) -> None:
     """Declares a command for each case."""
     for case in CASES:
         parser = inputs.command(commands, case.name, partial(run, case), case.about)
-        parser.add_argument("--model", metavar="FOLDER", help="target (default: the demo pair)")
+        shapes = f"target (default: the demo pair); SHAPE, for timing only: {', '.join(random_models.SHAPES)}"
+        parser.add_argument("--model", metavar="FOLDER|random:SHAPE", help=shapes)
         parser.add_argument("--draft", metavar="FOLDER|none", help="small model that drafts")
-        parser.add_argument(
-            "--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated"
-        )
+        files = "UTF-8; may be repeated"
+        parser.add_argument("--text", type=Path, action="append", metavar="FILE", help=files)
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
         add_overrides(parser, "sets a configuration key of ours")
-        parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help="adapter:system")
+        named = "adapter:system; ours may have keys of their own: ours:retrieval+retrieval.budget=512"
+        parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help=named)
+        rates = inputs.several(inputs.number(most=1.0))
+        held = "coins hold the acceptance of our drafts, which is labelled as synthetic"
+        parser.add_argument("--acceptance", type=rates, default=(), metavar="A,B", help=held)
         parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
         parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
         parser.add_argument("--turns", type=inputs.count(1), metavar="N")
         parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T")
-        parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s")
-        parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+        if not case.places[0].name:
+            parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s")
+        default = "float32, on a GPU bfloat16 for random weights"
+        parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {default}")
         parser.add_argument("--device", default="auto", metavar="cpu|cuda")
+        most = f"of a GPU, for every system (default: {GPU_MEMORY_GIB:g} for random weights, else all)"
+        parser.add_argument("--gpu-memory", type=inputs.number(), metavar="GiB", help=most)
         parser.add_argument("--quick", action="store_true", help="short prompts, fewer tokens")
         parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines; what it holds is kept")
         parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a PNG")
@@ -75,116 +100,166 @@ def _system(text: str) -> str:
 
 
 def run(declared: Case, arguments: argparse.Namespace) -> None:
-    """Measures context after context, appends each to the file, and writes the page and the plot."""
+    """Measures point after point, appends each to the file, and writes the page and the plot."""
     if arguments.plot:
         report.pyplot()  # or refuses
-    if arguments.quick:
-        declared = dataclasses.replace(declared, contexts=declared.quick_contexts, new_tokens=QUICK_TOKENS)
-    case = inputs.fitted(declared, arguments)
-    overrides = dict(arguments.overrides)
-    _check_configs(case.systems, overrides)
-    model, draft = _folders(arguments)
-    device = _device(arguments.device, case.link_gb_s)
-    prompts, answers, texts = _prompts(arguments, model, case.contexts)
-    described = machine.describe(device)
-    out = _destination(arguments.out or inputs.RESULTS / f"{case.name}-{machine.slug(described)}.jsonl")
-    settings = _settings(case, arguments, described, texts)
-    held = _held(out, settings, prompts)
-    for context, one in held.items():
-        say(f"{context} tokens: as measured at {one['date']}, in {out}")
-    left = {context: prompt for context, prompt in prompts.items() if context not in held}
-    shape = find_shape(model, getattr(torch, arguments.dtype))
-    setup = Setup(
-        str(model),
-        None if draft is None else str(draft),
-        arguments.dtype,
-        str(device),
-        torch.get_num_threads(),
-        capacity=0,  # that of each context
-        chunk=CHUNK,
-        work=str(cache_folder() / "bench"),
-        temperature=arguments.temperature,
-        link_gb_s=case.link_gb_s,
-        options=overrides,
-    )
-    sizes = shape.token_bytes, shape.weight_bytes
-    job = Job(setup, case.systems, left, case.new_tokens, case.turns, answers, *sizes)
-    rate = machine.read_rate(device) if left else 0.0  # while nothing else is in memory
-    for context, rows in run_job(job, say):
-        kv_bytes = context * shape.token_bytes
-        in_memory = 1e3 * (kv_bytes + shape.step_bytes) / (1e9 * rate)
-        held[context] = report.envelope(case.name, arguments, described) | settings
-        held[context] |= {
+    device = _device(arguments.device, getattr(arguments, "link_gb_s", None) or declared.link_gb_s)
+    case = replace(declared, **declared.on_cuda) if device.type == "cuda" else declared
+    case = inputs.fitted(replace(case, **case.if_quick) if arguments.quick else case, arguments)
+    options = {**case.options, **dict(arguments.overrides)}
+    systems = at_acceptances(case.systems, arguments.acceptance, options)
+    if arguments.temperature and any(Named.parse(text).acceptance is not None for text in systems):
+        raise UsageError("--temperature: an acceptance is held for greedy decoding alone")
+    case = replace(case, systems=systems, options=options)
+    if case.threads and device.type == "cpu":
+        torch.set_num_threads(case.threads)
+    study = _Study(case, arguments, device)
+    records = [study.record(context, place) for context in case.contexts for place in case.places]
+    page = report.page(records)
+    title = f"# {case.about[0].upper()}{case.about[1:]}"
+    measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())
+    text = f"{title}\n\n`python -m bench {case.name}`. {measured}\n\n{page}\n"
+    write_whole(study.out.with_suffix(PAGE), text)
+    if arguments.plot and not records[0]["place"]:
+        report.plot(records, study.out.with_suffix(PICTURE))
+    print(page)
+    print(json.dumps(rounds.headline(records) if records[0]["place"] else records))
+
+
+class _Study:
+    """A case on this machine.
+
+    Attributes:
+        out: the file of its records.
+    """
+
+    def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
+        self._case, self._arguments, self._described = case, arguments, machine.describe(device)
+        name = f"{case.name}-{machine.slug(self._described)}.jsonl"
+        self.out = inputs.destination(arguments.out, name)
+        random = str(arguments.model).startswith(random_models.PREFIX)
+        on_gpu, work = device.type == "cuda", cache_folder() / "bench"
+        dtype = arguments.dtype or ("bfloat16" if random and on_gpu else "float32")
+        shape_dtype = getattr(torch, dtype)
+        model, draft = _folders(arguments, shape_dtype, work)
+        self._shape, self._plain = find_shape(model, shape_dtype), Named("ours", "plain").config(case.options)
+        draws = partial(random_models.random_prompt, self._shape.vocabulary) if random else None
+        self._prompts, self._answers, texts = _prompts(arguments, model, case.contexts, draws)
+        memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
+        self._setup = Setup(
+            str(model),
+            None if draft is None else str(draft),
+            dtype,
+            str(device),
+            torch.get_num_threads(),
+            capacity=0,  # that of each point
+            chunk=CHUNK,
+            work=str(work),
+            temperature=arguments.temperature,
+            gpu_memory_gib=memory if on_gpu else 0.0,
+        )
+        sources = inputs.sources(arguments)
+        self._common: dict[str, Any] = {
+            "benchmark": case.name,
+            "schema": report.SCHEMA,
+            "machine": {key: one for key, one in self._described.items() if key != "load_average"},
+            "model": inputs.model_name(sources[0]),
+            "draft": sources[1] and inputs.model_name(sources[1]),
+            "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder is not None],
+            "texts": texts,
+            "dtype": dtype,
+            "needles": arguments.needles,
+            "temperature": arguments.temperature,
+            "link_gb_s": case.link_gb_s,
+            "gpu_memory_gib": self._setup.gpu_memory_gib,
+            "new_tokens": case.new_tokens,
+            "turns": case.turns,
+            "systems": case.systems,
+            "overrides": {key: str(one) for key, one in case.options.items()},
+        }
+        self._held = self._read()
+        points = [(context, place.name) for context in case.contexts for place in case.places]
+        if not self._held.keys() >= set(points):
+            rate = machine.read_rate(device)  # while nothing else is in memory
+            self._alone: dict[str, Any] = {"read_rate_gb_s": rate}
+            if case.places[0].name:
+                small = None if draft is None else find_shape(draft, shape_dtype)
+                sizes = case.contexts[-1], self._plain.speculation.gamma2
+                self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
+
+    def _read(self) -> dict[tuple[int, str], dict[str, Any]]:
+        """What an earlier run of the same kind has left, by context and place."""
+        held, common = {}, json.loads(json.dumps(self._common))
+        for one in report.read_lines("--out", self.out) if self.out.exists() else ():
+            prompt = self._prompts.get(one["context"])
+            same = all(one.get(key) == value for key, value in common.items())
+            if same and prompt is not None and one["prompt"] == _digest(prompt):
+                held[one["context"], one["place"]] = one
+        return held
+
+    def record(self, context: int, place: Place) -> dict[str, Any]:
+        """What was or is now measured of all systems at a context and a place."""
+        case, shape, setup, where = self._case, self._shape, self._setup, f"{context} tokens"
+        where += f", {place.name}" if place.name else ""
+        if held := self._held.get((context, place.name)):
+            say(f"{where}: as measured at {held['date']}, in {self.out}")
+            return held
+        in_place = self._held.get((context, IN_PLACE.name), {"rows": []})["rows"]
+        kv_bytes, link = context * shape.token_bytes, case.link_gb_s
+        if place.stream:
+            link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(in_place))
+            say(f"{where}: a link of {link:.2f} GB/s")
+        systems = in_place_of(case.systems) if place is IN_PLACE else case.systems
+        options = {**case.options, **place.options(context, self._plain.store.page)}
+        capacity = context + case.new_tokens + ROOM
+        job = Job(
+            replace(setup, capacity=capacity, link_gb_s=link, options=options),
+            systems,
+            self._prompts[context],
+            case.new_tokens,
+            case.turns,
+            self._answers.get(context, ()),
+            shape.token_bytes,
+            shape.weight_bytes,
+        )
+        if self._arguments.plot and place.drawn:
+            job = replace(job, picture=str(self.out.with_suffix(PICTURE).resolve()))
+        rows = runner.run(job, lambda text: say(f"{where}: {text}"))
+        if "hardware" in self._alone:
+            link = self._alone["hardware"]["gpus"][0]["to_device_rate"]
+        in_memory = (kv_bytes + shape.step_bytes) / 1e6 / self._alone["read_rate_gb_s"]
+        record = report.envelope(case.name, self._arguments, self._described) | self._common | self._alone
+        record |= {
             "context": context,
-            "prompt": _digest(prompts[context]),
-            "load_average": described["load_average"],
-            "read_rate_gb_s": rate,
-            "bound_ms": 1e3 * kv_bytes / (1e9 * case.link_gb_s) if case.link_gb_s else in_memory,
+            "place": place.name,
+            "prompt": _digest(self._prompts[context]),
+            "load_average": self._described["load_average"],
+            "link_rate_gb_s": link,
+            "bound_ms": kv_bytes / 1e6 / link if link else in_memory,
+            "options": options,
             "rows": rows,
         }
-        _append(out, held[context])
-    records = [held[context] for context in case.contexts]
-    page = report.page(records)
-    measured = " ".join((__doc__ or "").partition("\n\n")[2].split())
-    title = f"# {case.about[0].upper()}{case.about[1:]}"
-    text = f"{title}\n\n`python -m bench {case.name}`. {measured}\n\n{page}\n"
-    write_whole(out.with_suffix(PAGE), text)
-    if arguments.plot:
-        report.plot(records, out.with_suffix(PICTURE))
-    print(page)
-    print(json.dumps(records))
+        if place.name:
+            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0, in_place)
+            prediction_accuracy.predict_rows(record, in_place)
+        _append(self.out, record)
+        self._held[context, place.name] = record
+        return record
 
 
-def _settings(
-    case: Case, arguments: argparse.Namespace, described: Mapping[str, Any], texts: Sequence[str]
-) -> dict[str, Any]:
-    """What figures of one kind have in common."""
-    sources = inputs.sources(arguments)
-    model, draft = (None if one is None else inputs.model_name(one) for one in sources)
-    return {
-        "benchmark": case.name,
-        "schema": report.SCHEMA,
-        "machine": {key: value for key, value in described.items() if key != "load_average"},
-        "model": model,
-        "draft": draft,
-        "checkpoints": [_fingerprint(Path(one)) for one in sources if one is not None],
-        "texts": texts,
-        "dtype": arguments.dtype,
-        "needles": arguments.needles,
-        "temperature": arguments.temperature,
-        "link_gb_s": case.link_gb_s,
-        "new_tokens": case.new_tokens,
-        "turns": case.turns,
-        "systems": case.systems,
-        "overrides": {key: str(value) for key, value in arguments.overrides},
-    }
-
-
-def _destination(out: Path) -> Path:
-    if out.suffix in (PAGE, PICTURE):
-        raise UsageError(f"--out {out}: is where the page or the plot goes; name it .jsonl")
-    for suffix in (out.suffix, PAGE, PICTURE):
-        check_writable("--out", out.with_suffix(suffix))
-    return out
-
-
-def _check_configs(systems: Sequence[str], overrides: Mapping[str, object]) -> None:
-    """Refuses what is wrong with systems of ours before anything is read."""
-    for name in systems:
-        adapter, _, config = name.partition(":")
-        if adapter == "ours":
-            if config not in config_names():
-                raise UsageError(f"--systems {name}: no such config; there are {', '.join(config_names())}")
-            load_config(config, overrides)
-
-
-def _folders(arguments: argparse.Namespace) -> tuple[Path, Path | None]:
+def _folders(arguments: argparse.Namespace, dtype: torch.dtype, work: Path) -> tuple[Path, Path | None]:
     """Of target and draft, which have to be there and to have the same tokens."""
-    model, draft = (None if one is None else Path(one).resolve() for one in inputs.sources(arguments))
+    model, draft = (None if one is None else _folder(one, dtype, work) for one in inputs.sources(arguments))
     assert model is not None
     if draft is not None:
         check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
     return model, draft
+
+
+def _folder(source: inputs.Source, dtype: torch.dtype, work: Path) -> Path:
+    if str(source).startswith(random_models.PREFIX):
+        return random_models.checkpoint(str(source), dtype, work)
+    return Path(source).resolve()
 
 
 def _device(name: str, link_gb_s: float) -> torch.device:
@@ -207,9 +282,20 @@ def adapters() -> list[str]:
 
 
 def _prompts(
-    arguments: argparse.Namespace, model: Path, contexts: Sequence[int]
+    arguments: argparse.Namespace,
+    model: Path,
+    contexts: Sequence[int],
+    draws: Callable[[int], list[int]] | None,
 ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[str]]:
-    """By context, the prompt and what answers it (nothing without needles); and the texts' names."""
+    """By context, the prompt and what answers it (nothing without needles); and the texts' names.
+
+    Args:
+        draws: so many tokens at random, in the place of texts.
+    """
+    if draws is not None:
+        if arguments.text or arguments.needles:
+            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
+        return {context: draws(context) for context in contexts}, {}, ["drawn at random"]
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UsageError(f"--model {model}: has no tokenizer to read a text with")
@@ -240,16 +326,3 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
     """A line more; what an earlier run did not write to its end is dropped."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     write_whole(path, f"{text[: text.rfind(chr(10)) + 1]}{json.dumps(record)}\n")
-
-
-def _held(
-    path: Path, settings: Mapping[str, Any], prompts: Mapping[int, Sequence[int]]
-) -> dict[int, dict[str, Any]]:
-    """What an earlier run of the same kind has left, by context."""
-    held = {}
-    for one in report.read_lines("--out", path) if path.exists() else ():
-        same = all(one.get(key) == json.loads(json.dumps(value)) for key, value in settings.items())
-        context = one["context"]
-        if same and context in prompts and one["prompt"] == _digest(prompts[context]):
-            held[context] = one
-    return held

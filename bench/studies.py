@@ -8,6 +8,7 @@ a reader of the table has to know.
 from __future__ import annotations
 
 import argparse
+import datetime
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -107,7 +108,8 @@ class Study:
         sizes = inputs.fitted(self.quick if arguments.quick else self.sizes, arguments)
         subject = self.opened(arguments, sizes)
         described = machine.describe(subject.device)
-        path = inputs.destination(arguments.out, self.name, described)
+        today = datetime.date.today().isoformat()
+        path = inputs.destination(arguments.out, f"{self.name}-{machine.slug(described)}-{today}.json")
         found = report.envelope(self.name, arguments, described) | subject.settings | {"case": asdict(sizes)}
         parts = {name: self.parts[name] for name in arguments.parts}
         for name, part in parts.items():

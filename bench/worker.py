@@ -30,9 +30,12 @@ def main(adapter: str, descriptor: str) -> None:
             try:
                 if command == "open":
                     systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
-                    if name not in systems:
-                        raise ValueError(f"{adapter} has no system {name}; there are {', '.join(systems)}")
-                    opened[name] = systems[name](Setup(**arguments[0]))
+                    setup, system = Setup(**arguments[0]), name.partition("+")[0]
+                    if system not in systems:
+                        raise ValueError(f"{adapter} has no system {system}; there are {', '.join(systems)}")
+                    if setup.gpu_memory_gib:
+                        cap(setup.gpu_memory_gib, setup.device)
+                    opened[name] = systems[system](setup)
                 answer = _ask(opened[name], command, *arguments) | memory()
             except Exception as error:
                 traceback.print_exc()
@@ -50,7 +53,17 @@ def _ask(system: System, command: str, *arguments: Any) -> dict[str, Any]:
         return asdict(system.run(*arguments))
     if command == "logits_after":
         return {"logits": system.logits_after(*arguments)}  # type: ignore[attr-defined]
+    if command == "draw":
+        system.draw(*arguments)  # type: ignore[attr-defined]
     return {"label": system.label, "notes": list(system.notes)}
+
+
+def cap(gib: float, device: Any) -> None:
+    """Keeps torch to a part of a GPU's memory."""
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
 
 
 def memory() -> dict[str, int]:

@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import byte_ids, tiny_target
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from bench.runner import PEERS_PYTHON, Worker
+from bench.runner import PEERS_PYTHON, SystemFailed, Worker
 from bench.systems import Setup
-from offload_rt.loading import demo_model
 
 pytestmark = pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="make bench-peers installs them")
 
 PROMPTS = (byte_ids(700), byte_ids(300, start=5000), [7])
 NEW_TOKENS = 24
-EXACT = ("deepspeed:resident", "deepspeed:offloaded", "llamacpp:f32", "llamacpp:lookup", "openvino:f32")
-"""Not llama.cpp's flash attention, nor 8-bit KV."""
-
-
-@torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    for _ in range(NEW_TOKENS):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, len(prompt) :].tolist()
-
-
-def check(system: str, setup: Setup, target: PreTrainedModel) -> None:
-    """It yields the target's greedy tokens, whatever was asked before."""
-    adapter, _, name = system.partition(":")
-    worker = Worker(adapter, setup, patience_s=300.0)
-    try:
-        worker.ask("open", name, asdict(setup))
-        for prompt in PROMPTS:
-            assert worker.ask("prepare", name, prompt)["ms"] >= 0
-            expected = greedy(target, prompt)
-            assert len(set(expected)) > 1
-            for count in (NEW_TOKENS, 3, NEW_TOKENS):
-                run = worker.ask("run", name, count)
-                assert run["tokens"] == expected[:count] and run["ms"] > 0 and run["timed"] > 0
-    finally:
-        worker.close()
+TIED = {"tie_word_embeddings": True}
+EXACT: list[tuple[str, str, dict[str, Any]]] = [
+    # Not llama.cpp's flash attention, nor 8-bit KV.
+    *((name, "llama-gqa", {}) for name in ("deepspeed:resident", "deepspeed:offloaded", "openvino:f32")),
+    *(("llamacpp:f32", arch, {}) for arch in ("llama", "llama-yarn", "llama3")),
+    ("llamacpp:f32", "llama", {"head_dim": 32, **TIED}),
+    ("llamacpp:lookup", "llama-gqa", {}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +38,89 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("work"))
 
 
-def saved(folder: Path, arch: str, work: str) -> tuple[Setup, PreTrainedModel]:
-    # OpenVINO rounds weights to it.
-    tiny_target(arch, seed=3, vocabulary=4096).to(torch.float16).save_pretrained(folder)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    shutil.copy(demo_model("target") / "tokenizer.json", folder)  # OpenVINO asks for one
-    return Setup(str(folder), None, "float32", "cpu", 1, 1000, 32, work), target
+def saved(folder: Path, work: str, arch: str = "llama-gqa", dtype: str = "float32", **changes: Any) -> Setup:
+    """A tiny checkpoint; OpenVINO rounds weights to float16."""
+    tiny_target(arch, seed=3, vocabulary=4096, **changes).to(torch.float16).save_pretrained(folder)
+    return Setup(str(folder), None, dtype, "cpu", 1, 1000, 32, work)
 
 
-@pytest.mark.parametrize("system", EXACT)
-def test_a_system_continues_greedily(system: str, tmp_path: Path, work: str) -> None:
-    check(system, *saved(tmp_path, "llama-gqa", work))
+@contextmanager
+def opened(system: str, setup: Setup) -> Iterator[tuple[Worker, str, dict[str, Any]]]:
+    """Its process, the name it has there, and what it says of itself."""
+    adapter, _, name = system.partition(":")
+    worker = Worker(adapter, setup, patience_s=300.0)
+    try:
+        yield worker, name, worker.ask("open", name, asdict(setup))
+    finally:
+        worker.close()
 
 
-@pytest.mark.parametrize("arch", ["llama", "llama-yarn", "llama3"])
-def test_llama_cpp_has_the_rotary_embedding_of_the_checkpoint(arch: str, tmp_path: Path, work: str) -> None:
-    check("llamacpp:f32", *saved(tmp_path, arch, work))
+@pytest.mark.parametrize(("system", "arch", "changes"), EXACT)
+def test_a_system_continues_greedily(
+    system: str, arch: str, changes: dict[str, Any], tmp_path: Path, work: str
+) -> None:
+    """It yields the target's greedy tokens, whatever was asked before."""
+    setup = saved(tmp_path, work, arch, **changes)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with opened(system, setup) as (worker, name, _):
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                for _ in range(NEW_TOKENS):
+                    ids = torch.cat([ids, target(ids).logits[:, -1:].argmax(-1)], dim=1)
+            expected = ids[0, len(prompt) :].tolist()
+            assert len(set(expected)) > 1
+            assert worker.ask("prepare", name, prompt)["ms"] >= 0
+            for count in (NEW_TOKENS, 3, NEW_TOKENS):
+                run = worker.ask("run", name, count)
+                assert run["tokens"] == expected[:count] and run["ms"] > 0 and run["timed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("system", "dtype", "label", "notes"),
+    [
+        ("f32", "float32", "float32 KV", ""),
+        ("f16", "float32", "float16 KV", "KV is float16, weights are float32; queries and attention weights"),
+        ("f16-flash", "float16", "flash attention", "queries and sums of values are rounded to float16"),
+        ("lookup", "bfloat16", "look-up of 4 tokens", "KV is float32, weights are bfloat16"),
+    ],
+)
+def test_llama_cpp_says_what_it_is_and_rounds(
+    system: str, dtype: str, label: str, notes: str, tmp_path: Path, work: str
+) -> None:
+    with opened(f"llamacpp:{system}", saved(tmp_path, work, dtype=dtype)) as (worker, name, said):
+        assert label in said["label"] and "; ".join(said["notes"]).startswith(notes)
+        assert bool(said["notes"]) is bool(notes)
+        worker.ask("prepare", name, PROMPTS[1])
+        assert len(worker.ask("run", name, 3)["tokens"]) == 3
+
+
+def test_a_gguf_file_is_kept_until_the_checkpoint_changes(tmp_path: Path) -> None:
+    setup = saved(tmp_path / "model", str(tmp_path / "work"))
+    written = []
+    for _ in range(2):
+        with opened("llamacpp:f32", setup):
+            written += [{path: path.stat().st_mtime_ns for path in setup.folder.glob("*.gguf")}]
+    assert written[0] == written[1] and len(written[0]) == 1
+    os.utime(tmp_path / "model" / "model.safetensors", ns=(0, 2**62))
+    with opened("llamacpp:f32", setup):
+        assert len(list(setup.folder.glob("*.gguf"))) == 2
+    shutil.rmtree(setup.folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"arch": "qwen2"}, "architecture qwen2: only llama"),
+        ({"dtype": "int8"}, "no GGUF file of int8: choose one of float32, float16, bfloat16"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}},
+            "'dynamic'.*cannot be written",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    setup = saved(tmp_path / "model", str(tmp_path / "work"), **given)
+    with pytest.raises(SystemFailed, match=message), opened("llamacpp:f32", setup):
+        pass
+    assert not list(setup.folder.glob("*.gguf"))

@@ -6,50 +6,50 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 from test_bench import SMALL, last_line
 from test_bench import pair as pair  # a fixture
-from test_bench import text as text
 from tiny_models import byte_ids, tiny_target
+from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
-from bench.offload import gpu, held, prediction_accuracy, references
-from bench.offload.cases import ACCEPTANCES, Sizes, System, held_systems, paced_systems
-from bench.offload.random_models import SHAPES, random_model
-from bench.offload.rows import acceptance, busy, draft_token_ms, link_use, ms_per_token, row, times_as_fast
-from bench.offload.text import Run, Subject, Text
-from bench.offload.timeline_plot import lanes, window
+from bench import held, prediction_accuracy, side_by_side
+from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
+from bench.random_models import SHAPES, checkpoint, random_prompt
+from bench.rounds import (
+    BESIDE_A_PASS,
+    Recorded,
+    acceptance,
+    busy,
+    drafting_ms,
+    figures,
+    link_use,
+    summarise,
+    worst,
+)
+from bench.systems.ours import Text
+from bench.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.caches.places import Shares
+from offload_rt.config import Config, load_config
+from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
-from offload_rt.machine.hardware import Hardware, named_hardware
+from offload_rt.machine.hardware import named_hardware
 from offload_rt.pace import Pace, RoundTimes
-from offload_rt.planning.placement import Placement as PlannedPlacement
 from offload_rt.timeline import Span
 
-TINY_KEYS = {key: value for key, value in SMALL.items() if key != "speculation.gamma2"}
-TINY_KEYS |= {"store.segment_tokens": 32}
-TINY = Sizes(200, 3, new_tokens=16, plain_tokens=4, repeats=1, settings=TINY_KEYS)
+TINY_KEYS = SMALL | {"speculation.gamma2": 3, "store.segment_tokens": 32, "offload.refresh_from": "stream"}
 SMALLER = dataclasses.replace(
     SHAPES["tiny"], hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16
 )
-SUMMARY = {
-    "round_over_max",
-    "link_use",
-    "pass_over_bound",
-    "ahead_speedup",
-    "outcome_hit_rate",
-    "ratio_over_plain",
-    "ms_per_token",
-    "predicted_over_measured",
-}
 
 
 # ---------------------------------------------------------------------------------------- recorded copies
@@ -124,10 +124,10 @@ def copies(*times: tuple[float, float], to_host: bool = False) -> list[CopyRecor
     return [CopyRecord(to_host, 1, start, end) for start, end in times]
 
 
-def passing(passes: list[tuple[float, float]], carried: list[CopyRecord]) -> Run:
+def passing(passes: list[tuple[float, float]], carried: list[CopyRecord]) -> Recorded:
     """Of such passes, after a first one that does not count."""
     spans = [Span("pass", "verify", start, end) for start, end in [(-1.0, 10.0), *passes]]
-    return Run([], [], spans, carried)
+    return Recorded([], spans, carried)
 
 
 def test_link_use_is_the_busy_share_of_a_pass() -> None:
@@ -174,13 +174,21 @@ def times(
     )
 
 
-def run_of(rounds: list[RoundTimes], tokens: int) -> Run:
+def run_of(rounds: list[RoundTimes]) -> Recorded:
     spans = [Span("pass", "verify", one.started, one.started + one.ms / 1e3) for one in rounds]
     carried = [CopyRecord(False, 1, rounds[0].started, rounds[-1].started + 1.0)]
-    return Run([0] * tokens, rounds, spans, carried)
+    return Recorded(rounds, spans, carried)
 
 
-def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
+def row_of(system: str, rounds: list[RoundTimes], turns: int = 3) -> dict[str, Any]:
+    told = [figures(run_of(rounds)) | {"streamed_tokens": 8} for _ in range(turns)]
+    return {"system": system, "figures": told}
+
+
+LATE, AHEAD = "ours:retrieval+offload.ahead=0", "ours:retrieval"
+
+
+def test_figures_tell_rounds_that_were_guessed_from_others() -> None:
     rounds = [
         times(0.0, 90.0, True, draft=50.0),
         times(0.1, 44.0, True),
@@ -188,53 +196,95 @@ def test_rows_tell_rounds_that_were_guessed_from_others() -> None:
         times(0.3, 95.0, True, draft=50.0),
         times(0.4, 30.0, None, proposed=1, accepted=1),
     ]
-    run = run_of(rounds, 18)
-    one = row([run], [40.0], compute=20.0, draft_token=10.0)
-    assert one["ms_per_token"]["median"] == pytest.approx(300 / 12), "without the first round and the last"
+    one = figures(run_of(rounds))
+    assert one["ms_per_token"] == pytest.approx(300 / 12), "without the first round and the last"
     assert one["tokens_per_round"] == pytest.approx(12 / 3)
     assert one["acceptance"] == pytest.approx(14 / 15), "14 stood, and one that was judged did not"
-    assert one["rounds"] == 5 and one["outcome_hit_rate"] == pytest.approx(3 / 4)
-    assert one["round_over_max"] == pytest.approx(45 / 40)
-    assert one["pass_over_bound"] == pytest.approx(45 / 40)
-    assert one["draft_alone_ms"] == pytest.approx(40.0)
+    assert one["hits"] == pytest.approx(3 / 4)
+    assert one["guessed_round_ms"] == pytest.approx(45), "the last of three was not guessed"
+    assert one["pass_ms"] == pytest.approx(45) and one["drafted"] == 4
     assert one["link_use"] == pytest.approx(1.0)
-    assert draft_token_ms([run]) == pytest.approx(0.0)
-    assert row([run], [10.0], None, draft_token=30.0)["round_over_max"] == pytest.approx(45 / 120)
-    # A link that is paced anew: each run is held against its own.
-    two = row([run, run], [40.0, 80.0], compute=20.0, draft_token=10.0)
-    assert two["stream_ms"] == 60.0
-    assert two["round_over_max"] == pytest.approx((44 / 40 + 46 / 80) / 2)
+    assert "draft_token_ms" not in one, "drafted beside a pass"
+    alone = [dataclasses.replace(each, ahead_ms=0.0) for each in rounds]
+    assert figures(run_of(alone))["draft_token_ms"] == pytest.approx(50 / 12)
     assert acceptance([]) is None
-    short = run_of(rounds[:2], 10)
-    assert ms_per_token(short) == pytest.approx((100 + 44) / 10), "too few rounds to leave some out"
+    short = figures(run_of(rounds[:2]))
+    assert short["ms_per_token"] == pytest.approx((100 + 44) / 10), "too few rounds to leave some out"
 
 
-def test_rows_are_compared_and_predicted_turn_by_turn(measured: dict[str, Any]) -> None:
-    """On a machine that changes from turn to turn, medians of each side would come from different turns."""
-    assert times_as_fast([3.0, 2.0, 20.0], [30.0, 10.0, 80.0]) == 5.0
-    case = copy.deepcopy(measured["result"]["cases"][0])
-    one = next(row for row in case["rows"] if row["system"] == "ahead 0")
-    turn = one["turns"][0]
-    turns = [turn | {"rate_bytes_per_second": turn["rate_bytes_per_second"] / by} for by in (1, 50, 5)]
-    predicted = [prediction_accuracy.predict(case, one, each)["ms_per_token"] for each in turns]
-    assert len(set(predicted)) == 3
-    measured_ms = [ms * by for ms, by in zip(predicted, (1.0, 2.0, 4.0), strict=True)]
-    one |= {"turns": turns, "ms_per_token": {"median": median(measured_ms), "runs": measured_ms}}
-    prediction_accuracy.predict_rows(case | {"rows": [one]})
-    assert one["predicted_over_measured"] == pytest.approx(1 / 2)
-    assert one["predicted"]["ms_per_token"] == pytest.approx(median(predicted))
+def test_rows_are_held_against_those_of_the_same_turns_and_of_the_same_pass_in_place() -> None:
+    plain = [times(float(at), 80.0, None, proposed=0, accepted=0) for at in range(4)]
+    late = [dataclasses.replace(times(0.5 * at, 90.0, None, draft=40.0), ahead_ms=0.0) for at in range(4)]
+    ahead = [times(0.1 * at, 60.0, True) for at in range(4)]
+    rows = [
+        row_of("ours:plain", plain),
+        row_of(LATE, late),
+        row_of(AHEAD, ahead),
+        {"system": "ours:triforce", "error": "no draft"},
+    ]
+    for factor, turn in zip((1.0, 10.0, 1.0), range(3), strict=True):
+        for row in rows[:3]:  # a machine that slows down slows all
+            row["figures"][turn]["ms_per_token"] *= factor
+    rows[2]["figures"][2]["ms_per_token"] *= 3
+    alone = [row_of("ours:plain", plain), row_of(AHEAD, late)]
+    summarise(alone, 0.0, [])
+    assert drafting_ms(alone) == pytest.approx(BESIDE_A_PASS * 40)
+    summarise(rows, 4.0, alone)
+    assert rows[0]["rounds"]["times_plain"] == 1 and rows[1]["rounds"]["times_plain"] == pytest.approx(10)
+    assert rows[2]["rounds"]["times_plain"] == pytest.approx(50), "the median of ratios"
+    assert rows[2]["rounds"]["ahead_speedup"] == pytest.approx(5) and "ahead_speedup" not in rows[1]["rounds"]
+    assert rows[2]["rounds"]["stream_ms"] == 32
+    assert rows[2]["rounds"]["round_over_max"] == pytest.approx(60 / 40), "drafts take longer"
+    assert rows[0]["rounds"]["pass_over_bound"] == pytest.approx(80 / 80), "its pass in place"
+    assert rows[2]["rounds"]["pass_over_bound"] == pytest.approx(60 / 50)
+    summarise(rows, 10.0, [])
+    assert rows[2]["rounds"]["round_over_max"] == pytest.approx(60 / 80)
+    assert rows[2]["rounds"]["pass_over_bound"] == pytest.approx(60 / 80)
+    with pytest.raises(UsageError, match="none has drafted"):
+        drafting_ms(rows[:1])
+    assert worst([1.1, 0.8, 1.2]) == 0.8 and worst([1.3, 0.8]) == 1.3 and worst([]) is None
+
+
+def test_systems_have_settings_and_acceptances() -> None:
+    named = Named.parse("ours:retrieval+offload.ahead=0+retrieval.budget=512+acceptance=0.5")
+    assert named.drafts_late and named.acceptance == 0.5
+    assert named.config({"retrieval.budget": 64, "retrieval.recent": 16}).retrieval.budget == 512
+    systems = ("transformers:static", "ours:plain", LATE, AHEAD, "ours:trees")
+    held = at_acceptances(systems, (0.8, 0.92), {})
+    assert held == (
+        *systems[:2],
+        *(f"{name}+acceptance={rate}" for name in (LATE, AHEAD) for rate in (0.8, 0.92)),
+        "ours:trees",
+    )
+    assert in_place_of([*systems[1:4], f"{LATE}+acceptance=1"]) == (
+        "ours:plain",
+        AHEAD,
+        f"{AHEAD}+acceptance=1",
+    )
+    with pytest.raises(UsageError, match="none of --systems drafts chains"):
+        at_acceptances(held, (1.0,), {})  # one that is held stays so
+
+
+def tiny_text(link: PacedLink, config: Config, capacity: int, shares: Shares | None = None) -> Text:
+    target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
+    return Text(target, None, link, config, capacity, shares)
+
+
+def config_of(name: str, ahead: int, **changes: object) -> Config:
+    return load_config(name, TINY_KEYS | {"offload.ahead": ahead} | changes)
 
 
 def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
-    target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    config = TINY.config(System(1))
-    with closing(Text(Subject(target, None, byte_ids(200)), PacedLink(1e12), config, 24)) as text:
-        assert text.read() > 0
-        found = [text.run(config, 16), text.run(TINY.config(), 24), text.run(config, 16)]
-    assert found[0].tokens == found[1].tokens[:16] == found[2].tokens and len(found[1].tokens) == 24
-    for run in found:
-        assert run.rounds and run.spans and run.copies, "of this run"
-        assert all(span.start >= run.rounds[0].started for span in run.spans)
+    config, plain = config_of("retrieval", 1), config_of("plain", 0)
+    with closing(tiny_text(PacedLink(1e12), config, 224)) as text:
+        for prompt in (byte_ids(200), byte_ids(150, start=9)):
+            assert text.read(prompt) == text.read(prompt) > 0
+            found = [text.run(config, 16), text.run(plain, 24), text.run(config, 16)]
+            first, second, third = (result.tokens for result, _ in found)
+            assert first == second[:16] == third and len(second) == 24
+            for _, run in found:
+                assert run.rounds and run.spans and run.copies, "of this run"
+                assert all(span.start >= run.rounds[0].started for span in run.spans)
 
 
 # ------------------------------------------------------------------------------------ the synthetic verdict
@@ -246,13 +296,11 @@ def endless_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "over", lambda *_: False)
 
 
-def decoded(acceptance: float, ahead: int, tokens: int) -> Run:
-    sizes = dataclasses.replace(TINY, gamma=4)
-    target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    config = sizes.config(System(ahead))
-    with closing(Text(Subject.random(target, 200), PacedLink(1e9), config, tokens)) as text:
-        text.read()
-        return text.run(config, tokens, acceptance)
+def decoded(acceptance: float, ahead: int, tokens: int) -> Sequence[RoundTimes]:
+    config = config_of("retrieval", ahead, **{"speculation.gamma2": 4})
+    with closing(tiny_text(PacedLink(1e9), config, 200 + tokens)) as text:
+        text.read(random_prompt(64, 200))
+        return text.run(config, tokens, acceptance)[1].rounds
 
 
 def test_a_held_acceptance_is_held_by_its_coins() -> None:
@@ -262,22 +310,22 @@ def test_a_held_acceptance_is_held_by_its_coins() -> None:
     def chance() -> float:
         return float(torch.rand((), generator=coins, dtype=torch.float64))
 
-    assert len(found.rounds) > 45
-    for one in found.rounds:
+    assert len(found) > 45
+    for one in found:
         stands = []
         for _ in range(one.proposed):
             stands.append(chance() < 0.8)
             chance(), chance()
         chance(), chance(), chance()  # of the token after them, which nothing had guessed
         assert one.accepted == (stands.index(False) if False in stands else one.proposed)
-    assert acceptance(found.rounds) == pytest.approx(0.8, abs=0.06)
+    assert acceptance(found) == pytest.approx(0.8, abs=0.06)
 
 
 @pytest.mark.usefixtures("endless_passes")
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
     found = decoded(rate, ahead=4, tokens=30)
-    whole = found.rounds[:-1]
+    whole = found[:-1]
     assert all(one.accepted == rate * one.proposed for one in whole)
     guessed = [one.guessed for one in whole[:-1] if one.guessed is not None]
     assert rate == 0.0 or (guessed and all(guessed)), guessed
@@ -288,89 +336,109 @@ def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
 def test_a_runner_up_is_held_too(runner_up: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "RUNNER_UP_HITS", runner_up)
     found = decoded(0.0, ahead=4, tokens=30)
-    guessed = [one.guessed for one in found.rounds if one.guessed is not None]
+    guessed = [one.guessed for one in found if one.guessed is not None]
     # Until it is known that all is rejected, the likeliest outcome is another one.
     assert len(guessed) > 20 and sum(guessed[15:]) == runner_up * len(guessed[15:])
-
-
-def test_every_row_of_held_systems_is_labelled() -> None:
-    systems = held_systems(ACCEPTANCES)
-    assert {system.held for system in systems if system.held} == set(ACCEPTANCES)
-    assert all((system.held is None) == system.plain for system in systems)
-    assert all(system.held is None for those in paced_systems("balanced").values() for system in those)
 
 
 # ----------------------------------------------------------------------------------------- the commands
 
 
 @pytest.fixture(scope="module")
-def measured(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def quick() -> Any:
+    """`bench offload` at two places beside the one in place."""
+    places = (IN_PLACE, Place("streamed", 1.0, STREAMED), Place("both", 2.0, (0.25, 0.25), drawn=True))
+    case = dataclasses.replace(CASES[-1], places=places, options=TINY_KEYS, if_quick={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "CASES", (case,))
+        patch.setattr(prediction_accuracy, "ATTENTION_REPEATS", 1)
+        threads = torch.get_num_threads()
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def measured(quick: None, pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a tiny run of `bench offload` writes."""
     folder = tmp_path_factory.mktemp("offload")
-    book = folder / "book.txt"
+    book, out = folder / "book.txt", folder / "offload.jsonl"
     book.write_bytes(bytes(byte_ids(400)))
-    out = folder / "offload.json"
     arguments = ["--model", pair[0], "--draft", pair[1], "--text", str(book), "--out", str(out)]
-    sizes = ["--context", "160", "--gamma", "3", "-n", "14", "--repeats", "1", "--acceptances", "1"]
-    settings = [f"{key}={json.dumps(value)}" for key, value in TINY_KEYS.items()]
-    given = [part for setting in settings for part in ("--set", setting)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(references, "ATTENTION_REPEATS", 1)
-        patch.setattr(references, "BALANCING_TURNS", 1)
-        patch.setitem(SHAPES, "tiny", SMALLER)
-        assert command_line.main(["offload", "--quick", "--device", "cpu", *arguments, *sizes, *given]) == 0
-    assert torch.get_num_threads() == 2, "given back"
-    torch.set_num_threads(threads)
-    result: dict[str, Any] = json.loads(out.read_text())
-    return {"path": out, "result": result}
+    sizes = ["--contexts", "160", "-n", "14", "--turns", "1", "--device", "cpu"]
+    assert command_line.main(["offload", *arguments, *sizes]) == 0
+    return {"path": out, "records": [json.loads(line) for line in out.read_text().splitlines()]}
 
 
 def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
-    path, result = measured["path"], measured["result"]
+    path, records = measured["path"], measured["records"]
     assert str(path.parent) not in path.read_text(), "a report goes elsewhere: no paths in it"
-    assert path.with_name("offload-timeline.png").stat().st_size > 5000
-    cases = result["cases"]
-    names = ["balanced", "stream-bound", "draft-bound", "synthetic acceptance"]
-    assert [case["case"] for case in cases] == names
-    assert result["command"].startswith("python -m bench offload --quick --device cpu --model ")
-    assert set(result["summary"]) == {*SUMMARY, "synthetic"}
-    assert all(result["summary"][key] is not None for key in SUMMARY if key not in ("round_over_max",))
-    balanced = [(one["system"], one["placement"]) for one in cases[0]["rows"]]
-    assert balanced == [
-        ("plain", "streamed"),
-        *((f"ahead {count}", "streamed") for count in (0, 1, 4)),
-        ("ahead 4, refresh gathered", "streamed"),
-        *((name, place) for place in ("resident", "cpu", "both") for name in ("plain", "ahead 0", "ahead 4")),
-    ]
-    for case in cases:
-        for one in case["rows"]:
-            assert one["resident_tokens"] + one["cpu_tokens"] + one["streamed_tokens"] == 144, "full pages"
-            assert (one["resident_tokens"] > 0) == (one["placement"] in ("resident", "both"))
-            assert (one["cpu_tokens"] > 0) == (one["placement"] in ("cpu", "both"))
-            token_bytes = (
-                2 * case["shape"]["layers"] * case["shape"]["kv_heads"] * case["shape"]["head_dim"] * 4
-            )
-            rates = [turn["rate_bytes_per_second"] for turn in one["turns"]]
-            assert len(rates) == len(one["ms_per_token"]["runs"])
-            assert one["rate_bytes_per_second"] == median(rates)
-            stream = 1e3 * one["streamed_tokens"] * token_bytes / one["rate_bytes_per_second"]
-            assert one["stream_ms"] == pytest.approx(stream)
-            alone = "plain_pass_ms" if one["system"] == "plain" else "pass_ms"
-            assert one["compute_ms"] == median(turn[alone] for turn in one["turns"])
-            assert one["predicted_over_measured"] == pytest.approx(
-                one["predicted"]["ms_per_token"] / one["ms_per_token"]["median"]
-            )
-            real = case["case"] != "synthetic acceptance" or one["system"] == "plain"
-            assert (one["synthetic"] is None) == real
-            assert 0 < one["link_use"] <= 1
-            assert one["prefill_ms"] > 0
-    plain = cases[0]["rows"][0]["ms_per_token"]["median"]
-    for one in cases[0]["rows"][:5]:
-        assert one["ratio_over_plain"] == pytest.approx(plain / one["ms_per_token"]["median"])
-    whole = [one for one in cases[3]["rows"] if one["synthetic"] == 1.0]
-    assert all(one["acceptance"] == 1.0 for one in whole)
+    assert path.with_suffix(".png").stat().st_size > 5000
+    assert [one["place"] for one in records] == ["in place", "streamed", "both"]
+    systems = list(CASES[-1].systems)
+    alone, *linked = records
+    assert [row["system"] for row in alone["rows"]] == ["ours:plain", AHEAD] and not alone["link_rate_gb_s"]
+    assert all("error" not in row for one in records for row in one["rows"])
+    kv_bytes = 160 * 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * 4
+    for one, ratio in zip(linked, (1, 2), strict=True):
+        assert [row["system"] for row in one["rows"]] == systems and one["machine"]["threads"] == 1
+        drafting = drafting_ms(alone["rows"])
+        assert one["bound_ms"] == pytest.approx(ratio * drafting)
+        assert one["link_rate_gb_s"] == pytest.approx(kv_bytes / 1e6 / (ratio * drafting))
+        for row in one["rows"]:
+            found = row["rounds"]
+            assert found["resident_tokens"] == found["cpu_tokens"] == (32 if one["place"] == "both" else 0)
+            assert found["streamed_tokens"] == (80 if one["place"] == "both" else 144), "full pages"
+            assert found["stream_ms"] == pytest.approx(one["bound_ms"] * found["streamed_tokens"] / 160)
+            assert row["first_difference"] is None and row["prefill_ms"] > 0
+            assert 0 < found["link_use"] <= 1 and found["pass_over_bound"] > 0
+            ratio_of_it = row["predicted"]["ms_per_token"] / found["ms_per_token"]
+            assert found["predicted_over_measured"] == pytest.approx(ratio_of_it)
+    page = path.with_suffix(".md").read_text()
+    assert page.index("## 160 tokens, in place") < page.index("## 160 tokens, streamed")
+    assert "| predicted/measured |" in page and "offload.ahead = 0" in page
+
+
+SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 16}
+
+
+def test_random_weights_are_timed_at_acceptances_that_are_held(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(SHAPES, "tiny", SMALLER)
+    given = ["offload", "--model", "random:tiny", "--acceptance", "0,1", "--contexts", "160", "-n", "14"]
+    given += ["--turns", "1", "--device", "cpu", "--no-plot", "--out", str(tmp_path / "out.jsonl")]
+    assert command_line.main([*given, "--systems", f"ours:plain,{LATE},{AHEAD}"]) == 0
+    summary = last_line(capsys)
+    keys = {"round_over_max", "link_use", "pass_over_bound", "ahead_speedup", "outcome_hit_rate", "synthetic"}
+    keys |= {"ratio_over_plain", "ms_per_token", "predicted_over_measured"}
+    assert set(summary) == keys and summary["synthetic"] == 1.0
+    assert all(summary[key] is not None for key in keys - {"round_over_max"})
+    _, record, _ = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert record["model"] == "random:tiny" and record["texts"] == ["drawn at random"]
+    plain, *rows = record["rows"]
+    assert plain["synthetic"] is None and plain["first_difference"] is None
+    for row in rows:
+        assert row["synthetic"] == row["rounds"]["acceptance"] and "first_difference" not in row
+        assert row["notes"][0] == f"synthetic acceptance {row['synthetic']:g}"
+    page = (tmp_path / "out.md").read_text()
+    assert "random weights: for timing only" in page and "synthetic acceptance 1 " in page
+
+
+def test_a_random_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", SMALLER)
+    folder = checkpoint("random:tiny", torch.bfloat16, tmp_path)
+    written = os.stat(folder / "config.json")
+    assert checkpoint("random:tiny", torch.bfloat16, tmp_path) == folder
+    assert os.stat(folder / "config.json") == written
+    assert checkpoint("random:tiny", torch.float32, tmp_path) != folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.bfloat16 and model.config.num_key_value_heads == 2
+    logits = model(torch.tensor([random_prompt(2048, 64)])).logits.float()
+    assert logits.std().item() == pytest.approx(20, rel=0.2)
+    monkeypatch.setitem(SHAPES, "tiny", dataclasses.replace(SMALLER, parameters=2**50))
+    with pytest.raises(UsageError, match="do not fit in memory"):
+        checkpoint("random:tiny", torch.float16, tmp_path)
 
 
 def test_prediction_accuracy_holds_the_planner_against_every_row(
@@ -381,93 +449,77 @@ def test_prediction_accuracy_holds_the_planner_against_every_row(
     printed = last_line(capsys)
     report = json.loads(out.read_text())
     assert printed == {"worst": report["worst"], "rows": len(report["rows"])}
-    assert printed["rows"] == sum(len(case["rows"]) for case in measured["result"]["cases"])
+    linked = measured["records"][1:]
+    assert printed["rows"] == sum(len(one["rows"]) for one in linked)
+    again = [row["rounds"]["predicted_over_measured"] for one in linked for row in one["rows"]]
+    assert [one["ratio"] for one in report["rows"]] == pytest.approx(again)
     for one in report["rows"]:
         assert set(one["predicted"]) == set(one["measured"])
-        assert one["ratio"] == pytest.approx(
-            one["predicted"]["ms_per_token"] / one["measured"]["ms_per_token"]
-        )
-    assert prediction_accuracy.worst([1.1, 0.8, 1.2]) == 0.8
-    assert prediction_accuracy.worst([1.3, 0.8]) == 1.3
 
 
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
-    case = measured["result"]["cases"][0]
-    one = next(row for row in case["rows"] if row["system"] == "ahead 4")
-    alone = next(row for row in case["rows"] if row["system"] == "ahead 0")
-    turn = {"draft_token_ms": 7.0, "verdict_ms": 0.0}
-    turn |= {"plain_pass_ms": 6.0, "pass_ms": 10.0, "rate_bytes_per_second": 1e12}
-    case["processor"]["attention"] = [{"queries": count, "rate": 5.0} for count in (1, 4)]
-    request = prediction_accuracy._request(case, dict(one, acceptance=1.0), turn)
-    sure = prediction_accuracy.MeasuredAlone(request, turn)
-    place = PlannedPlacement(0, 0, one["streamed_tokens"], 3, 32, request.target)
-    fast, draft = sure.verification(place, 3), sure.draft(3)
-    assert draft.ms == pytest.approx(21.0)
-    assert fast.ms == pytest.approx(10.0, rel=0.05), "what a pass takes in place"
-    hit = sure.round(fast, draft, 1)
-    assert hit.hit_rate == 1
-    assert hit.ms == pytest.approx(10.0 + 21.0, rel=0.05), "one processor does both"
-    slowly = turn | {"rate_bytes_per_second": 1e3}
-    predicted = prediction_accuracy.predict(case, dict(one, acceptance=1.0), slowly)
-    bytes_streamed = one["streamed_tokens"] * request.target.token_bytes
-    assert predicted["pass_ms"] == pytest.approx(bytes_streamed, rel=0.02), "1 ms a byte"
-    asked = prediction_accuracy._request(case, dict(one, acceptance=1.0), slowly)
-    slow = prediction_accuracy.MeasuredAlone(asked, slowly)
-    passed = slow.round(slow.verification(place, 3), draft, 1)
-    refreshing = passed.refresh_share * passed.refresh_ms
-    assert passed.ms - refreshing == pytest.approx(passed.verification.ms), "all is drafted meanwhile"
-    assert predicted["round_ms"] == pytest.approx(predicted["pass_ms"] + refreshing)
-    without = prediction_accuracy.predict(case, alone, turn)
-    assert without["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05)
-    with_verdict = prediction_accuracy.predict(case, alone, turn | {"verdict_ms": 4.0})
-    assert with_verdict["round_ms"] - without["round_ms"] == pytest.approx(4.0)
-    plain = next(row for row in case["rows"] if row["system"] == "plain")
-    assert prediction_accuracy.predict(case, plain, turn)["tokens_per_round"] == 1
+    alone, record, _ = copy.deepcopy(measured["records"])
+    plain, late, *_, ahead = record["rows"]
+    for row in (plain, late, ahead):
+        row["rounds"] |= {"acceptance": 1.0, "draft_token_ms": 7.0, "verdict_ms": 0.0}
+    for row, pass_ms in zip(alone["rows"], (6.0, 10.0), strict=True):
+        row["rounds"]["pass_ms"] = pass_ms
+    record["processor"]["attention"] = [{"queries": count, "rate": 5.0} for count in (2, 8)]
+    record["link_rate_gb_s"] = 1e3
+
+    def predict(row: dict[str, Any]) -> dict[str, float]:
+        found = prediction_accuracy.predict(record, alone["rows"], row)
+        assert found is not None
+        return found
+
+    fast = predict(late)
+    assert fast["draft_alone_ms"] == pytest.approx(21.0)
+    assert fast["pass_ms"] == pytest.approx(10.0, rel=0.05), "what a pass takes in place"
+    assert fast["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05)
+    assert predict(ahead)["round_ms"] == pytest.approx(10.0 + 21.0, rel=0.05), "one processor does both"
+    assert predict(plain)["tokens_per_round"] == 1
+    assert predict(plain)["pass_ms"] == pytest.approx(6.0, rel=0.05)
+    late["rounds"]["verdict_ms"] = 4.0
+    assert predict(late)["round_ms"] - fast["round_ms"] == pytest.approx(4.0)
+    record["link_rate_gb_s"] = 1e-6
+    slow = predict(ahead)
+    token_bytes = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * 4
+    assert slow["pass_ms"] == pytest.approx(144 * token_bytes, rel=0.02), "1 ms a byte"
+    assert slow["round_ms"] == pytest.approx(slow["pass_ms"], rel=0.2), "all is drafted meanwhile"
+    assert prediction_accuracy.predict(record, [], ahead) is None, "nothing was measured in place"
+    record["hardware"] = json.loads(json.dumps(dataclasses.asdict(named_hardware("rtx4090"))))
+    del record["processor"]
+    on_gpu = prediction_accuracy.predict(record, [], ahead)
+    assert on_gpu is not None and 0 < on_gpu["round_ms"] < slow["round_ms"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["prediction-accuracy", "missing.json"], "run `python -m bench offload` first"),
-        (["prediction-accuracy", "pyproject.toml"], "is no JSON"),
-        (["prediction-accuracy", "bench/results/model-card.json"], "is no result of `bench offload`"),
-        (["offload", "--config", "plain"], "name a config that drafts"),
-        (["offload", "--acceptances", "2"], "'2' is not a number of at least 0 and at most 1"),
-        (["offload", "--shapes", "huge"], "is none of tiny"),
-        (["offload", "--context", "9999999", "--device", "cpu"], "give a longer --text"),
+        (["prediction-accuracy", "missing.jsonl"], "cannot be read"),
+        (["prediction-accuracy", "pyproject.toml"], "is no result of a side-by-side run"),
+        (["prediction-accuracy", "bench/results/peers-cpu.jsonl"], "is no result of `bench offload`"),
+        (["offload", "--systems", "ours:plain", "--contexts", "64", "--device", "cpu"], "none has drafted"),
+        (["offload", "--contexts", "9999999", "--device", "cpu"], "use a longer --text"),
     ],
 )
 def test_mistakes_are_told_in_a_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(side_by_side.inputs, "RESULTS", tmp_path)
     assert command_line.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_shape_on_a_device_is_measured_streamed_and_as_planned() -> None:
-    """What runs on a GPU, with the processor in its place."""
-    target = GraphedModel(random_model("tiny", torch.device("cpu"), torch.bfloat16), "tiny", lambda _: None)
-    machine = named_hardware("rtx4090")
-    card = dataclasses.replace(machine.gpus[0], memory_bytes=2**30)
-    hardware = Hardware(machine.host, (card,), measured=False)
-    ((case, runs),) = gpu.case_on_gpu(target, TINY, held_systems((1.0,)), hardware, lambda: PacedLink(25e9))
-    assert [len(those) for those in runs] == [1] * len(case["rows"])
-    assert [(one["system"], one["placement"]) for one in case["rows"]] == [
-        (name, place) for place in ("streamed", "planned") for name in ("plain", "ahead 0", "ahead 4")
-    ]
-    assert case["rows"][-1]["resident_tokens"] > 0
-    prediction_accuracy.predict_rows(case)
-    assert all(one["predicted_over_measured"] > 0 for one in case["rows"])
-    small = Hardware(machine.host, (dataclasses.replace(card, memory_bytes=2**20),), False)
-    assert not list(gpu.case_on_gpu(target, TINY, held_systems((1.0,)), small, lambda: PacedLink(25e9)))
-
-
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
-    target = GraphedModel(tiny_target("llama-gqa"), "tiny", lambda _: None)
-    config, subject = TINY.config(System(2)), Subject(target, None, byte_ids(200))
-    with closing(Text(subject, PacedLink(1e8), config, 24, Shares(cpu_tokens=32))) as text:
-        text.read()
-        found = text.run(config, 24)
+    config = config_of("retrieval", 2)
+    with closing(tiny_text(PacedLink(1e8), config, 224, Shares(cpu_tokens=32))) as text:
+        text.read(byte_ids(200))
+        _, found = text.run(config, 24)
     shown = lanes(found)
     assert all(shown.values()), {name: len(times) for name, times in shown.items()}
     start, end = window(found, count=2)

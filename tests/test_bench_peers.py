@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -11,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import byte_ids, noisy_copy, tiny_target
-from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import inputs, report, runner, side_by_side
 from bench.cases import CASES
 from bench.runner import Job, Row, SystemFailed, Worker
-from bench.systems import Setup, _passes
+from bench.systems import Setup
 from offload_rt.loading import demo_model, load_tokenizer
 
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
@@ -49,7 +45,8 @@ class Fake:
         if self.kind == "differs":
             tokens[3] = 0
         parts = {"full": 1.0 * new_tokens}
-        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, parts, ("seen",))
+        figures = {"round_ms": 6.0}
+        return Run(tokens, 2.0 * new_tokens, new_tokens, 2, {"draft": 0.5}, parts, ("seen",), figures)
     def logits_after(self, tokens):
         return [float(len(tokens))] + 99 * [7.5]
     def close(self):
@@ -87,12 +84,9 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[list[Row]]:
-    prompts = {10: range(10), 20: range(20)}
-    job = Job(setup(folder), tuple(systems), {key: list(one) for key, one in prompts.items()}, 6, 2)
-    found = list(runner.run(replace(job, **changes), lambda text: None))
-    assert [context for context, _ in found] == [10, 20]
-    return [rows for _, rows in found]
+def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[Row]:
+    job = Job(setup(folder), tuple(systems), list(range(20)), 6, 2)
+    return runner.run(replace(job, **changes), lambda text: None)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -104,43 +98,35 @@ def test_rows_of_what_works_and_of_what_does_not(
         monkeypatch.setattr(runner, "ONE_PROCESS", ("fake",))
     else:
         systems.insert(4, "fake:dies")
-    answers = {20: [20, 21, 0, 23]}
-    for rows, context in zip(measured(fakes, systems, answers=answers), (10, 20), strict=True):
-        good, differs, *failed = rows
-        assert [row["system"] for row in rows] == systems
-        assert good["tokens"] == [context + at for at in range(6)] and good["first_difference"] is None
-        assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
-        assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake", "seen"], True)
-        assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (
-            3,
-            {"draft": 0.5},
-            {"full": 1},
-        )
-        assert good["peak_bytes"] > 2**20 and good["device_bytes"] == 0
-        assert good.get("answered") == (0.75 if context == 20 else None)
-        # The logit of token 0 tells how long the text before it was.
-        assert differs["first_difference"] == 3 and differs["logit_gap"] == 7.5 - 3
-        reasons = [row["error"] for row in failed]
-        assert "a_module_that_is_not_there" in reasons[0]
-        assert reasons[1:] == [
-            "RuntimeError: at line 2",
-            *([] if together else ["its process ended (code 7) in run"]),
-            "ValueError: fake has no system other; there are good, differs, absent, fails, hangs, dies",
-            "not installed: make bench-peers",
-        ]
+    good, differs, *failed = rows = measured(fakes, systems, answer=[20, 21, 0, 23])
+    assert [row["system"] for row in rows] == systems
+    assert good["tokens"] == [20 + at for at in range(6)] and good["first_difference"] is None
+    assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
+    assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake", "seen"], True)
+    assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (3, {"draft": 0.5}, {"full": 1})
+    assert good["figures"] == [{"round_ms": 6.0}] * 2
+    assert good["peak_bytes"] > 2**20 and good["device_bytes"] == 0
+    assert good["answered"] == 0.75
+    # The logit of token 0 tells how long the text before it was.
+    assert differs["first_difference"] == 3 and differs["logit_gap"] == 7.5 - 3
+    reasons = [row["error"] for row in failed]
+    assert "a_module_that_is_not_there" in reasons[0]
+    assert reasons[1:] == [
+        "RuntimeError: at line 2",
+        *([] if together else ["its process ended (code 7) in run"]),
+        "ValueError: fake has no system other; there are good, differs, absent, fails, hangs, dies",
+        "not installed: make bench-peers",
+    ]
     assert "libraries print" in (fakes / "work/fake.log").read_text()
 
 
 def test_what_cannot_fit_is_not_opened(fakes: Path) -> None:
-    (good, other), _ = measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50)
-    assert good["error"].startswith(
-        "its weights and KV take 25165824.0 GiB, and "
-    )  # of 10 tokens, 6 new ones and 8
-    assert other["error"].startswith("its weights and KV take 25165824.0 GiB")
+    for row in measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50):
+        assert row["error"].startswith("its weights and KV take 419430400.0 GiB, and ")  # of 400 tokens
 
 
 def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
-    (good, differs), _ = measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, temperature=0.5))
+    good, differs = measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, temperature=0.5))
     assert "first_difference" not in good and "first_difference" not in differs
 
 
@@ -155,107 +141,10 @@ def test_what_hangs_is_ended(fakes: Path) -> None:
         worker.ask("run", "hangs", 3)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target, which names what follows the first prompt an end token, and its draft."""
-    folder = tmp_path_factory.mktemp("models")
-    target = tiny_target("llama-gqa", seed=3)
-    target.save_pretrained(folder / "target")
-    (end,) = tiny_greedy(folder, PROMPTS[0], 1)
-    (folder / "target" / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
-    noisy_copy(target).save_pretrained(folder / "draft")
-    return folder
-
-
-OWN = ("transformers:dynamic", "transformers:static", "transformers:lookup", "transformers:assisted")
-LINKED = ("layer_prefetch:rebuilt", "ours:retrieval")
-PROMPTS = (byte_ids(200), byte_ids(90, start=7), byte_ids(1), byte_ids(200))
-NEW_TOKENS = 12
-
-
-@pytest.mark.parametrize("system", [*OWN, *LINKED, "zero_style:rebuilt", "ours:plain", "ours:triforce"])
-def test_systems_continue_a_prompt_from_its_end(system: str, models: Path, tmp_path: Path) -> None:
-    """The same tokens in every run, whatever was asked before; and those of a model run plainly."""
-    adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), draft=str(models / "draft"), options=SMALL)
-    opened = replace(opened, link_gb_s=1.0 if system in LINKED else 0.0, capacity=200 + NEW_TOKENS)
-    subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
-    try:
-        for prompt in PROMPTS:
-            assert subject.prepare(prompt) > 0
-            runs = [subject.run(count) for count in (NEW_TOKENS, 5, NEW_TOKENS)]
-            expected = tiny_greedy(models, prompt, NEW_TOKENS)
-            assert [one.tokens for one in runs] == [expected, expected[:5], expected]
-            assert all(0 < one.timed <= len(one.tokens) and one.ms > 0 for one in runs)
-        if hasattr(subject, "logits_after"):
-            assert (
-                max(enumerate(subject.logits_after(expected[:4])), key=lambda one: one[1])[0] == expected[4]
-            )
-    finally:
-        subject.close()
-
-
-def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more_than_that_holds() -> None:
-    layer = _passes.HostLayer(capacity=10)
-    kv = torch.randn(2, 1, 3, 10, 4)
-    layer.update(*kv[..., :6, :])
-    filled = layer.keys.data_ptr(), layer.values.data_ptr()
-    layer.crop(-2)
-    keys, values = layer.update(*kv[..., 4:, :])
-    assert torch.equal(torch.stack([keys, values]), kv)
-    assert (keys.data_ptr(), values.data_ptr()) == filled
-    with pytest.raises(RuntimeError):
-        layer.update(*kv[..., :1, :])
-
-
-@pytest.mark.parametrize(
-    "system", ["transformers:lookup", "transformers:static", "zero_style:rebuilt", "ours:plain"]
-)
-def test_systems_draw(system: str, models: Path, tmp_path: Path) -> None:
-    adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), temperature=3.0)
-    subject = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
-    try:
-        subject.prepare(byte_ids(90))
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            assert subject.run(24).tokens != tiny_greedy(models, byte_ids(90), 24)
-    finally:
-        subject.close()
-
-
-@pytest.mark.parametrize(
-    ("system", "changes", "message"),
-    [
-        ("transformers:static", {"link_gb_s": 1.0}, "has no link_gb_s: leave it 0"),
-        ("transformers:assisted", {}, "assisted generation needs a draft"),
-        ("ours:triforce", {}, "triforce needs a draft"),
-        ("transformers:offloaded", {}, "an offloaded cache needs a GPU"),
-        ("layer_prefetch:rebuilt", {}, "over a link only"),
-    ],
-)
-def test_a_system_says_what_it_lacks(
-    system: str, changes: dict[str, Any], message: str, models: Path, tmp_path: Path
-) -> None:
-    adapter, _, name = system.partition(":")
-    opened = setup(tmp_path, model=str(models / "target"), **changes)
-    with pytest.raises(ValueError, match=message):
-        importlib.import_module(f"bench.systems.{adapter}").SYSTEMS[name](opened)
-
-
-def tiny_greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(models / "target")
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 # The command
 
 
-def rows_of(job: Job) -> list[tuple[int, list[Row]]]:
+def rows_of(job: Job, say: Any = None) -> list[Row]:
     spread = {"median": 2.0, "min": 1.0, "max": 3.0, "runs": [1.0, 2.0, 3.0]}
     good = {
         "label": "a peer",
@@ -282,25 +171,19 @@ def rows_of(job: Job) -> list[tuple[int, list[Row]]]:
         "logit_gap": 0.00002,
     }
     rows = [good, faster, {"error": "not installed: make bench-peers"}]
-    return [
-        (
-            context,
-            [{"system": name, "context": context} | row for name, row in zip(job.systems, rows, strict=True)],
-        )
-        for context in job.prompts
-    ]
+    return [{"system": name, "synthetic": None} | row for name, row in zip(job.systems, rows, strict=True)]
 
 
 def test_results_are_appended_and_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[int, ...]] = []
+    asked: list[int] = []
 
-    def run(job: Job, say: Any) -> list[tuple[int, list[Row]]]:
-        asked.append(tuple(job.prompts))
+    def run(job: Job, say: Any) -> list[Row]:
+        asked.append(len(job.prompt))
         return rows_of(job)
 
-    monkeypatch.setattr(side_by_side, "run_job", run)
+    monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     out = tmp_path / "peers.jsonl"
     common = ["peers", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
@@ -309,7 +192,7 @@ def test_results_are_appended_and_not_measured_again(
         lines.write('{"benchmark": "peers", "sch')
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
-    assert asked == [(64,), (32,), ()]
+    assert asked == [64, 32]
     assert [json.loads(line)["context"] for line in out.read_text().splitlines()] == [64, 32]
     page = (tmp_path / "peers.md").read_text()
     ours, peer = page.index("| ours"), page.index("| a peer; 8-bit KV")
@@ -332,12 +215,22 @@ def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--systems vllm:plain", "argument --systems: vllm:plain: write adapter:system; adapters are"),
+        ("--systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
         ("--systems ours", "argument --systems: ours: write adapter:system"),
         ("--systems ours:plain --contexts 100000000", "the text has"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
         ("--systems ours:plain --out {page}", "is where the page or the plot goes; name it .jsonl"),
         ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
+        ("--systems transformers:static+a.b=1", "only systems of ours take settings behind a +"),
+        ("--systems ours:retrieval+retrieval.budgt=3", "unknown key retrieval.budgt"),
+        ("--systems ours:plain+store.page=64", "is of the text, which all systems of ours share"),
+        ("--systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
+        ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
+        ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
+        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
+        ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
+        ("--model random:tiny --needles", "reads no text; leave out --text and --needles"),
+        ("--model random:huge", "there is no such shape; there are tiny"),
         ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
         ("--draft no/such/folder", "no/such/folder"),
         ("--temperature -1", "'-1' is not a number of at least 0"),
@@ -353,6 +246,7 @@ def test_bad_input(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(inputs, "RESULTS", tmp_path)
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"benchmark": "other"}\n{"benchmark": "pee')
     given = arguments.format(torn=torn, page=tmp_path / "page.md").split()
@@ -365,11 +259,11 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The prompt ends with the beginning of a passage that its middle holds; the rest of it is the answer."""
     jobs: list[Job] = []
 
-    def run(job: Job, say: Any) -> list[tuple[int, list[Row]]]:
+    def run(job: Job, say: Any) -> list[Row]:
         jobs.append(job)
         return rows_of(job)
 
-    monkeypatch.setattr(side_by_side, "run_job", run)
+    monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     given = "peers --needles --no-plot --contexts 1000 --systems transformers:dynamic,ours:plain,ours:lookup"
     assert command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")]) == 0
@@ -377,7 +271,7 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "| answered |" in (tmp_path / "out.md").read_text() and " 50% |" in (tmp_path / "out.md").read_text()
     )
     (job,) = jobs
-    prompt, answer = list(job.prompts[1000]), list(job.answers[1000])
+    prompt, answer = list(job.prompt), list(job.answer)
     assert len(prompt) == 1000 and len(answer) == 24
     cue, passage = prompt[-8:], prompt[-8:] + answer
     at = next(at for at in range(300, 700) if prompt[at : at + 32] == passage)

@@ -7,6 +7,7 @@ which is not installed there. To add a peer of that kind is to add a file.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,9 @@ class Setup:
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
         temperature: 0 decodes greedily.
         link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
+        gpu_memory_gib: of a GPU's memory that the process may take; 0: all.
         options: keys of our configurations.
+        settings, acceptance: of one system of ours: keys for it alone, and what its acceptance is held at.
     """
 
     model: str
@@ -40,7 +43,10 @@ class Setup:
     work: str
     temperature: float = 0.0
     link_gb_s: float = 0.0
+    gpu_memory_gib: float = 0.0
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
+    acceptance: float | None = field(default=None, compare=False)
 
     @property
     def folder(self) -> Path:
@@ -62,6 +68,7 @@ class Run:
         accepted: share of the drafted tokens that stood, by what drafted them.
         parts_ms: what the time went to.
         notes: what a reader must know of this run.
+        figures: of its rounds, by name, where a system looks into them.
     """
 
     tokens: list[int]
@@ -71,12 +78,14 @@ class Run:
     accepted: dict[str, float] = field(default_factory=dict)
     parts_ms: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class System(Protocol):
     """One way to continue a prompt. Used from one thread; whatever it raises becomes its row.
 
-    One that can has `logits_after(tokens)`: the logits, a list, behind the prompt and `tokens`.
+    One that can has `logits_after(tokens)`: the logits, a list, behind the prompt and `tokens`; and
+    `draw(path)`: a picture of its last run.
     """
 
     label: str
@@ -103,3 +112,12 @@ def refuse_link(setup: Setup) -> None:
     """Raises ValueError where there is an emulated link: a system that has no use for it, says so."""
     if setup.link_gb_s:
         raise ValueError("has no link_gb_s: leave it 0")
+
+
+def kv_values(setup: Setup) -> int:
+    """How many numbers the keys and values of a token are, in all layers."""
+    config = json.loads((Path(setup.model) / "config.json").read_text())
+    heads: int = config["num_attention_heads"]
+    head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    layers: int = config["num_hidden_layers"]
+    return 2 * layers * head_dim * (config.get("num_key_value_heads") or heads)

@@ -1,16 +1,16 @@
-"""What adapters over transformers' models share: prefill in chunks, a loop of passes, and `generate`."""
+"""What adapters over transformers' models share: a prompt that is read once, and ways to continue it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import StaticLayer
 
 from bench.systems import Run, Setup
 
@@ -25,72 +25,105 @@ def load(folder: str, setup: Setup, attention: str = "sdpa") -> Any:
     return model.to(setup.device).eval()
 
 
-@torch.inference_mode()
-def read(model: Any, prompt: Sequence[int], cache: Any, chunk: int) -> tuple[Tensor, float]:
-    """Takes all of a prompt but its last token into a cache; returns the prompt `[1, tokens]`, and ms."""
-    started = perf_counter()
-    ids = torch.tensor([prompt], device=model.device)
-    for part in ids[:, :-1].split(chunk, dim=1):
-        if part.shape[1]:
-            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
-    return ids, 1e3 * (perf_counter() - started)
+class Text:
+    """A model that has read all of a prompt but its last token.
 
-
-@torch.no_grad()
-def rewind(cache: Any, length: int) -> None:
-    """Forgets all but the first `length` tokens."""
-    if not isinstance(cache, StaticCache):
-        cache.crop(length - cache.get_seq_length())
-        return
-    layers: list[Any] = list(cache.layers)
-    for layer in layers:
-        if type(layer) is not StaticLayer:
-            raise ValueError(f"a {type(layer).__name__} cannot be rewound")
-        layer.cumulative_length.fill_(length)
-
-
-@torch.no_grad()  # what is made in inference mode could not be written by `generate`
-def static_copy(cache: Any, model: Any, capacity: int) -> tuple[StaticCache, float]:
-    """A cache of `capacity` tokens with what another one holds, and ms."""
-    started = perf_counter()
-    static = StaticCache(config=model.config, max_cache_len=capacity)
-    layers: list[Any] = list(static.layers)
-    for layer, full in zip(layers, cache.layers, strict=True):
-        if full.is_initialized:
-            layer.update(full.keys, full.values)
-    return static, 1e3 * (perf_counter() - started)
-
-
-class Passes:
-    """A cache that is read into, and a loop of passes: what `generate` does around them is left out.
+    Args:
+        chunk: tokens that it reads at a time.
+        new_cache: makes what it reads into; None: a `DynamicCache`.
 
     Attributes:
         ids: the prompt, `[1, tokens]`.
     """
 
-    label: str
-    notes: tuple[str, ...] = ()
-    ids: Tensor
-
-    def __init__(self, setup: Setup, model: Any, cache: Any) -> None:
-        self.setup, self.model, self.cache = setup, model, cache
-
-    def prepare(self, prompt: Sequence[int]) -> float:
-        rewind(self.cache, 0)
-        self.ids, ms = read(self.model, prompt, self.cache, self.setup.chunk)
-        return ms
-
-    def run(self, new_tokens: int) -> Run:
-        rewind(self.cache, self.ids.shape[1] - 1)
-        return self._decode(new_tokens)
+    def __init__(self, model: Any, chunk: int, new_cache: Callable[[], Any] | None = None) -> None:
+        self.model, self._chunk = model, chunk
+        self._new_cache = new_cache or partial(DynamicCache, config=model.config)
+        self.cache: Any = None
+        self._prompt: list[int] = []
 
     @torch.inference_mode()
-    def _decode(self, count: int) -> Run:
-        started, tokens, token = perf_counter(), [], self.ids[:, -1:]
+    def read(self, prompt: Sequence[int]) -> float:
+        """Takes a prompt, if it is another one than before; returns ms of its prefill."""
+        if list(prompt) != self._prompt:
+            self.cache = None  # frees its memory before the next one is filled
+            self.cache, self._prompt = self._new_cache(), list(prompt)
+            started = perf_counter()
+            self.ids = torch.tensor([self._prompt], device=self.model.device)
+            for part in self.ids[:, :-1].split(self._chunk, dim=1):
+                if part.shape[1]:
+                    self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            if self.ids.is_cuda:
+                torch.cuda.synchronize(self.ids.device)
+            self._ms = 1e3 * (perf_counter() - started)
+        return self._ms
+
+    @torch.no_grad()
+    def rewind(self, cache: Any) -> None:
+        """Lets a cache forget all but what was read."""
+        length = self.ids.shape[1] - 1
+        if not isinstance(cache, StaticCache):
+            cache.crop(length - cache.get_seq_length())
+            return
+        layers: list[Any] = list(cache.layers)
+        for layer in layers:
+            if type(layer) is not StaticLayer:
+                raise ValueError(f"a {type(layer).__name__} cannot be rewound")
+            layer.cumulative_length.fill_(length)
+
+    @torch.no_grad()  # what is made in inference mode could not be written by `generate`
+    def static_cache(self, capacity: int) -> StaticCache:
+        """One of `capacity` tokens with what was read."""
+        static = StaticCache(config=self.model.config, max_cache_len=capacity)
+        layers: list[Any] = list(static.layers)
+        for layer, full in zip(layers, self.cache.layers, strict=True):
+            if full.is_initialized:
+                layer.update(full.keys, full.values)
+        return static
+
+
+class Continued:
+    """A text that is continued by `generate`, or by passes without what `generate` does around them.
+
+    Args:
+        static: over a `StaticCache` that takes what was read.
+        options: of `generate`.
+
+    Attributes:
+        model: that the loop runs.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        label: str,
+        setup: Setup,
+        text: Text,
+        *,
+        static: bool = False,
+        looped: bool = False,
+        **options: Any,
+    ) -> None:
+        self.label, self.setup, self.text, self.model = label, setup, text, text.model
+        self._static, self._looped, self._options = static, looped, options
+        self._cache: Any = None
+
+    def prepare(self, prompt: Sequence[int]) -> float:
+        self._cache = None  # as above
+        read_ms, started = self.text.read(prompt), perf_counter()
+        self._cache = self.text.static_cache(self.setup.capacity) if self._static else self.text.cache
+        return read_ms + 1e3 * (perf_counter() - started)
+
+    def run(self, new_tokens: int) -> Run:
+        self.text.rewind(self._cache)
+        return self._loop(new_tokens) if self._looped else self._generate(new_tokens)
+
+    @torch.inference_mode()
+    def _loop(self, count: int) -> Run:
+        started, tokens, token = perf_counter(), [], self.text.ids[:, -1:]
         for _ in range(count):
-            out = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            out = self.model(token, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[:, -1].float()
             if self.setup.temperature:
                 token = torch.multinomial((logits / self.setup.temperature).softmax(-1), 1)
@@ -100,75 +133,34 @@ class Passes:
         found = torch.cat(tokens, dim=1)[0].tolist()
         return Run(found, 1e3 * (perf_counter() - started), count, count)
 
+    def _generate(self, count: int) -> Run:
+        """Timed from the first round's tokens to the last: without what `generate` sets up, but where one
+        round made all."""
+        arrivals, ids, law = _Arrivals(), self.text.ids, self.setup.temperature
+        options = self._options | {"past_key_values": self._cache, "max_new_tokens": count}
+        options |= {"attention_mask": torch.ones_like(ids), "streamer": arrivals, "do_sample": bool(law)}
+        out = self.text.model.generate(ids, **options, **({"temperature": law, "top_k": 0} if law else {}))
+        times, (_, *rounds) = zip(*arrivals, strict=True)
+        ms = 1e3 * (times[-1] - times[1 if len(rounds) > 1 else 0])
+        return Run(out[0, ids.shape[1] :].tolist(), ms, sum(rounds[1:]) or count, len(rounds))
+
+    @torch.inference_mode()
+    def logits_after(self, tokens: Sequence[int]) -> list[float]:
+        self.text.rewind(self._cache)
+        ids = torch.cat([self.text.ids[:, -1:], self.text.ids.new_tensor([tokens])], dim=1)
+        out = self.text.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        logits: list[float] = out.logits[0, -1].float().tolist()
+        return logits
+
     def close(self) -> None:
-        self.model = self.cache = None
+        vars(self).clear()
 
 
-class HostLayer(DynamicLayer):
-    """KV of a layer in host memory, in buffers `[1, heads, capacity, head_dim]`.
-
-    `keys` and `values` are views of what is filled: `crop` shortens them, and `update` goes on from there.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capacity = capacity
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.buffers = [
-            torch.empty(
-                (1, states.shape[1], self._capacity, states.shape[3]),
-                dtype=states.dtype,
-                pin_memory=states.is_cuda,
-            )
-            for states in (key_states, value_states)
-        ]
-        self.keys, self.values = (buffer[:, :, :0] for buffer in self.buffers)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        self.keys, self.values = put(self.buffers, start, (key_states, value_states))
-        return self.keys, self.values
-
-
-def put(buffers: Sequence[Tensor], start: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Writes keys and values from token `start` on; returns all that is filled then."""
-    end = start + states[0].shape[2]
-    for buffer, new in zip(buffers, states, strict=True):
-        buffer.narrow(2, start, end - start).copy_(new)  # a slice would quietly end at the capacity
-    keys, values = (buffer[:, :, :end] for buffer in buffers)
-    return keys, values
-
-
-def generate(setup: Setup, model: Any, ids: Tensor, cache: Any, count: int, **options: Any) -> Run:
-    """Timed from the first round's tokens to the last: without what `generate` sets up, but where one round
-    made all."""
-    arrivals = _Arrivals()
-    options |= {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "max_new_tokens": count}
-    options |= {"do_sample": bool(setup.temperature), "streamer": arrivals}
-    if setup.temperature:
-        options |= {"temperature": setup.temperature, "top_k": 0}
-    out = model.generate(ids, **options)
-    times, (_, *rounds) = arrivals.times, arrivals.counts
-    ms = 1e3 * (times[-1] - times[1 if len(rounds) > 1 else 0])
-    return Run(out[0, ids.shape[1] :].tolist(), ms, sum(rounds[1:]) or count, len(rounds))
-
-
-class _Arrivals(BaseStreamer):
-    """Notes when tokens come, and how many at a time; first of all comes the prompt."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
+class _Arrivals(list[tuple[float, int]]):
+    """When tokens come, and how many at a time; first of all comes the prompt."""
 
     def put(self, value: Tensor) -> None:
-        self.times.append(perf_counter())
-        self.counts.append(value.numel())
+        self.append((perf_counter(), value.numel()))
 
     def end(self) -> None:
         pass

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
-from bench.systems import Opener, Run, Setup, refuse_link
-from bench.systems._passes import generate, load, read, rewind, static_copy
+from bench.systems import Opener, Setup, refuse_link
+from bench.systems._passes import Continued, Text, load
 
 EVERY_WEIGHT = 10**12
 """More elements than a model has."""
 
 
-class ZeroInference:
+class ZeroInference(Continued):
     """DeepSpeed without its launcher, once in a process.
 
     Args:
@@ -34,38 +32,22 @@ class ZeroInference:
 
     def __init__(self, setup: Setup, *, offloaded: bool) -> None:
         refuse_link(setup)
-        self._setup = setup
-        self._device = torch.device(setup.device)
-        deepspeed = _deepspeed(setup, self._device)
+        device = torch.device(setup.device)
+        deepspeed = _deepspeed(setup, device)
         model = load(setup.model, replace(setup, device="cpu"))  # ZeRO places the weights
-        config = _config(setup, offloaded, self._device)
+        config = _config(setup, offloaded, device)
         self._engine: Any = deepspeed.initialize(model=model, config=config)[0]
-        self._model: Any = self._engine.module
-        self._cache: Any = None
         weights = f"weights {'offloaded' if offloaded else 'resident'}"
-        self.label = f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, static cache, generate"
-        self.notes: tuple[str, ...] = ()
-        if offloaded and self._device.type == "cpu":
+        label = f"DeepSpeed-ZeRO-Inference {deepspeed.__version__}, {weights}, static cache, generate"
+        # ZeRO gathers weights in hooks, which a compiled pass would not call.
+        text = Text(self._engine.module, setup.chunk)
+        super().__init__(label, setup, text, static=True, disable_compile=True)
+        if offloaded and device.type == "cpu":
             self.notes = ("on a CPU its weights move within the same memory",)
 
-    @torch.no_grad()
-    def prepare(self, prompt: Sequence[int]) -> float:
-        self._cache = None  # frees its memory before the next one is filled
-        filled = DynamicCache(config=self._model.config)
-        self._prompt, read_ms = read(self._model, prompt, filled, self._setup.chunk)
-        self._cache, copy_ms = static_copy(filled, self._model, self._setup.capacity)
-        return read_ms + copy_ms
-
-    def run(self, new_tokens: int) -> Run:
-        rewind(self._cache, self._prompt.shape[1] - 1)
-        # ZeRO gathers weights in hooks, which a compiled pass would not call.
-        options = {"disable_compile": True}
-        return generate(self._setup, self._model, self._prompt, self._cache, new_tokens, **options)
-
     def close(self) -> None:
-        self._cache = self._model = None
         self._engine.destroy()
-        self._engine = None
+        super().close()
         torch.distributed.destroy_process_group()
 
 

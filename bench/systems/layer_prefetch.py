@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import Cache
 
 from bench.systems import Opener, Run, Setup
-from bench.systems._passes import HostLayer, Passes, load, put, rewind
+from bench.systems._host_cache import HostLayer, put
+from bench.systems._passes import Continued, Text, load
 from cpu_kv import PacedLink, Ticket
 
 
@@ -66,7 +67,7 @@ class PrefetchedCache(Cache):
         super().crop(tokens_to_remove)
 
 
-class Rebuilt(Passes):
+class Rebuilt(Continued):
     """One token a pass, each over all KV."""
 
     notes: tuple[str, ...] = ("rebuilt; the link is emulated, and free for the prompt",)
@@ -79,16 +80,18 @@ class Rebuilt(Passes):
         if layers < 2:
             raise ValueError("has nothing to prefetch in a model of one layer")
         self._link = PacedLink(1e9 * setup.link_gb_s)
-        super().__init__(setup, model, PrefetchedCache(layers, setup.capacity, self._link))
-        self.label = f"layer prefetch, rebuilt on transformers {transformers.__version__}"
+        text = Text(model, setup.chunk, lambda: PrefetchedCache(layers, setup.capacity, self._link))
+        label = f"layer prefetch, rebuilt on transformers {transformers.__version__}"
+        super().__init__(label, setup, text, looped=True)
 
     def run(self, new_tokens: int) -> Run:
         run = super().run(new_tokens)
-        rewind(self.cache, self.ids.shape[1] - 1)  # waits for what is under way: others come next
+        self.text.rewind(self.text.cache)  # waits for what is under way: others come next
         return run
 
     def close(self) -> None:
         self._link.close()
+        super().close()
 
 
 SYSTEMS: dict[str, Opener] = {"rebuilt": Rebuilt}

@@ -18,7 +18,6 @@ KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F
 CONTEXT_STEP = 256
 """llama.cpp rounds contexts up to multiples of it, and the buffers of llama-cpp-python do not follow."""
 
-
 LOOKUP = (3, 4)
 """Most tokens that prompt look-up compares, and most that it proposes a round: fastest on a CPU behind 16K
 tokens. For GPUs, llama-cpp-python recommends 10."""
@@ -68,7 +67,6 @@ class LlamaCpp:
             verbose=False,
         )
         self._lookup, self._temperature = lookup, setup.temperature
-        self._prompt: list[int] = []
         parts = [f"llama-cpp-python {llama_cpp.__version__}", f"{kv} KV"]
         notes = []
         if flash:

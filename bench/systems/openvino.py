@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import openvino
 import openvino_genai
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Run, Setup, refuse_link
+from bench.systems import Opener, Run, Setup, kv_values, refuse_link
 
 GIB = 2**30
 
@@ -26,13 +25,10 @@ class OpenVino:
         refuse_link(setup)
         if setup.device != "cpu":
             raise ValueError(f"is measured on CPUs only, not on {setup.device}")
-        config = json.loads((Path(setup.model) / "config.json").read_text())
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        entries = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.max_num_batched_tokens = setup.chunk
-        scheduler.cache_size = 1 + -(-4 * entries * setup.capacity // GIB)
+        scheduler.cache_size = 1 + -(-4 * kv_values(setup) * setup.capacity // GIB)
         given: dict[str, Any] = {"ATTENTION_BACKEND": "PA", "INFERENCE_NUM_THREADS": setup.threads}
         if exact:
             given |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}

@@ -14,7 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from bench.systems import Opener, Run, Setup
-from bench.systems._passes import HostLayer, Passes, load
+from bench.systems._host_cache import HostLayer
+from bench.systems._passes import Continued, Text, load
 
 
 def host_attention(
@@ -40,7 +41,7 @@ def host_attention(
     return out.reshape(1, 1, query.shape[1], -1).to(query.device), None
 
 
-class Rebuilt(Passes):
+class Rebuilt(Continued):
     """One token a pass. Only queries and results cross the link."""
 
     notes: tuple[str, ...] = ("rebuilt: attention is torch's scaled_dot_product_attention on the CPU",)
@@ -49,9 +50,10 @@ class Rebuilt(Passes):
         AttentionInterface.register("host", host_attention)
         AttentionMaskInterface.register("host", sdpa_mask)
         model = load(setup.model, setup, attention="host")
-        layers: int = model.config.num_hidden_layers
-        super().__init__(setup, model, Cache([HostLayer(setup.capacity) for _ in range(layers)]))
-        self.label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
+        layers = range(model.config.num_hidden_layers)
+        text = Text(model, setup.chunk, lambda: Cache([HostLayer(setup.capacity) for _ in layers]))
+        label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
+        super().__init__(label, setup, text, looped=True)
         if setup.link_gb_s:
             self.notes += ("queries and results cross for nothing",)
 

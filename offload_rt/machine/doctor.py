@@ -104,10 +104,13 @@ def usable_hardware(
         return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
     measured = inspect(on_progress=on_progress).hardware
     index = torch.cuda.current_device() if device.index is None else device.index
-    free, _ = torch.cuda.mem_get_info(index)
-    # What torch has reserved and not handed out is free to us as well.
-    spare = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    card = replace(measured.gpus[index], memory_bytes=free + spare + loaded_bytes)
+    free, total = torch.cuda.mem_get_info(index)
+    reserved, allocated = torch.cuda.memory_reserved(index), torch.cuda.memory_allocated(index)
+    # torch may be kept to a part of the card. What it has reserved and not handed out is free to us as well.
+    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total) - reserved
+    card = replace(
+        measured.gpus[index], memory_bytes=min(free, allowed) + reserved - allocated + loaded_bytes
+    )
     return replace(measured, gpus=(card,))
 
 

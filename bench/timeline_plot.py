@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import report
-from bench.offload.rows import busy, ms_per_token, on_lane
-from bench.offload.text import Interval, Run, interval
+from bench.rounds import Interval, Recorded, busy, interval, on_lane
 
 ROUNDS = 4
 DRAFTING = "draft (device)"
 COLOURS = ("#4878a8", "#78a8c8", "#c85848", "#58a868", "#a878b8")
 
 
-def lanes(run: Run) -> dict[str, list[Interval]]:
+def lanes(run: Recorded) -> dict[str, list[Interval]]:
     """When each resource worked."""
     return {
         "link to device": busy(run.copies),
@@ -26,17 +23,16 @@ def lanes(run: Run) -> dict[str, list[Interval]]:
     }
 
 
-def window(run: Run, count: int = ROUNDS) -> Interval:
+def window(run: Recorded, count: int = ROUNDS) -> Interval:
     """Of consecutive rounds in the middle of a run: of those that were drafted ahead, if there are."""
     windows = [run.rounds[at : at + count] for at in range(max(1, len(run.rounds) - count + 1))]
     # `max` keeps the first of equals, and the first round was drafted ahead of by nobody.
     return interval(max(windows[1:] or windows, key=lambda rounds: sum(bool(one.guessed) for one in rounds)))
 
 
-def draw(runs: Sequence[Run], row: dict[str, Any], model: str, path: Path) -> None:
-    """Writes the picture of a row's run of median duration as PNG; beginnings of rounds are dashed."""
+def draw(run: Recorded, title: str, path: Path) -> None:
+    """Writes the picture as PNG; beginnings of rounds are dashed."""
     pyplot = report.pyplot()
-    run = sorted(runs, key=ms_per_token)[len(runs) // 2]
     start, end = window(run)
     figure, axes = pyplot.subplots(figsize=(12, 3.6), layout="constrained")
     named = lanes(run)
@@ -51,12 +47,6 @@ def draw(runs: Sequence[Run], row: dict[str, Any], model: str, path: Path) -> No
     axes.set_ylim(len(named) - 0.5, -0.5)
     axes.set_xlim(0, 1e3 * (end - start))
     axes.set_xlabel("ms; dashed: a round begins")
-    axes.set_title(
-        f"{model}, {report.tokens_name(row['context'])} tokens over a link of "
-        f"{row['rate_bytes_per_second'] / 1e9:.2f} GB/s, {row['gamma']} drafted a round, {row['system']}, "
-        f"{row['resident_tokens']:,} tokens resident, {row['cpu_tokens']:,} attended by the CPU: "
-        f"{row['ms_per_token']['median']:.1f} ms a token",
-        fontsize="medium",
-    )
+    axes.set_title(title, fontsize="medium")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

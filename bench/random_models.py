@@ -1,0 +1,80 @@
+"""Checkpoints with random weights in the shapes of known models: written here, nothing is downloaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from offload_rt.devices import available_memory
+from offload_rt.errors import UsageError
+from offload_rt.loading import demo_model
+from offload_rt.machine.measuring import CPU
+from offload_rt.planning.shapes import SHAPES as KNOWN
+from offload_rt.planning.shapes import ModelShape
+
+PREFIX = "random:"
+LOGIT_DEVIATION = 20.0
+"""Real models are sure of most tokens; random ones are only where their logits are spread wide."""
+
+POSITIONS = 262_144
+TINY = ModelShape("tiny", 4, 512, 1024, 8, 4, 64, 2048, 0)  # it counts its own parameters
+SHAPES = {"tiny": TINY, **KNOWN}
+
+
+def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
+    """The folder of a checkpoint `random:SHAPE`, which is written into `work` where it is not there.
+
+    Raises:
+        UsageError: there is no such shape, or no memory to write it from.
+    """
+    shape = name.removeprefix(PREFIX)
+    if shape not in SHAPES:
+        raise UsageError(f"--model {name}: there is no such shape; there are {', '.join(SHAPES)}")
+    folder = work / f"random-{shape}-{str(dtype).removeprefix('torch.')}"
+    if not folder.exists():
+        needed = SHAPES[shape].parameters * dtype.itemsize
+        if needed > available_memory():
+            raise UsageError(f"--model {name}: its weights, {needed / 2**30:.1f} GiB, do not fit in memory")
+        unfinished = folder.with_suffix(".part")
+        random_model(shape, CPU, dtype).save_pretrained(unfinished)
+        shutil.copy(demo_model("target") / "tokenizer.json", unfinished)  # OpenVINO asks for one
+        unfinished.rename(folder)
+    return folder
+
+
+def random_prompt(vocabulary: int, count: int) -> list[int]:
+    """Tokens drawn at random, the same ones each time."""
+    generator = torch.Generator().manual_seed(1)
+    drawn: list[int] = torch.randint(vocabulary, (count,), generator=generator).tolist()
+    return drawn
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in the shape `name` of `SHAPES`, with random weights, the same ones each time."""
+    shape = SHAPES[name]
+    kind: Any = Qwen2Config if name.startswith("qwen2") else LlamaConfig
+    config = kind(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=shape.tied,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device), torch.no_grad():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # The final norm makes hidden states of length sqrt(hidden): logits deviate by as much as is asked.
+        head: Any = model.get_output_embeddings()
+        head.weight.normal_(0.0, LOGIT_DEVIATION / config.hidden_size**0.5)
+    model.eval()
+    return model

@@ -1,0 +1,209 @@
+"""What the rounds of a continuation say of the engine, and what they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bench.cases import Named
+from cpu_kv.link import CopyRecord
+from offload_rt.errors import UsageError
+from offload_rt.pace import RoundTimes
+from offload_rt.timeline import Span
+
+RATIO = "predicted_over_measured"
+BESIDE_A_PASS = 1.5  # times what a draft takes alone, of the same cores
+WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was streamed or drafted ahead of it
+
+Interval = tuple[float, float]
+"""Begin and end, in seconds."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The rounds of a continuation; `spans` and `copies` tell what ran when, where that was recorded."""
+
+    rounds: Sequence[RoundTimes]
+    spans: Sequence[Span]
+    copies: Sequence[CopyRecord]
+
+
+def figures(run: Recorded) -> dict[str, float]:
+    """Of the steady rounds, what there is: times in ms, medians over rounds where nothing else is said.
+
+    - `ms_per_token`: from the begin of the second round to that of the last one.
+    - `tokens_per_round`, `acceptance`: means; `drafted`: the most of a round.
+    - `draft_token_ms`: a mean, of drafts that no pass ran beside.
+    - `guessed_round_ms`: of rounds whose draft, a whole one, had been made while the pass before ran.
+    - `hits`: of the verdicts that something was drafted for, those that were guessed.
+    - `link_use`: what the link carried within a pass, over what it could have.
+    """
+    rounds = steady(run.rounds)
+    whole = len(rounds) == len(run.rounds)
+    begin, end = interval(run.rounds) if whole else (rounds[0].started, run.rounds[-1].started)
+    tokens, proposed = sum(one.accepted + 1 for one in rounds), sum(one.proposed for one in rounds)
+    drafted = max(one.proposed for one in rounds)
+    late = proposed and not any(one.ahead_ms for one in run.rounds)
+    guesses = [one.guessed for one in run.rounds if one.guessed is not None]
+    pairs = zip(run.rounds, run.rounds[1:-1], strict=False)
+    guessed = [one.ms for before, one in pairs if before.guessed and one.proposed == drafted]
+    found = {
+        "ms_per_token": 1e3 * (end - begin) / tokens,
+        "tokens_per_round": tokens / len(rounds),
+        "acceptance": acceptance(run.rounds),
+        "drafted": drafted,
+        "round_ms": median(one.ms for one in rounds),
+        "pass_ms": median(one.pass_ms for one in rounds),
+        "draft_ms": median(one.draft_ms for one in rounds),
+        "ahead_ms": median(one.ahead_ms for one in rounds),
+        "verdict_ms": median(one.verdict_ms for one in rounds),
+        "draft_token_ms": sum(one.draft_ms for one in rounds) / proposed if late else None,
+        "guessed_round_ms": median(guessed) if guessed else None,
+        "hits": sum(guesses) / len(guesses) if guesses else None,
+        "link_use": link_use(run),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def interval(rounds: Sequence[RoundTimes]) -> Interval:
+    """From the begin of the first round to the end of the last one."""
+    return rounds[0].started, rounds[-1].started + rounds[-1].ms / 1e3
+
+
+def steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
+    """Without the first rounds, and without the last, which is cut short by the end of the text."""
+    return rounds[WARM_UP_ROUNDS:-1] if len(rounds) > WARM_UP_ROUNDS + 1 else rounds
+
+
+def acceptance(rounds: Sequence[RoundTimes]) -> float | None:
+    """Share of drafted tokens that stood, of those whose predecessors did; None without drafts.
+
+    That is what the planner means by acceptance: a token behind a rejected one was never judged.
+    """
+    stood = sum(one.accepted for one in rounds)
+    judged = stood + sum(one.accepted < one.proposed for one in rounds)
+    return stood / judged if judged else None
+
+
+def busy(copies: Iterable[CopyRecord], *, to_host: bool = False) -> list[Interval]:
+    """When a direction of the link was carrying something: intervals that do not touch, in their order."""
+    joined: list[Interval] = []
+    for start, end in sorted((copy.start, copy.end) for copy in copies if copy.to_host == to_host):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds in all, for intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def on_lane(run: Recorded, lane: str) -> list[Interval]:
+    """When something ran on a lane of the timeline."""
+    return [(span.start, span.end) for span in run.spans if span.lane == lane]
+
+
+def link_use(run: Recorded) -> float | None:
+    """Median over passes but the first: bytes that the link carried in a pass, over what it could have.
+
+    A pass counts from its first copy to its last, the beginning of the next pass's stream among them: that
+    is, from its begin where the link goes on at once, and to its end where it does not run dry before.
+    """
+    carried = busy(run.copies)
+    shares = []
+    for start, end in on_lane(run, "pass")[WARM_UP_ROUNDS:]:
+        within = [(max(a, start), min(b, end)) for a, b in carried if a < end and b > start]
+        if within:
+            shares.append(length(within) / (within[-1][1] - start))
+    return median(shares) if shares else None
+
+
+def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Row]) -> None:
+    """Adds `rounds` to the rows whose rounds were looked into: medians over turns, and over their bounds.
+
+    `times_plain` and `ahead_speedup` are how many times as fast as plain decoding and as without drafting
+    ahead: medians over turns, in which the machine was the same. `round_over_max` is of guessed rounds, over
+    the longer of carrying the KV once and drafting alone. `pass_over_bound`, over the longer of the stream
+    and of the pass with its KV in place, may be below 1: the begin of a stream is carried before its pass.
+
+    Args:
+        stream_token_ms: for the link to carry the KV of a token; 0 without a link.
+        in_place: rows of the same systems with the KV in place; none where that is not to be had.
+    """
+    rows = [row for row in rows if row.get("figures")]
+    for row in rows:
+        names = dict.fromkeys(name for turn in row["figures"] for name in turn)
+        row["rounds"] = {
+            name: median(turn[name] for turn in row["figures"] if name in turn) for name in names
+        }
+    for row in rows:
+        found, named = row["rounds"], Named.parse(row["system"])
+        plain = alike(rows, Named("ours", "plain"))
+        late = alike(rows, named, late=True)
+        if plain is not None:
+            found["times_plain"] = _times_as_fast(row, plain)
+        if late is not None and late is not row:
+            found["ahead_speedup"] = _times_as_fast(row, late)
+        if stream_token_ms:
+            stream = found["stream_ms"] = found["streamed_tokens"] * stream_token_ms
+            alone = alike(in_place, named)
+            bound = max(stream, alone["rounds"]["pass_ms"] if alone else 0.0)
+            found["pass_over_bound"] = found["pass_ms"] / bound if bound else None
+            if late is not None and "guessed_round_ms" in found:
+                draft = found["drafted"] * late["rounds"]["draft_token_ms"]
+                found["round_over_max"] = found["guessed_round_ms"] / max(stream, draft)
+
+
+def drafting_ms(in_place: Sequence[Row]) -> float:
+    """What drafting beside a pass takes, by rows of systems with their KV in place.
+
+    Raises:
+        UsageError: none of them drafted.
+    """
+    for row in in_place:
+        if "draft_token_ms" in row.get("rounds", ()):
+            drafting: float = row["rounds"]["drafted"] * row["rounds"]["draft_token_ms"]
+            return BESIDE_A_PASS * drafting
+    raise UsageError("--systems: none has drafted with its KV in place, which tells how fast a link to pace")
+
+
+def alike(rows: Sequence[Row], named: Named | None = None, *, late: bool = False) -> Row | None:
+    """The first row of the same composition and acceptance; `late`: that drafts nothing ahead."""
+    for row in rows:
+        other = Named.parse(row["system"])
+        same = named is None or (other.system, other.acceptance) == (named.system, named.acceptance)
+        if "rounds" in row and same and (other.drafts_late or not late):
+            return row
+    return None
+
+
+def _times_as_fast(row: Row, other: Row) -> float:
+    turns = zip(row["figures"], other["figures"], strict=True)
+    ratios: list[float] = [turn["ms_per_token"] / one["ms_per_token"] for one, turn in turns]
+    return median(ratios)
+
+
+def headline(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the first link: plain decoding, which comes first, and the last system; the worst of all ratios."""
+    record = next((one for one in records if one["link_rate_gb_s"]), records[0])
+    plain, ours = (record["rows"][at].get("rounds", {}) for at in (0, -1))
+    told = [row.get("rounds", {}) for one in records for row in one["rows"]]
+    keys = ("round_over_max", "link_use", "ahead_speedup", "ms_per_token")
+    return {key: ours.get(key) for key in keys} | {
+        "outcome_hit_rate": ours.get("hits"),
+        "ratio_over_plain": ours.get("times_plain"),
+        "pass_over_bound": plain.get("pass_over_bound"),
+        "predicted_over_measured": worst([one[RATIO] for one in told if RATIO in one]),
+        "synthetic": record["rows"][-1]["synthetic"],
+    }
+
+
+def worst(ratios: Sequence[float]) -> float | None:
+    """The ratio that is furthest from 1, either way."""
+    return max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None)
