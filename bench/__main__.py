@@ -10,22 +10,22 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import bench.attention
 import bench.compare
 import bench.gpu
-import bench.model_card
-import bench.paper.command
 import bench.prediction_accuracy
 import bench.side_by_side
+from bench.attention import ATTENTION
+from bench.model_card import MODEL_CARD
+from bench.paper.command import PAPER
 from offload_rt.cli import Parser
 from offload_rt.errors import UsageError
 
 COMMANDS = (
     bench.side_by_side,
     bench.compare,
-    bench.paper.command,
-    bench.model_card,
-    bench.attention,
+    PAPER,
+    MODEL_CARD,
+    ATTENTION,
     bench.prediction_accuracy,
     bench.gpu,
 )

@@ -9,23 +9,30 @@ drafted n tokens behind the latest refresh, as a decoder that drafts `ROUND` tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from bench.context import ContextReader
+from bench import needles
+from bench.studies import Row
+from bench.texts import ContextReader, Texts
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
 from offload_rt.caches.base import DerivedCache, Verified
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys
-from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import RefreshPolicy
-from offload_rt.sampling import Sampler
+from offload_rt.config import load_config
+from offload_rt.drafting.compose import Parts, compose
+from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.verifier import Sampling
+from offload_rt.sampling import GeneratorDraws, Sampler
 
+DEPTHS = 5  # of the passages
 ROUND = 8
 STRIDE = 128
 SINKS = 16
@@ -33,9 +40,7 @@ NEVER = "stride:1000000000"
 """A refresh policy: what H2O evicts is gone."""
 RETRIEVAL = "retrieval"
 RETRIEVAL_STRIDE = f"retrieval, stride:{STRIDE}"
-WITHOUT_REST = "retrieval, rest left out"
 MEAN_KEYS = "mean keys (TriForce)"
-MEAN_KEYS_REST = "mean keys, rest estimated"
 HEAVY_HITTERS = "heavy hitters (H2O)"
 TOP_K = "exact top-k"
 TOP_K_FIRST_WHOLE = "exact top-k, first layer whole"
@@ -67,10 +72,8 @@ class ExactTopKCache(BoundedCache):
             return super().attend(layer, queries, keys, values, scale)
         assert self._new is not None
         source, backend = self._source, self._source.backend
-        parts = []
-        for run in source.sequence.views(layer, 0, self.verified_length):
-            seen_keys, seen_values = (part.to(source.device) for part in run)
-            parts.append(attend(backend, queries, seen_keys, seen_values, scale))
+        runs = source.sequence.views(layer, 0, self.verified_length)
+        parts = [attend(backend, queries, k.to(source.device), v.to(source.device), scale) for k, v in runs]
         mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
         parts.append(attend(backend, queries, keys, values, scale, mask))
         return merge(parts)[0]
@@ -103,88 +106,65 @@ def count_prompt(reader: ContextReader) -> None:
     full.rewind()
 
 
-def _retrieved(
-    reader: ContextReader, budget: int, policy: str, decay: float | None, rest: bool
-) -> RetrievedCache:
-    full, settings = reader.full, reader.config.retrieval
-    pages = full.layout.pages(reader.room)
-    return RetrievedCache(
-        full,
-        budget=budget,
-        chunk=settings.chunk,
-        recent=min(settings.recent, budget // 4),
-        refresh=RefreshPolicy.parse(policy),
-        backend=reader.backend,
-        selection=ByMeanKeys(full) if decay is None else ByAttention(full, settings.chunk, decay, pages),
-        room=pages if rest else 0,
-    )
-
-
-def _streaming(reader: ContextReader, budget: int) -> StreamingCache:
-    return StreamingCache(
-        reader.model.kv_layout(),
-        reader.model.rotary_frequencies,
-        sinks=SINKS,
-        window=budget - SINKS,
-        backend=reader.backend,
-        source=reader.full,
-    )
-
-
-CACHES: dict[str, Callable[[ContextReader, int], DerivedCache]] = {
-    RETRIEVAL: lambda reader, budget: _retrieved(reader, budget, "every", DECAY, True),
-    RETRIEVAL_STRIDE: lambda reader, budget: _retrieved(reader, budget, f"stride:{STRIDE}", DECAY, True),
-    WITHOUT_REST: lambda reader, budget: _retrieved(reader, budget, "every", DECAY, False),
-    MEAN_KEYS: lambda reader, budget: _retrieved(reader, budget, "every", None, False),
-    MEAN_KEYS_REST: lambda reader, budget: _retrieved(reader, budget, "every", None, True),
-    HEAVY_HITTERS: lambda reader, budget: _retrieved(reader, budget, NEVER, 1.0, False),
-    TOP_K: lambda reader, budget: ExactTopKCache(reader.full, budget),
-    TOP_K_FIRST_WHOLE: lambda reader, budget: ExactTopKCache(reader.full, budget, whole=1),
-    STREAMING: _streaming,
+Keys = dict[str, object]
+BY_MEANS: Keys = {"retrieval.select": "mean_keys"}
+ALONE: Keys = {"retrieval.rest": False}
+CONFIGS: dict[str, Keys] = {
+    RETRIEVAL: {},
+    RETRIEVAL_STRIDE: {"retrieval.refresh": f"stride:{STRIDE}"},
+    "retrieval, rest left out": ALONE,
+    MEAN_KEYS: BY_MEANS | ALONE,
+    "mean keys, rest estimated": BY_MEANS,
+    HEAVY_HITTERS: {"retrieval.select": "heavy_hitters", "retrieval.refresh": NEVER} | ALONE,
+    STREAMING: {"speculation.levels": ["target:streaming"]},
 }
-"""Small caches of a reader's model, with so many entries."""
+"""Small caches by keys of a configuration; refreshed every round where it does not say otherwise."""
+CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
-USUAL = (RETRIEVAL, RETRIEVAL_STRIDE, MEAN_KEYS, TOP_K, TOP_K_FIRST_WHOLE, STREAMING)
+
+def small_cache(reader: ContextReader, kind: str, budget: int) -> DerivedCache:
+    """One of `CACHES` with so many entries, kept up from the full cache."""
+    full, backend, retrieval = reader.full, reader.backend, reader.config.retrieval
+    if kind in CONFIGS:
+        keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
+        keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
+        keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
+        config, pages = load_config("retrieval", keys | CONFIGS[kind]), full.layout.pages(reader.room)
+        sampling = Sampling(Sampler(), GeneratorDraws(0, full.device))
+        compose(Parts(config, reader.model, None, full, sampling, (), pages, backend, BufferPool(), Heads()))
+    else:
+        full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
+    full.build_derived()
+    return full.derived[-1]
+
+
+TABLE_1 = {
+    TOP_K: (0.9921, 0.9989),
+    STREAMING: (0.9156, 0.0519),
+    HEAVY_HITTERS: (0.9179, 0.0739),
+    MEAN_KEYS: (0.9649, 0.9878),
+}
+"""The paper's, on PG-19 and on needles, 120K tokens and a budget of 4K."""
 
 
 @torch.inference_mode()
-def acceptance(
-    reader: ContextReader,
-    tokens: Sequence[int],
-    budgets: Mapping[str, int],
-    kinds: Sequence[str] = USUAL,
-) -> dict[tuple[str, str], Tensor]:
-    """Acceptance at each of `tokens`, which follow what `reader` has read, by (kind, budget's name).
+def acceptance(reader: ContextReader, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
+    """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what `reader` has read.
 
     Their count is a multiple of `ROUND`.
-
-    Args:
-        kinds: of `CACHES`.
-
-    Returns:
-        `[tokens]` each, float64: for what follows that token.
     """
-    if len(tokens) % ROUND:
-        raise ValueError(f"{len(tokens)} tokens are not rounds of {ROUND}")
-    found, full = {}, reader.full
-    for name, budget in budgets.items():
-        for kind in kinds:
-            full.rewind()
-            full.derived.clear()
-            full.attended = None
-            cache = CACHES[kind](reader, budget)
-            full.derived.append(cache)
-            full.build_derived()
-            if kind == HEAVY_HITTERS:
-                assert isinstance(cache, RetrievedCache)
-                count_prompt(reader)
-                cache.fill(full.last_queries)
-            found[kind, name] = torch.cat(
-                [_round(reader, cache, tokens[at : at + ROUND]) for at in range(0, len(tokens), ROUND)]
-            )
+    full = reader.full
+    full.rewind()
+    full.attended = None
+    cache = small_cache(reader, kind, budget)
+    if kind == HEAVY_HITTERS:
+        assert isinstance(cache, RetrievedCache)
+        count_prompt(reader)
+        cache.fill(full.last_queries)
+    found = [_round(reader, cache, tokens[at : at + ROUND]) for at in range(0, len(tokens), ROUND)]
     full.derived.clear()
     full.attended = None
-    return found
+    return torch.cat(found)
 
 
 def _round(reader: ContextReader, cache: DerivedCache, block: Sequence[int]) -> Tensor:
@@ -197,11 +177,46 @@ def _round(reader: ContextReader, cache: DerivedCache, block: Sequence[int]) -> 
     return torch.minimum(true, drafted).sum(-1).double().cpu()
 
 
-def by_distance(values: Tensor, period: int, width: int = 1) -> list[float]:
-    """Means by distance behind a refresh, which comes every `period` tokens, in bins of `width`.
+def by_distance(values: Tensor, period: int) -> list[float | None]:
+    """Means of `[…, tokens]` by eighths of the way from a refresh, one every `period` tokens, to the next."""
+    whole = values[..., : values.shape[-1] // period * period].reshape(-1, ROUND, period // ROUND)
+    return [float(mean) if len(whole) else None for mean in whole.mean(dim=(0, 2))]
 
-    Args:
-        values: `[…, tokens]`.
+
+def small_caches(study: Texts) -> list[Row]:
+    """What a small cache holds.
+
+    TriForce, table 1. Acceptance of what a cache of a part of the text would draft, teacher forced, T = 1: on
+    the books' own text, also by eighths of the way from a refresh, one every 8 tokens where no other is
+    named, to the next; and on passages of random tokens that were hidden in it and are asked for again. Exact
+    top-k chooses by the very queries that it serves; the demo target's first layer attends evenly, where the
+    heaviest entries stand for nothing but themselves, so it is also shown with that layer whole.
     """
-    whole = values[..., : values.shape[-1] // period * period].reshape(-1, period // width, width)
-    return [float(mean) for mean in whole.mean(dim=(0, 2))]
+    sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
+    least, generator = 2 * study.config.retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
+    rows = []
+    for length in (sizes.context // divisor for divisor in sizes.divisors):
+        books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
+        kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
+        for name, tokens in study.books.items():
+            with study.reader(f"{name}: acceptance after {length} tokens", length + positions) as reader:
+                reader.read(tokens[:length])
+                for kind in kinds:
+                    books[kind].append(acceptance(reader, tokens[length : length + positions], *kind))
+            depths = min(DEPTHS, length // (2 * (needles.PASSAGE + needles.SPACING)))
+            planted, hidden = needles.plant(tokens, length, depths, 1, study.alphabet, generator)
+            with study.reader(f"{name}: passages in {length} tokens", length + needles.PASSAGE) as reader:
+                reader.read(planted)
+                # What follows the last token of a passage is no part of it.
+                asked = slice(needles.CUE, -1)
+                for kind, passage in product(kinds, hidden):
+                    passages[kind].append(acceptance(reader, passage, *kind)[asked])
+        for kind, budget in kinds:
+            values = torch.stack(books[kind, budget])
+            period = STRIDE if kind == RETRIEVAL_STRIDE else ROUND
+            paper_books, paper_needles = TABLE_1.get(kind, (None, None))
+            row: Row = {"cache": kind, "context": length, "entries": budget, "books": float(values.mean())}
+            row |= {f"{at}/{ROUND}": mean for at, mean in enumerate(by_distance(values, period), 1)}
+            row |= {"needles": float(torch.stack(passages[kind, budget]).mean())}
+            rows.append(row | {"paper_books": paper_books, "paper_needles": paper_needles})
+    return rows

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import datetime
 import gc
-import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench import machine
 from offload_rt.api import NO_DRAFT
 from offload_rt.commands.generate import add_overrides
-from offload_rt.commands.prompts import built_in
+from offload_rt.commands.prompts import built_in, file_text
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.loading import (
     DEMO,
     DEVICES,
+    DTYPES,
     choose_device,
     choose_dtype,
     demo_model,
@@ -36,6 +36,9 @@ from offload_rt.text import encode
 T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
+OUT = "JSON (default: in bench/results)"
+PAGE, PICTURE = ".md", ".png"
+"""Beside a result, by the ends of their names."""
 
 
 @dataclass(frozen=True)
@@ -61,41 +64,36 @@ def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
     if draft:
         parser.add_argument("--draft", metavar="PATH|ID|none", help="small model that drafts")
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="float32",
-        help="default: float32",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: in bench/results)")
+    dtypes = ("auto", *DTYPES)
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default: float32")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=OUT)
     add_overrides(parser, "sets a configuration key of every composition")
 
 
-def count(minimum: int) -> Callable[[str], int]:
-    """An argument type: a whole number."""
+def value(kind: Callable[[str], T], allowed: Callable[[T], bool], wanted: str) -> Callable[[str], T]:
+    """An argument type; `wanted` says what a text is not that is refused."""
 
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return int(text)
-
-    return parse
-
-
-def number(least: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
-    """An argument type: a finite number."""
-
-    def parse(text: str) -> float:
+    def parse(text: str) -> T:
         try:
-            value = float(text)
+            found = kind(text)
         except ValueError:
-            value = math.nan
-        if not (least <= value <= most and math.isfinite(value)):
-            to = "" if most == math.inf else f" and at most {most:g}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}{to}")
-        return value
+            found = None
+        if found is None or not allowed(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is {wanted}")
+        return found
 
     return parse
+
+
+def count(least: int) -> Callable[[str], int]:
+    """An argument type: a whole number."""
+    return value(int, lambda number: number >= least, f"not a whole number of at least {least}")
+
+
+def number(least: float = 0.0, most: float = sys.float_info.max) -> Callable[[str], float]:
+    """An argument type: a finite number."""
+    to = f" and at most {most:g}" if most < sys.float_info.max else ""
+    return value(float, lambda number: least <= number <= most, f"not a number of at least {least:g}{to}")
 
 
 def several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
@@ -103,20 +101,14 @@ def several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return lambda text: tuple(dict.fromkeys(map(one, text.split(","))))
 
 
-def counts(minimum: int) -> Callable[[str], tuple[int, ...]]:
+def counts(least: int) -> Callable[[str], tuple[int, ...]]:
     """An argument type: whole numbers with commas between them, each once, rising."""
-    return lambda text: tuple(sorted(several(count(minimum))(text)))
+    return lambda text: tuple(sorted(several(count(least))(text)))
 
 
 def names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """An argument type: known names with commas between them, each once."""
-
-    def parse(text: str) -> str:
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
-        return text
-
-    return several(parse)
+    return several(value(str, lambda name: name in known, f"none of {', '.join(known)}"))
 
 
 def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
@@ -125,17 +117,7 @@ def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
     Raises:
         UsageError: a file is missing, empty or not UTF-8.
     """
-    texts = []
-    for path in paths or ():
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"text {path}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
-        except OSError as error:
-            raise UsageError(f"text {path}: cannot be read ({error.strerror}); give a text file") from None
-        if not text:
-            raise UsageError(f"text {path}: is empty")
-        texts.append((path.name, text))
+    texts = [(path.name, file_text(f"text {path}", path)) for path in paths or ()]
     return texts or [("pydoc_data.topics", built_in())]
 
 
@@ -186,7 +168,7 @@ def load(arguments: argparse.Namespace) -> Models:
 
 
 def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -> Path:
-    """Where the JSON goes; checked before anything is measured.
+    """Where the JSON goes, with page and picture beside it; checked before anything is measured.
 
     Raises:
         UsageError: it cannot be written there.
@@ -194,7 +176,10 @@ def destination(given: Path | None, benchmark: str, described: dict[str, Any]) -
     RESULTS.mkdir(parents=True, exist_ok=True)
     today = datetime.date.today().isoformat()
     path = given or RESULTS / f"{benchmark}-{machine.slug(described)}-{today}.json"
-    check_writable("--out", path)
+    if path.suffix in (PAGE, PICTURE):
+        raise UsageError(f"--out {path}: is where the page or the plots go; name it .json")
+    for suffix in (path.suffix, PAGE, PICTURE):
+        check_writable("--out", path.with_suffix(suffix))
     return path
 
 

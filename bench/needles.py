@@ -4,21 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from statistics import fmean
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from bench.context import ContextReader
+from bench.studies import Row
+from bench.texts import ContextReader, Texts
 
 PASSAGE = 32  # random tokens
 CUE = 8  # of them are repeated at the end of the prompt; the others are to follow
 SPACING = 64  # tokens of text between passages at one depth
+DEPTHS = 9
+EACH = 4  # passages a depth, where at least half of a prompt is left as it is
+CONTEXTS = (16, 4, 2, 1)
+"""Lengths of prompts, as divisors of the longest."""
 
 
-def alphabet(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> list[int]:
-    """Token ids that passages may be drawn from."""
-    special = set(tokenizer.all_special_ids)
-    return [token for token in range(vocabulary) if token not in special]
+def needle(study: Texts) -> list[Row]:
+    """Needle score by depth.
+
+    Passages of random tokens are planted from the beginning of a prompt (0) to its end (1), and the beginning
+    of each is repeated behind the prompt: the share of its other tokens that the model predicts.
+    """
+    generator, alphabet = torch.Generator().manual_seed(study.sizes.seed), study.alphabet
+    rows, least = list[Row](), DEPTHS * (PASSAGE + SPACING)
+    for length in (study.sizes.context // part for part in CONTEXTS):
+        each, scores = min(EACH, max(1, length // (2 * least))), list[list[float]]()
+        if length < least:
+            continue
+        for name, tokens in study.books.items():
+            prompt, passages = plant(tokens, length, DEPTHS, each, alphabet, generator)
+            with study.reader(f"{name}: needles in {length} tokens", length) as reader:
+                reader.read(prompt)
+                scores.append(recall(reader, passages, each))
+        by_depth = {f"{at / (DEPTHS - 1):g}": fmean(one) for at, one in enumerate(zip(*scores, strict=True))}
+        rows.append({"context": length, "passages": each, "chance": 1 / len(alphabet)} | by_depth)
+    return rows
 
 
 def plant(

@@ -98,8 +98,8 @@ def measure_alone(
     found = attention.measure(choose_backend(CPU), *sized, target.dtype, case)
     return shapes | {
         "processor": {
-            "attention": [{"queries": one["queries"], "rate": one["ours"]["gb_s"]} for one in found["rows"]],
-            "memory_rate": found["read_rate_gb_s"],
+            "attention": [{"queries": one["queries"], "rate": one["gb_s"]} for one in found],
+            "memory_rate": found[0]["read_gb_s"],
             "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
         }
     }

@@ -24,13 +24,13 @@ from bench.cases import (
     at_acceptances,
     in_place_of,
 )
-from bench.inputs import say
+from bench.inputs import PAGE, PICTURE, say
 from bench.runner import Job
 from bench.systems import Setup
 from offload_rt.commands.generate import add_overrides
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_whole
+from offload_rt.files import write_whole
 from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
 
@@ -58,7 +58,6 @@ planner, from what was measured in place and of the rounds that are drafted firs
 CHUNK = 2048
 ROOM = 8  # tokens behind the longest continuation
 NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
-PAGE, PICTURE = ".md", ".png"
 
 
 def add_parser(commands: Any) -> None:
@@ -137,7 +136,7 @@ class _Study:
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
         self._case, self._arguments, self._described = case, arguments, machine.describe(device)
         default = inputs.RESULTS / f"{case.name}-{machine.slug(self._described)}.jsonl"
-        self.out = _destination(arguments.out or default)
+        self.out = inputs.destination(arguments.out or default, case.name, self._described)
         random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
         dtype = arguments.dtype or ("bfloat16" if random and on_gpu else "float32")
@@ -246,14 +245,6 @@ class _Study:
         _append(self.out, record)
         self._held[context, place.name] = record
         return record
-
-
-def _destination(out: Path) -> Path:
-    if out.suffix in (PAGE, PICTURE):
-        raise UsageError(f"--out {out}: is where the page or the plot goes; name it .jsonl")
-    for suffix in (out.suffix, PAGE, PICTURE):
-        check_writable("--out", out.with_suffix(suffix))
-    return out
 
 
 def _folders(arguments: argparse.Namespace, dtype: torch.dtype, work: Path) -> tuple[Path, Path | None]:

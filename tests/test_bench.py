@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from reference_attention import ReferenceBackend
 from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import bench.__main__ as command_line
-import bench.model_card
-from bench import acceptance, inputs, loss, machine, needles, report
-from bench.context import ContextReader
+import bench.attention
+from bench import acceptance, inputs, machine, needles, report, studies
+from bench.attention import CPU, AttentionCase, exact, measure
+from bench.model_card import MODEL_CARD, Sizes, of_change, window_of
+from bench.texts import ContextReader
 from cpu_kv import head_major
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, SamplingParams, native
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import Config, load_config
+from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
 
@@ -36,7 +44,13 @@ SMALL: dict[str, object] = {
     "store.segment_tokens": 64,
 }
 SETTINGS = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
+TITLES = ("Loss with more and more text before it", "Needle score by depth", "What a small cache holds")
 CONFIGS = ("plain", "retrieval", "triforce", "lookup", "streaming", "naive")
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa", seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +69,12 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
     path.write_bytes(real_text().encode()[:6000])
     return path
+
+
+@pytest.fixture
+def reader(target: PreTrainedModel) -> Iterator[ContextReader]:
+    with ContextReader(CausalModel(target, "tiny"), load_config("retrieval", SMALL), 768) as reader:
+        yield reader
 
 
 @pytest.fixture
@@ -138,15 +158,17 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
         ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),
         ("speedup --text missing.txt", "text missing.txt: cannot be read"),
         ("speedup --out missing/folder.json --contexts 16 --text TEXT", "its folder does not exist"),
-        ("model-card --context 5000 --step 512 --text TEXT", "--context 5000 is no multiple of --step 512"),
-        (
-            "model-card --context 256 --text TEXT",
-            "--context 256 is too short: it must be at least 1024 tokens",
-        ),
+        ("model-card --context 1000 --text TEXT", "'1000' is not a whole number of at least 1024"),
         ("model-card --context 6000 --text TEXT", "text book.txt: has 6000 tokens, and 6256 are needed"),
-        ("model-card --positions 12 --context 2048 --text TEXT", "--positions 12 is no multiple of 8"),
         ("model-card --parts loss,luck --text TEXT", "'luck' is none of loss, needle, acceptance"),
-        ("model-card", "the following arguments are required: --text"),
+        ("model-card --out card.md --context 2048", "--out card.md: is where the page or the plots go"),
+        ("paper --parts shapes,luck", "'luck' is none of policies, temperatures"),
+        ("attention --queries 1,none", "'none' is not a whole number of at least 1"),
+        (
+            "attention --tokens 100000000",
+            "--tokens 100000000 needs 572.2 GiB of memory, and 1.5 GiB are free",
+        ),
+        ("attention --tokens 10", "install a C++ compiler"),
         ("fly", "invalid choice: 'fly'"),
     ],
 )
@@ -155,16 +177,17 @@ def test_bad_input(
     message: str,
     pair: tuple[str, str],
     text: Path,
-    rate: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(inputs, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * 2**29, total=2**34))
+    monkeypatch.setattr(bench.attention, "load_kernel", lambda: None)
     given = arguments.replace("TEXT", str(text)).split()
-    if given[0] in ("speedup", "model-card"):
-        given += ["--model", pair[0]]
+    given += ["--quick"] if given[0] == "attention" else []
+    given += ["--model", pair[0]] if given[0] in ("speedup", "model-card") else []
     assert command_line.main(given) == 2
     out, err = capsys.readouterr()
     # Loading weights draws a bar of its own.
@@ -174,16 +197,6 @@ def test_bad_input(
 
 
 # model-card
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama-gqa", seed=3)
-
-
-@pytest.fixture
-def config() -> Config:
-    return load_config("retrieval", SMALL)
 
 
 def transformers_losses(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
@@ -200,76 +213,60 @@ def test_model_card(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    case = dataclasses.replace(
-        bench.model_card.MODEL_CARD,
-        windows=(128,),
-        tail=60,
-        needle_contexts=(400, 512),
-        acceptance_contexts=(256,),
-        shares=(8,),
-        depths=3,
-    )
-    monkeypatch.setattr(bench.model_card, "MODEL_CARD", case)
+    kinds = (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE, acceptance.STREAMING)
+    small = dataclasses.replace(MODEL_CARD, sizes=Sizes(shares=(8,), caches=kinds))
+    monkeypatch.setattr(command_line, "COMMANDS", (small,))
     other = tmp_path / "other.txt"
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")
     out = tmp_path / "card.json"
-    arguments = f"--context 512 --step 128 --positions 128 --out {out} --text {text} --text {other}".split()
+    arguments = f"--context 2048 --step 600 --positions 128 --out {out} --text {text} --text {other}".split()
     assert command_line.main(["model-card", "--model", pair[0], *SETTINGS, *arguments]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed.splitlines()[-1])
     assert found == json.loads(out.read_text())
-    prompts = {path.name: list(path.read_bytes()[:512]) for path in (text, other)}
+    prompts = {path.name: list(path.read_bytes()[:2048]) for path in (text, other)}
     losses = {name: transformers_losses(target, tokens) for name, tokens in prompts.items()}
-    along = found["loss"]["along"]
-    assert along["ends"] == [128, 256, 384, 512]
+    along, windows = found["loss"][:4], found["loss"][4:]
+    assert [(row["from"], row["to"]) for row in along] == [(0, 600), (600, 1200), (1200, 1800), (1800, 2048)]
     for name, expected in losses.items():
-        steps = [expected[:127], *expected[127:].split(128)]
-        assert along["by_text"][name] == pytest.approx([float(part.mean()) for part in steps], abs=1e-4)
-    means = [(a + b) / 2 for a, b in zip(*along["by_text"].values(), strict=True)]
-    assert along["mean"] == pytest.approx(means)
-    paired = found["loss"]["paired"]
-    assert paired["windows"] == [128, 512] and paired["tail"] == 60
-    short = torch.cat([transformers_losses(target, tokens[-128:])[-60:] for tokens in prompts.values()])
-    long = torch.cat([expected[-60:] for expected in losses.values()])
-    assert paired["means"] == pytest.approx([float(short.mean()), float(long.mean())], abs=1e-4)
-    assert paired["changes"] == pytest.approx([0, float((long - short).mean())], abs=1e-4)
-    assert paired["errors"] == pytest.approx([0, float((long - short).std()) / 120**0.5], abs=1e-4)
-    assert [len(c["score"]) for c in found["needle"]["contexts"]] == [3, 3]
-    assert found["needle"]["depths"] == [0, 0.5, 1]
-    assert [c["context"] for c in found["acceptance"]] == [256, 512]
-    for contexts in found["acceptance"]:
-        caches = {(c["cache"], c["budget"]): c for c in contexts["caches"]}
-        assert set(caches) == {(kind, share) for kind in acceptance.USUAL for share in ("1/8",)}
-        for (kind, share), cache in caches.items():
-            assert cache["entries"] == contexts["context"] // int(share[2:])
-            assert 0 < cache["mean"] < 1
-            assert cache["mean"] == pytest.approx(sum(cache["by_text"]) / 2)
-            assert len(cache["by_distance"]) == 8
-            if kind != acceptance.RETRIEVAL_STRIDE:
-                assert cache["mean"] == pytest.approx(sum(cache["by_distance"]) / 8)
-    for table in ("| to 128 ", "| 128 ", "| 400 ", "| StreamingLLM, 1/8 "):
-        assert table in printed
+        steps = [expected[:599], *expected[599:].split(600)]
+        assert [row[name] for row in along] == pytest.approx([float(part.mean()) for part in steps], abs=1e-4)
+    assert along[0]["loss"] == pytest.approx((along[0]["book.txt"] + along[0]["other.txt"]) / 2)
+    assert [(row["prompt"], row["from"]) for row in windows] == [
+        (n, n - 32) for n in (64, 128, 256, 512, 1024, 2048)
+    ]
+    half = torch.cat([transformers_losses(target, tokens[-1024:])[-32:] for tokens in prompts.values()])
+    whole = torch.cat([expected[-32:] for expected in losses.values()])
+    assert [row["loss"] for row in windows[4:]] == pytest.approx(
+        [float(half.mean()), float(whole.mean())], abs=1e-4
+    )
+    assert windows[0]["change"] is None
+    assert windows[-1]["change"] == pytest.approx(float((whole - half).mean()), abs=1e-4)
+    # Of the prompts that are long enough for a passage at every depth.
+    assert [(row["context"], row["passages"]) for row in found["needle"]] == [(1024, 1), (2048, 1)]
+    assert {"0", "0.125", "1"} <= set(found["needle"][0])
+    contexts = ((kind, context, context // 8) for context in (512, 2048) for kind in kinds)
+    assert [(row["cache"], row["context"], row["entries"]) for row in found["acceptance"]] == list(contexts)
+    for row in found["acceptance"]:
+        assert 0 < row["books"] < 1 and 0 < row["needles"] < 1
+        assert row["books"] == pytest.approx(sum(row[f"{at}/8"] for at in range(1, 9)) / 8)
+    page = out.with_suffix(".md").read_text()
+    assert all(f"## {title}\n" in page and f"## {title}\n" in printed for title in TITLES)
+    assert out.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_where_a_loss_rises() -> None:
-    assert loss.without_rise([1, 2, 3, 4, 5, 6], [False, False, False, False, True, False]) == 4
-    assert loss.without_rise([1, 2], [False, True]) == 1
-    assert loss.without_rise([1, 2], [False, False]) == 2
-    steady = torch.full((50,), 2.0, dtype=torch.float64)
-    noise = torch.linspace(-1, 1, 50, dtype=torch.float64)
-    windows = [1, 2, 3, 4]
-    falling = loss.paired(windows, [steady, steady - 0.1, steady - 0.05 + noise, steady + 2])
-    assert falling["changes"] == pytest.approx([0, -0.1, 0.05, 2.05])
-    assert falling["without_rise"] == 3
-    assert loss.paired([1, 2], [steady, steady + 0.01])["without_rise"] == 1
-    for change, largest in ((0.12, 2), (0.2, 1)):  # of a standard error of 0.083
-        assert loss.paired([1, 2], [steady, steady + change + noise])["without_rise"] == largest
+    noise = torch.linspace(-1, 1, 50, dtype=torch.float64)  # a standard error of 0.083
+    found = [of_change(noise + change) for change in (0.2, 0.12, -0.1)]
+    assert [row["change"] for row in found] == pytest.approx([0.2, 0.12, -0.1])
+    assert [row["error"] for row in found] == pytest.approx([float(noise.std()) / 50**0.5] * 3)
+    assert [row["rises"] for row in found] == [True, False, False]
 
 
 def test_a_shorter_window_keeps_the_beginning_of_text() -> None:
-    assert loss.window_of([7, 1, 2, 3, 4], 3, beginning=7) == [7, 3, 4]
-    assert loss.window_of([7, 1, 2, 3, 4], 3, beginning=None) == [2, 3, 4]
-    assert loss.window_of([7, 1, 2], 3, beginning=7) == [7, 1, 2]
+    assert window_of([7, 1, 2, 3, 4], 3, beginning=7) == [7, 3, 4]
+    assert window_of([7, 1, 2, 3, 4], 3, beginning=None) == [2, 3, 4]
+    assert window_of([7, 1, 2], 3, beginning=7) == [7, 1, 2]
 
 
 def test_needles_lie_at_their_depths() -> None:
@@ -287,7 +284,7 @@ def test_needles_lie_at_their_depths() -> None:
         needles.plant(text, 400, depths=5, each=2, alphabet=range(1000), generator=generator)
 
 
-def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, config: Config) -> None:
+def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, reader: ContextReader) -> None:
     text, generator = byte_ids(500), torch.Generator().manual_seed(0)
     prompt, passages = needles.plant(text, 400, depths=2, each=2, alphabet=range(256), generator=generator)
 
@@ -302,42 +299,26 @@ def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, config: Co
     right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
     asked = 2 * (needles.PASSAGE - needles.CUE)
     expected = [(right[0] + right[1]) / asked, (right[2] + right[3]) / asked]
-    model = CausalModel(target, "tiny")
-    try:
-        with ContextReader(model, config, 400) as reader:
-            reader.read(prompt)
-            assert needles.recall(reader, passages, each=2) == pytest.approx(expected)
-            assert reader.full.verified_length == 400
-    finally:
-        model.restore()
+    reader.read(prompt)
+    assert needles.recall(reader, passages, each=2) == pytest.approx(expected)
+    assert reader.full.verified_length == 400
     assert expected[0] > 0
 
 
-def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, config: Config) -> None:
+def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, reader: ContextReader) -> None:
     text = byte_ids(240)
-    model = CausalModel(target, "tiny")
-    try:
-        with ContextReader(model, config, 240) as reader:
-            reader.read(text[:200])
-            found = acceptance.acceptance(reader, text[200:240], {"all": 256, "some": 48})
-            assert reader.full.verified_length == 240
-            keys = reader.full.sequence.views(1, 0, 240)
-    finally:
-        model.restore()
+    reader.read(text[:200])
+    for kind in acceptance.CACHES:
+        whole, some = (acceptance.acceptance(reader, text[200:], kind, budget) for budget in (256, 48))
+        assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
+        assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
+    keys = torch.cat([head_major(keys) for keys, _ in reader.full.sequence.views(1, 0, 240)], 1)
     cache = DynamicCache(config=target.config)
     target(torch.tensor([text]), past_key_values=cache)
-    torch.testing.assert_close(
-        torch.cat([head_major(k) for k, _ in keys], 1), cache.layers[1].keys[0], atol=1e-4, rtol=1e-4
-    )
-    for (_, budget), values in found.items():
-        assert values.shape == (40,)
-        if budget == "all":
-            assert values.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
-        else:
-            assert 0 < float(values.mean()) < 0.999
+    torch.testing.assert_close(keys, cache.layers[1].keys[0], atol=1e-4, rtol=1e-4)
 
 
-def test_acceptance_of_exact_top_k_against_transformers(config: Config) -> None:
+def test_acceptance_of_exact_top_k_against_transformers() -> None:
     model = tiny_target(seed=4, layers=1, spread=0.1)
     context, budget = 120, 30
     text = byte_ids(context + 8)
@@ -359,43 +340,96 @@ def test_acceptance_of_exact_top_k_against_transformers(config: Config) -> None:
         layer = model.model.layers[0](hidden, attention_mask=full, position_embeddings=rotation)
         small = model.lm_head(model.model.norm(layer))[0, context:].softmax(-1)
         expected = torch.minimum(small, out.logits[0, context:].softmax(-1)).sum(-1)
-    runner = CausalModel(model, "tiny")
-    with ContextReader(runner, config, len(text)) as reader:
+    with ContextReader(CausalModel(model, "tiny"), load_config("retrieval", SMALL), len(text)) as reader:
         reader.read(text[:context])
-        found = acceptance.acceptance(reader, text[context:], {"1/4": budget})
-    assert found[acceptance.TOP_K, "1/4"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+        found = acceptance.acceptance(reader, text[context:], acceptance.TOP_K, budget)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
     assert float(expected.mean()) < 0.99
 
 
 def test_caches_are_refreshed_as_their_policy_says(
-    target: PreTrainedModel, config: Config, monkeypatch: pytest.MonkeyPatch
+    reader: ContextReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refreshes: list[str] = []
-    build = RetrievedCache.fill
-    # Once for the first round, then whenever it is due and read again.
-    monkeypatch.setattr(
-        RetrievedCache,
-        "fill",
-        lambda self, queries: (refreshes.append(str(self.refresh.policy)), build(self, queries))[1],
-    )
+    refreshes, fill = list[str](), RetrievedCache.fill
+
+    def counted(cache: RetrievedCache, queries: Tensor) -> None:
+        refreshes.append(str(cache.refresh.policy))
+        fill(cache, queries)
+
+    monkeypatch.setattr(RetrievedCache, "fill", counted)
     text = byte_ids(512 + 256)
-    model = CausalModel(target, "tiny")
-    try:
-        with ContextReader(model, config, len(text)) as reader:
-            reader.read(text[:512])
-            kinds = (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE)
-            acceptance.acceptance(reader, text[512:], {"1/2": 256}, kinds)
-    finally:
-        model.restore()
+    reader.read(text[:512])
+    for kind in (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE):
+        acceptance.acceptance(reader, text[512:], kind, 256)
+    # Once for the first round, then whenever it is due and read again.
     assert refreshes.count("every") == 256 // acceptance.ROUND
     assert refreshes.count("stride:128") == 256 // acceptance.STRIDE
 
 
 def test_means_by_distance() -> None:
-    values = torch.arange(12, dtype=torch.float64)
-    assert acceptance.by_distance(values, 4) == [4, 5, 6, 7]
-    assert acceptance.by_distance(values, 4, 2) == [4.5, 6.5]
-    assert acceptance.by_distance(values[:11], 4) == [2, 3, 4, 5]
+    values = torch.arange(40, dtype=torch.float64)
+    assert acceptance.by_distance(values, 8) == [16, 17, 18, 19, 20, 21, 22, 23]
+    assert acceptance.by_distance(values, 16) == [8.5, 10.5, 12.5, 14.5, 16.5, 18.5, 20.5, 22.5]
+    assert acceptance.by_distance(values, 64) == [None] * 8
+
+
+# attention
+
+
+@pytest.mark.skipif(native.load_kernel() is None, reason="no C++ compiler here: the kernel cannot be built")
+def test_compares_ours_with_torchs(tmp_path: Path, rate: float, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "attention.json"
+    arguments = f"--tokens 700 --queries 5,1 --repeats 3 --out {out}".split()
+    assert command_line.main(["attention", *arguments]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert found == json.loads(out.read_text())
+    assert found["machine"] == {**machine.describe(CPU), "load_average": found["machine"]["load_average"]}
+    layers = product(((4, 64), (8, 128)), ("bfloat16", "float32"), (1, 5))
+    for row, ((heads, dim), dtype, queries) in zip(found["measured"], layers, strict=True):
+        named = row["key_heads"], row["head_dim"], row["dtype"], row["queries"]
+        assert named == (heads, dim, dtype, queries)
+        size = 2 if dtype == "bfloat16" else 4
+        for ms, gb_s in ((row["ms"], row["gb_s"]), (row["torch_ms"], row["torch_gb_s"])):
+            assert gb_s == pytest.approx(2 * heads * 700 * dim * size / ms / 1e6)
+        assert row["over_torch"] == pytest.approx(row["torch_ms"] / row["ms"])
+        assert row["of_read_rate"] == pytest.approx(row["gb_s"] / rate)
+        for name in ("error", "torch_error"):
+            assert 0 < row[name] < (1e-2 if size == 2 else 1e-5)
+    assert (
+        "## Over one layer's keys and values" in printed and "| 8         |      128 |  float32 " in printed
+    )
+
+
+def test_kernels_take_turns_and_are_held_against_float64(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+
+    class Off(ReferenceBackend):
+        by = 0.5
+
+        def __call__(
+            self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            calls.append(self.by)
+            out, lse = super().__call__(queries, keys, values, scale, mask)
+            return out + self.by, lse
+
+    class Further(Off):
+        by = 0.75
+
+    monkeypatch.setattr(bench.attention, "TorchCpuBackend", Further)
+    case = AttentionCase(shapes=((2, 16),), tokens=90, queries=(2, 7), repeats=2)
+    for row in measure(Off(), 2, 16, torch.float32, case):
+        assert (row["error"], row["torch_error"]) == pytest.approx((0.5, 0.75), abs=1e-5)
+    assert calls == [0.5, 0.75] * 2 * (1 + 2)
+    parts = [torch.randn(2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 50, 51)]
+    parts[2] = parts[2][:, :50]
+    queries, keys, values = (part.double() for part in parts)
+    reference = ReferenceBackend()(queries, keys[None], values[None], 0.2, None)
+    for found, wanted in zip(exact(*parts, 0.2), reference, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 # reports
@@ -405,6 +439,12 @@ def test_table() -> None:
     assert report.table(["name", "n"], [["a", 1], ["long name", 22]]) == (
         "| name      |   n |\n|-----------|----:|\n| a         |   1 |\n| long name |  22 |"
     )
+
+
+def test_rows_as_a_table() -> None:
+    found = studies.table([{"a_b": 0.5, "n": 3, "x": None}, {"a_b": 2e-5, "n": True, "x": 12.345}])
+    assert found.splitlines()[2:] == ["| 0.500   |   3 |     – |", "| 2.0e-05 | yes | 12.35 |"]
+    assert found.startswith("| a b ")
 
 
 def test_machine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 from tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
 
 import bench.__main__ as command_line
-from bench.paper import command, policies, shapes, tables
-from bench.paper.theory import acceptance_of, expected_of
+from bench.paper import shapes, tables
+from bench.paper.command import PAPER, Sizes
+from bench.paper.tables import acceptance_of, expected_of
 from offload_rt.drafting.datastore import build
 from offload_rt.expectations import LATER_CHOICES, expected_speedup
 
+SHAPES = ("chain@2", "chain@6", "sequences:2@6", "grown:24@6")
 TABLES = ("temperatures", "gammas", "lengths", "budgets", "sources")
 
 
@@ -33,7 +36,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     arguments += f" --out {out} --context 320 --rate 1 --seeds 2 -n 24"
     arguments += " --batch 2 --batch-context 100"
     with pytest.MonkeyPatch.context() as fewer:
-        fewer.setattr(shapes, "SHAPES", ("chain@2", "chain@6", "sequences:2@6", "grown:24@6"))
+        small = dataclasses.replace(PAPER, sizes=Sizes(shapes=SHAPES))
+        fewer.setattr(command_line, "COMMANDS", (small,))
         fewer.setattr(shapes, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
         for name, values in (
             ("TEMPERATURES", {0.0: 2.31, 1.0: 2.08}),
@@ -43,12 +47,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             ("BUDGETS", (8, 2)),
         ):
             fewer.setattr(tables, name, values)
-        fewer.setattr(policies, "DEPTHS", 2)
         assert command_line.main(["paper", *arguments.split()]) == 0
     assert str(folder) not in out.read_text(), "a report goes elsewhere: no paths in it"
     found: dict[str, Any] = json.loads(out.read_text())
     page = out.with_suffix(".md").read_text()
-    assert all(f"## {part.title}\n" in page for part in command.PARTS.values())
+    assert all(
+        f"## {title}\n" in page for title in ("What a small cache holds", "Who drafts", "Tokens generated")
+    )
     assert out.with_suffix(".png").stat().st_size > 10_000
     yield found
 
@@ -76,7 +81,7 @@ def test_acceptance_is_what_yields_as_many_tokens() -> None:
 
 def test_every_shape_yields_what_is_accepted_of_it(report: dict[str, Any]) -> None:
     rows = {row["draft"]: row for row in report["shapes"]}
-    assert list(rows) == ["chain@2", "chain@6", "sequences:2@6", "grown:24@6"]
+    assert tuple(rows) == SHAPES
     for row in rows.values():
         # A pass yields what was accepted of its draft and a token of its own; the last one may be cut.
         accepted = row["accepted"] * row["proposed_per_pass"]
@@ -115,7 +120,7 @@ def test_approximate_layers_cost_acceptance(report: dict[str, Any]) -> None:
         and max(alike["groups:3"], alike["skip:1a,2a,3a"]) < 1
     )
     trees = {(row["draft"], row["calibrated"]) for row in report["layers"] if row["draft"].endswith("@5")}
-    assert trees == {(f"{tree}@5", flag) for tree in shapes.TREES for flag in (True, False)}
+    assert trees == {(f"{tree}@5", flag) for tree in shapes.GROWN for flag in (True, False)}
     assert rows["groups:1", True] == rows["groups:1", False] == rows["all", True] > 0.2
     assert min(rows["groups:3", True], rows["skip:1a,2a,3a", True]) > 0.1
 
@@ -124,8 +129,3 @@ def test_batches_are_held_against_the_same_prompts_in_turn(report: dict[str, Any
     assert [row["config"] for row in report["batch"]] == list(shapes.BATCH)
     for row in report["batch"]:
         assert row["prompts"] == 2 and row["context"] == 100 and row["ratio"] > 0
-
-
-def test_a_part_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["paper", "--parts", "shapes,luck"]) == 2
-    assert "'luck' is none of policies, temperatures" in capsys.readouterr().err

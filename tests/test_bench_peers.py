@@ -310,7 +310,7 @@ def test_results_are_appended_and_not_measured_again(
         ("--systems ours", "argument --systems: ours: write adapter:system"),
         ("--systems ours:plain --contexts 100000000", "the text has"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
-        ("--systems ours:plain --out {page}", "is where the page or the plot goes; name it .jsonl"),
+        ("--systems ours:plain --out {page}", "is where the page or the plots go"),
         ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
         ("--systems transformers:static+a.b=1", "only systems of ours take settings behind a +"),
         ("--systems ours:retrieval+retrieval.budgt=3", "unknown key retrieval.budgt"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import chain
 from statistics import median, stdev
-from typing import Any
 
-from bench.inputs import Models
+from bench.studies import Row
+from bench.texts import Texts
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
 from offload_rt.results import GenerationResult, SamplingParams
@@ -17,26 +15,19 @@ from offload_rt.results import GenerationResult, SamplingParams
 BUDGET_SHARE = 32
 STRIDE = {"retrieval.refresh": "stride:32"}
 
-Row = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Study:
-    """What is measured on: models, tokens of each text, and the command's arguments."""
-
-    models: Models
-    books: list[list[int]]
-    arguments: argparse.Namespace
+class Continued(Texts):
+    """Texts that compositions continue."""
 
     @property
     def tokens(self) -> list[int]:
         """Of all texts, one behind the other."""
-        return list(chain(*self.books))
+        return list(chain(*self.books.values()))
 
     @property
     def keys(self) -> dict[str, object]:
         """Keys of every composition."""
-        budget = max(256, self.arguments.context // BUDGET_SHARE)
+        budget = max(256, self.sizes.context // BUDGET_SHARE)
         return {
             "speculation.step_down": False,
             "retrieval.budget": budget,
@@ -50,16 +41,16 @@ class Study:
         levels = [{"model": "target", "cache": "retrieved", **level}]
         return {"speculation.levels": levels, **self.keys, "speculation.gamma2": depth}
 
-    def reader(self, context: int | None = None, *, linked: bool = True) -> LLM:
+    def llm(self, context: int | None = None, *, linked: bool = True) -> LLM:
         """An LLM that has read the beginning of the text, for every composition to go on from.
 
         Args:
             linked: its KV lies behind the paced link.
         """
         models, config = self.models, "retrieval" if self.models.draft is None else "triforce"
-        link = PacedLink(self.arguments.rate * 1e9) if linked else None
+        link = PacedLink(self.sizes.rate * 1e9) if linked else None
         llm = LLM.from_models(models.target, models.draft, models.tokenizer, config, self.keys, link=link)
-        prompt = self.tokens[: context or self.arguments.context]
+        prompt = self.tokens[: context or self.sizes.context]
         llm.generate(prompt, SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
         return llm
 
@@ -75,11 +66,11 @@ class Study:
 
         `error` is the standard error of `tokens_per_pass`, over the texts.
         """
-        heat = self.arguments.temperature if temperature is None else temperature
-        count = new_tokens or self.arguments.new_tokens
+        heat = self.sizes.temperature if temperature is None else temperature
+        count = new_tokens or self.sizes.new_tokens
         results = [
             llm.rerun(SamplingParams(heat, max_tokens=count, seed=seed, ignore_eos=True), config, overrides)
-            for seed in range(1, self.arguments.seeds + 1)
+            for seed in range(1, self.sizes.seeds + 1)
         ]
         yields = [len(one.tokens) / one.rounds for one in results]
         tokens, rounds = sum(len(one.tokens) for one in results), sum(one.rounds for one in results)
@@ -97,9 +88,6 @@ class Study:
         """ms a token of plain decoding."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         return token_ms(llm.rerun(params, "plain", self.keys | STRIDE))
-
-
-Measure = Callable[[Study], list[Row]]
 
 
 def token_ms(result: GenerationResult) -> float:

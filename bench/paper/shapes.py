@@ -7,60 +7,42 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.acceptance import CACHES, RETRIEVAL
-from bench.context import ContextReader
+from bench.acceptance import RETRIEVAL, small_cache
 from bench.inputs import say
-from bench.paper.runs import Row, Study
-from bench.paper.theory import acceptance_of, expected_of
+from bench.paper.runs import Continued
+from bench.paper.tables import acceptance_of, expected_of
+from bench.studies import Row
 from offload_rt.api import LLM
 from offload_rt.caches.base import NewTokens
 from offload_rt.config import load_config
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
 from offload_rt.parts import Part
 from offload_rt.results import SamplingParams
 
-SHAPES = (
-    "chain@8",
-    "chain@16",
-    "chain@24",
-    "chain@32",
-    "chain@48",
-    "sequences:4@24",
-    "tree:2,2,2@16",
-    "grown:64@16",
-    "grown:128@32",
-    "sequoia:64@16",
-    "sequoia:128@32",
-    "sequoia:256@32",
-    "chain@32+suffix",
-    "sequoia:256@32+suffix",
-)
+CHAINS = tuple(f"chain@{depth}" for depth in (8, 16, 24, 32, 48))
+TREES = "sequences:4@24", "tree:2,2,2@16", "grown:64@16", "grown:128@32"
+SEQUOIA = "sequoia:64@16", "sequoia:128@32", "sequoia:256@32"
+SHAPES = (*CHAINS, *TREES, *SEQUOIA, "chain@32+suffix", "sequoia:256@32+suffix")
 """Shapes, their depths, and what joins them."""
-LAYERS = (
-    "all",
-    "groups:1",
-    "groups:2",
-    "groups:3",
-    "groups:4",
-    "groups:5",
-    "skip:2",
-    "skip:2,3",
-    "skip:1a,2a,3a",
-)
-TREES = ("grown:10", "grown:20", "grown:40")
+GROUPS = tuple(f"groups:{count}" for count in range(1, 6))
+LAYERS = ("all", *GROUPS, "skip:2", "skip:2,3", "skip:1a,2a,3a")
+GROWN = ("grown:10", "grown:20", "grown:40")
 """Of depth 5, so 2, 4 and 8 nodes wide."""
 PROBED = 64
 BATCH = ("plain", "lookup")
 
 
-def shapes(study: Study) -> list[Row]:
-    """`expected`: by the acceptance of the shortest chain, as the planner reckons."""
+def shapes(study: Continued) -> list[Row]:
+    """Shapes of drafts.
+
+    TriForce, figure 6c. Tokens that a pass yields; `expected` is what the acceptance of the first chain
+    promises.
+    """
     rows: list[Row] = []
     alpha: float | None = None
-    with study.reader() as llm:
-        for name in study.arguments.shapes:
+    with study.llm() as llm:
+        for name in study.sizes.shapes:
             say(f"shape {name}")
             shape, _, rest = name.partition("@")
             depth, _, source = rest.partition("+")
@@ -75,12 +57,18 @@ def shapes(study: Study) -> list[Row]:
     return [row | {"over_best_chain": best and row["tokens_per_pass"] / best} for row in rows]
 
 
-def layers(study: Study) -> list[Row]:
+def layers(study: Continued) -> list[Row]:
+    """Layers in groups or left out.
+
+    EasySpec, figure 4 and table 4, and Draft & Verify; in place. `likeness` is the cosine of the last hidden
+    states to the exact ones. `own devices ms` is a prediction: what is left of a drafted token's time where
+    the attention blocks of a group run side by side, from the measured time of one.
+    """
     alike = _likeness(study)
     rows: list[Row] = []
     plans = [(name, flag, "chain", 8) for name in LAYERS for flag in (True, False)[: 1 + ("groups" in name)]]
-    plans += [("groups:3", flag, tree, 5) for tree in TREES for flag in (True, False)]
-    with study.reader(linked=False) as llm:
+    plans += [("groups:3", flag, tree, 5) for tree in GROWN for flag in (True, False)]
+    with study.llm(linked=False) as llm:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
             row = study.measured(llm, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft))
@@ -100,19 +88,17 @@ def layers(study: Study) -> list[Row]:
 
 
 @torch.inference_mode()
-def _likeness(study: Study) -> dict[str, float]:
+def _likeness(study: Continued) -> dict[str, float]:
     """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
-    model = CausalModel(study.models.target, study.models.names[0])
-    config, tokens = load_config("retrieval", study.keys), study.tokens
-    context = min(study.arguments.context, len(tokens) - PROBED)
-    with ContextReader(model, config, context + PROBED) as reader:
-        reader.read(tokens[:context])
-        cache = CACHES[RETRIEVAL](reader, config.retrieval.budget)
-        cache.build(reader.full.last_queries)
-        new = NewTokens.below(cache.held, range(-1, PROBED - 1), tokens[context : context + PROBED])
+    context, budget = study.sizes.context, load_config("retrieval", study.keys).retrieval.budget
+    probed = study.tokens[context : context + PROBED]
+    with study.reader("likeness of orders of layers", context + PROBED) as reader:
+        reader.read(study.tokens[:context])
+        cache, model = small_cache(reader, RETRIEVAL, budget), reader.model
+        new = NewTokens.below(cache.held, range(-1, len(probed) - 1), probed)
 
         def hidden(plan: LayerPlan | None) -> Tensor:
-            found = model.forward([Part(cache, new, PROBED, hidden=True)], plan)[0].hidden
+            found = model.forward([Part(cache, new, len(probed), hidden=True)], plan)[0].hidden
             assert found is not None
             return found.float()
 
@@ -121,12 +107,16 @@ def _likeness(study: Study) -> dict[str, float]:
     return {name: float(torch.cosine_similarity(one, exact, dim=-1).mean()) for name, one in found.items()}
 
 
-def batch(study: Study) -> list[Row]:
-    models, tokens, arguments = study.models, study.tokens, study.arguments
-    count, length = arguments.batch, arguments.batch_context
+def batch(study: Continued) -> list[Row]:
+    """Several texts at once.
+
+    TriForce, table 4; in place, tokens a second together and in turn.
+    """
+    models, tokens, sizes = study.models, study.tokens, study.sizes
+    count, length = sizes.batch, sizes.batch_context
     step = max(1, (len(tokens) - length) // count)
     prompts = [tokens[at * step : at * step + length] for at in range(count)]
-    params = SamplingParams(max_tokens=arguments.new_tokens, seed=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=sizes.new_tokens, seed=0, ignore_eos=True)
     rows = []
     for config in BATCH:
         say(f"batch of {count}, {config}")
@@ -141,14 +131,8 @@ def batch(study: Study) -> list[Row]:
                 # Members of a batch end together but for the last rounds.
                 batch_ms = max(one.timings.predicted_ms for one in together)
                 turns.append((1e3 * made / turn_ms, 1e3 * made / batch_ms))
-        rows.append(
-            {
-                "config": config,
-                "prompts": count,
-                "context": length,
-                "in_turn_tokens_per_s": median(one for one, _ in turns),
-                "batch_tokens_per_s": median(one for _, one in turns),
-                "ratio": median(batch / alone for alone, batch in turns),
-            }
-        )
+        row = {"config": config, "prompts": count, "context": length}
+        row |= {"in_turn_tokens_per_s": median(one for one, _ in turns)}
+        row |= {"batch_tokens_per_s": median(one for _, one in turns)}
+        rows.append(row | {"ratio": median(batch / alone for alone, batch in turns)})
     return rows

@@ -67,6 +67,11 @@ def built_in() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def file_text(source: str, path: Path) -> str:
+    """What a text file holds; errors call it `source`."""
+    return _text(source, _bytes(source, "", str(path)))
+
+
 def _bytes(source: str, flag: str, value: str) -> bytes:
     if flag == "--prompt":
         return os.fsencode(value)  # what of it is not UTF-8 has arrived as lone surrogates
