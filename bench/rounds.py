@@ -14,7 +14,7 @@ from offload_rt.pace import RoundTimes
 from offload_rt.timeline import Span
 
 RATIO = "predicted_over_measured"
-BESIDE_A_PASS = 1.5  # times what a draft takes alone, of the same cores
+BESIDE_A_PASS = 1.3  # times what a draft takes alone: the pass works on the same cores
 WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was streamed or drafted ahead of it
 
 Interval = tuple[float, float]

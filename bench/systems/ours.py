@@ -191,7 +191,9 @@ class Ours:
 
     def draw(self, path: str) -> None:
         """A picture of some rounds of the last run, as PNG."""
-        draw(self._run, self.label, Path(path))
+        lies = (f"{count:,} {name.replace('_', ' ')}" for name, count in self._text.placed.items())
+        link = f"over a link of {self._setup.link_gb_s:.2f} GB/s" if self._setup.link_gb_s else "over PCIe"
+        draw(self._run, f"{self.label} {link}: {', '.join(lies)}", Path(path))
 
     def close(self) -> None:
         self._text.close()
