@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.context import ContextReader
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
-from offload_rt.caches.base import DerivedCache, Verified
+from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
@@ -85,8 +85,8 @@ class ExactTopKCache(BoundedCache):
             keys = torch.cat([head_major(keys) for keys, _ in views], dim=1)
             queries = fold(verified.queries[layer], source.layout.kv_heads)
             chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
-            out = (self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries])
-            source.engine.gather_chunks(layer, chosen, 1, out)
+            found = source.engine.gather_chunks(layer, chosen, 1)
+            self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries] = found
 
     def _victims(self, count: int) -> list[int]:
         raise NotImplementedError("chosen anew for every pass")
@@ -131,7 +131,7 @@ def _streaming(reader: ContextReader, budget: int) -> StreamingCache:
     )
 
 
-CACHES: dict[str, Callable[[ContextReader, int], DerivedCache]] = {
+CACHES: dict[str, Callable[[ContextReader, int], BoundedCache]] = {
     RETRIEVAL: lambda reader, budget: _retrieved(reader, budget, "every", DECAY, True),
     RETRIEVAL_STRIDE: lambda reader, budget: _retrieved(reader, budget, f"stride:{STRIDE}", DECAY, True),
     WITHOUT_REST: lambda reader, budget: _retrieved(reader, budget, "every", DECAY, False),
@@ -187,7 +187,7 @@ def acceptance(
     return found
 
 
-def _round(reader: ContextReader, cache: DerivedCache, block: Sequence[int]) -> Tensor:
+def _round(reader: ContextReader, cache: BoundedCache, block: Sequence[int]) -> Tensor:
     sampler, hindsight = Sampler(temperature=1.0), isinstance(cache, ExactTopKCache)
     drafted = None if hindsight else sampler.probs(reader.logits(cache, block, ROUND))
     true = sampler.probs(reader.logits(reader.full, block, ROUND))

@@ -1,6 +1,6 @@
 """The full KV cache in CPU memory: pages, slabs, copies. Knows nothing of models, tokens or drafts."""
 
-from cpu_kv.chunks import ChunkSummaries
+from cpu_kv.chunks import ChunkMeans
 from cpu_kv.cuda_link import CudaLink
 from cpu_kv.layout import KeysValues, KVLayout, head_major, part_of
 from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
@@ -12,7 +12,7 @@ from cpu_kv.store import PagedKVStore, SequenceKV
 from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
 
 __all__ = [
-    "ChunkSummaries",
+    "ChunkMeans",
     "CopyFailed",
     "CpuLink",
     "CudaLink",

@@ -366,47 +366,6 @@ def rotated_queries(tokens: list[Token], positions: Sequence[int]) -> Tensor:
     return rotate(stacked([token.query for token in tokens], HEADS), positions)
 
 
-FULL_OPERATIONS = st.one_of(
-    st.tuples(st.just("pass"), PASSES),
-    st.tuples(st.just("abandon"), PASSES),
-    st.tuples(st.just("rewind"), st.none()),
-)
-
-
-@pytest.mark.parametrize(("link", "ring"), [("cpu", 2), ("paced", 2), ("paced", 3), ("paced", 4)])
-@settings(EXAMPLES, max_examples=8)
-@given(
-    operations=st.lists(FULL_OPERATIONS, min_size=1, max_size=10),
-    prompt=st.sampled_from([0, 3, 16, 21]),
-    seed=st.integers(0, 100),
-)
-def test_the_full_cache(
-    link: str, ring: int, operations: list[tuple[str, object]], prompt: int, seed: int
-) -> None:
-    plain, source = PlainFull(), Source(seed)
-    with full_cache(make_link(link), ring, chunk=None) as cache:
-        read_prompt(cache, plain, source.tokens(prompt))
-        for name, argument in operations:
-            if name == "rewind":
-                cache.rewind()
-                plain.truncate(prompt)
-            else:
-                assert isinstance(argument, Pass)
-                forest = Forest(source.tokens(argument.count), argument.parents(0))
-                check(run(cache, forest, len(forest)), plain.attention(forest))
-                if name == "pass":
-                    kept = argument.kept(forest)
-                    cache.commit(kept)
-                    plain.append([forest.tokens[index] for index in kept])
-                else:
-                    cache.abandon()
-            assert cache.verified_length == len(plain.tokens)
-            assert len(cache.held) == 0
-        keys, values = cache.read(0, len(plain.tokens))
-        torch.testing.assert_close(keys, plain.keys, rtol=0, atol=1e-6)
-        assert torch.equal(values, plain.values)
-
-
 def weighed(queries: int) -> list[int]:
     """Of so many, at most four, from all over them and the last one among them."""
     step = math.ceil(queries / 4)
@@ -562,9 +521,11 @@ class PlainRetrieval:
         return expected_attention(keys, values, forest, new, len(full.tokens), bias)
 
 
-DERIVED_OPERATIONS = st.one_of(
-    st.tuples(st.just("verify"), st.builds(Pass, TREES, ENDS), st.integers(0, 20)),
+OPERATIONS = st.one_of(
+    st.tuples(st.just("verify"), PASSES, st.integers(0, 20)),
     st.tuples(st.just("verify"), st.builds(Pass, st.just([0]), ENDS), st.integers(0, 20)),
+    st.tuples(st.just("abandon"), PASSES, st.integers(0, 20)),
+    st.tuples(st.just("rewind"), st.none(), st.none()),
     st.tuples(st.just("draft"), GROWTHS, st.none()),
     st.tuples(st.just("draft"), st.builds(Pass, TREES, st.none()), st.none()),
     st.tuples(st.just("keep"), st.lists(st.booleans(), max_size=20), st.none()),
@@ -582,7 +543,8 @@ SIZES = [(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]
 @pytest.mark.parametrize("link", ["cpu", "paced"])
 @settings(EXAMPLES, max_examples=12)
 @given(
-    operations=st.lists(DERIVED_OPERATIONS, min_size=6, max_size=20),
+    operations=st.lists(OPERATIONS, min_size=6, max_size=20),
+    ring=st.integers(2, 4),
     prompt=st.sampled_from([0, 1, 11, 16, 40]),
     sizes=st.sampled_from(SIZES),
     sinks=st.sampled_from([0, 3]),
@@ -590,10 +552,11 @@ SIZES = [(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]
     room=st.sampled_from([0, 2, 20]),
     seed=st.integers(0, 100),
 )
-def test_caches_derived_from_the_full_one(
+def test_the_full_cache_and_those_derived_from_it(
     policy: str,
     link: str,
     operations: list[tuple[str, object, int | None]],
+    ring: int,
     prompt: int,
     sizes: tuple[int, int, int],
     sinks: int,
@@ -603,7 +566,7 @@ def test_caches_derived_from_the_full_one(
 ) -> None:
     budget, chunk, recent = sizes
     full, source = PlainFull(), Source(seed)
-    with full_cache(make_link(link), 2, chunk) as cache:
+    with full_cache(make_link(link), ring, chunk) as cache:
         cache.scale = SCALE
         parsed = RefreshPolicy.parse(policy)
         retrieved = RetrievedCache(
@@ -622,14 +585,26 @@ def test_caches_derived_from_the_full_one(
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
         cache.derived += [retrieved, streaming, shared]
-        if prompt:  # else there is nothing to build from: everything comes by adoption
+
+        def build() -> None:
             cache.build_derived()
             retrieval.restart(queries)
             retrieval.build(queries)
+
+        if prompt:  # else there is nothing to build from: everything comes by adoption
+            build()
         forest = Forest()
         for name, argument, follows in operations:
             length, held = len(full.tokens), len(forest)
-            if name == "verify":
+            if name == "rewind":
+                cache.rewind()
+                full.truncate(prompt)
+                retrieval.next_covered = None
+                forest = Forest()
+                if not prompt:
+                    break  # no text is continued but behind a prompt
+                build()
+            elif name in ("verify", "abandon"):
                 assert isinstance(argument, Pass) and follows is not None
                 # What was speculated on the way to one of the entries, and other tokens around and behind it.
                 line = [forest.tokens[n] for n in forest.line(held - 1 - follows % (held + 1))]
@@ -637,13 +612,17 @@ def test_caches_derived_from_the_full_one(
                 checked = checked.with_new(source.tokens(argument.count), argument.parents(len(line)))
                 check(run(cache, checked, len(checked)), full.attention(checked))
                 retrieval.verified(checked)
+                if name == "abandon":
+                    cache.abandon()
+                    retrieval.next_covered = None  # nor is the stream of the next pass
+                    continue
                 assert argument.end is not None
                 path = checked.line(len(checked) - 1 - argument.end % len(checked))
                 cache.commit(path)
                 kept = [checked.tokens[node] for node in path]
                 full.append(kept)
-                queries = rotated_queries(kept, range(length, length + len(kept)))
-                retrieval.adopt(len(kept), len(checked) - 1, queries)
+                asking = rotated_queries(kept, range(length, length + len(kept)))
+                retrieval.adopt(len(kept), len(checked) - 1, asking)
                 forest = forest.after(kept)
                 assert streaming.held.parents == shared.held.parents == forest.parents
                 if retrieval.due is not None:  # what is to choose anew keeps no speculation
@@ -672,6 +651,9 @@ def test_caches_derived_from_the_full_one(
                     derived.keep(entries)
                 forest = forest.only(entries)
             check_retrieved(retrieved, retrieval, full)
+            keys, values = cache.engine.read(0, len(full.tokens))
+            torch.testing.assert_close(keys, full.keys, rtol=0, atol=1e-6)
+            assert torch.equal(values, full.values)
             for derived in (streaming, retrieved, shared):
                 assert derived.verified_length == len(full.tokens)
                 assert derived.held.parents == forest.parents

@@ -71,9 +71,15 @@ class KVBuffer:
         self.all_values[:, :, rest] = other.all_values[:, :, rest]
         self.pages = other.pages
 
-    def grown(self, extra: int) -> KVBuffer:
-        """A copy with room for so many more entries."""
-        pad = (0, 0, 0, extra)
+    def with_room(self, entries: int) -> KVBuffer:
+        """Itself, or a copy with room for so many entries, and for some more."""
+        missing = entries - self.capacity
+        if missing <= 0:
+            return self
+        for old in (self.all_keys, self.all_values) if self.all_keys.is_cuda else ():
+            # Copied on the stream of a pass, perhaps; nobody may be given their memory before.
+            old.record_stream(torch.cuda.current_stream(old.device))
+        pad = (0, 0, 0, max(missing, self.capacity // 4))
         with torch.inference_mode(False):  # as in `take`
             keys, values = (torch.nn.functional.pad(part, pad) for part in (self.all_keys, self.all_values))
         return KVBuffer(keys, values, self.room, self.pages)

@@ -96,7 +96,7 @@ class RetrievedCache(BoundedCache):
         self.verified_length = length
 
     def _hold_everything(self, length: int) -> None:
-        keys, values = self._source.read(0, length)
+        keys, values = self._source.engine.read(0, length)
         self.keys[:, :, :length] = keys
         self.values[:, :, :length] = values
         self.entries = length
@@ -122,14 +122,12 @@ class RetrievedCache(BoundedCache):
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
         """Sends the buffer the means of pages that it lacks."""
-        sequence = self._source.sequence
-        if extent.pages <= buffer.pages or sequence.page_means is None:
+        layout, means = self._layout, self._source.sequence.page_means
+        if extent.pages <= buffer.pages or means is None:
             return
-        layers = range(self._source.layout.layers)
-        new = slice(buffer.pages, extent.pages)
-        buffer.add_pages(
-            *(torch.stack([side.means(n)[:, new] for n in layers]) for side in sequence.page_means)
-        )
+        shape = (2, layout.layers, layout.kv_heads, extent.pages - buffer.pages, layout.head_dim)
+        new = [means.means(layer)[:, :, buffer.pages : extent.pages] for layer in range(layout.layers)]
+        buffer.add_pages(*self._source.engine.fetch(shape, lambda out: torch.stack(new, dim=1, out=out)))
 
     def _ask(self, length: int, queries: Tensor, buffer: KVBuffer) -> tuple[Extent, Scores]:
         """How a text of `length` tokens will fill a buffer, which takes its means, and chunks' scores."""
@@ -145,9 +143,10 @@ class RetrievedCache(BoundedCache):
         self.rest = extent.rest
         for layer in range(source.layout.layers):
             chunks = self._best_chunks(extent, scores, layer)
-            out = (self.keys[layer, :, :end], self.values[layer, :, :end])
-            source.engine.gather_chunks(layer, chunks, self.chunk, out)
-        keys, values = source.read(extent.recent_start, length)
+            keys, values = source.engine.gather_chunks(layer, chunks, self.chunk)
+            self.keys[layer, :, :end] = keys
+            self.values[layer, :, :end] = values
+        keys, values = source.engine.read(extent.recent_start, length)
         self.keys[:, :, end : extent.entries] = keys
         self.values[:, :, end : extent.entries] = values
         self.entries = extent.entries
