@@ -455,7 +455,9 @@ class PlainRetrieval:
             self.chosen = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
             self.pages = 0
             return
-        start = (length - self.recent) // self.chunk * self.chunk
+        page = length // LAYOUT.page_size * LAYOUT.page_size
+        recent = max(self.recent, min(length - page, self.budget // 2))
+        start = (length - recent) // self.chunk * self.chunk
         start = max(start, length - (self.budget - self.chunk))
         self.always = [*range(self.chunk), *range(start, length)]
         # In falling importance; `chosen[layer][head]`.
@@ -679,6 +681,30 @@ def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFul
             torch.testing.assert_close(
                 cache.keys[layer, head, : cache.entries], full.keys[layer, head, found], rtol=0, atol=1e-6
             )
+
+
+@pytest.mark.parametrize("length", range(40, 49))
+def test_nothing_behind_the_last_whole_page_is_left_out(length: int) -> None:
+    """No mean stands for it and no pass has weighed it: it is held, however short the recent window is."""
+    source, full = Source(3), PlainFull()
+    with full_cache(CpuLink(), 2, chunk=2) as cache:
+        read_prompt(cache, full, source.tokens(length))
+        retrieved = RetrievedCache(
+            cache,
+            budget=16,
+            chunk=2,
+            recent=2,
+            refresh=RefreshPolicy.parse("every"),
+            backend=TorchCpuBackend(),
+            selection=ByAttention(cache, 2, 0.8, pages=10),
+            room=10,
+        )
+        cache.derived.append(retrieved)
+        cache.build_derived()
+        tail = full.values[:, :, length // LAYOUT.page_size * LAYOUT.page_size :]
+        entries = retrieved.values[:, :, : retrieved.entries]
+        assert (tail[:, :, :, None] == entries[:, :, None]).all(-1).any(-1).all()
+        assert retrieved.rest > 0
 
 
 TREE = [-1, -1, 0, 0, 1, 2, 5]

@@ -27,8 +27,9 @@ class RetrievedCache(BoundedCache):
     estimates so what it does not retrieve). They are attended to beside the entries.
 
     Layout of the verified entries after a refresh: first chunk, chosen chunks in falling score, recent
-    window. Newly verified tokens overwrite the chosen chunks from the least important entry on; when none
-    is left, the cache is refreshed whatever the policy says.
+    window, which reaches back to the last whole page as far as half of the budget goes. Newly verified
+    tokens overwrite the chosen chunks from the least important entry on; when none is left, the cache is
+    refreshed whatever the policy says.
 
     Args:
         source: the full cache of the same model, with the means that `selection` and `room` need.
@@ -104,12 +105,13 @@ class RetrievedCache(BoundedCache):
         self._next_victim = 0
 
     def _extent(self, length: int) -> Extent:
+        chunk, page = self.chunk, self._layout.page_size
+        # What follows the last whole page has no mean yet, and no pass has weighed it.
+        recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
-        chunk = self.chunk
-        recent_start = max((length - self.recent) // chunk * chunk, length - (self.budget - chunk))
+        recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
         chunks = (self.budget - chunk - (length - recent_start)) // chunk
         chosen_end = chunk * (1 + chunks)
-        page = self._source.layout.page_size
         pages = min(self.buffer.room, recent_start // page)
         rest = max(0, pages * page - chosen_end)
         return Extent(length, recent_start, chunks, chosen_end, pages if rest else 0, rest)
