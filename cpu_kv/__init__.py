@@ -7,7 +7,6 @@ from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
 from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
 from cpu_kv.selection import chunk_scores, exact_top_k, expecting, retrieval
-from cpu_kv.staging import StagingRing, StagingSlot
 from cpu_kv.store import PagedKVStore, SequenceKV
 from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
 
@@ -26,8 +25,6 @@ __all__ = [
     "Sent",
     "SequenceKV",
     "SlabAllocator",
-    "StagingRing",
-    "StagingSlot",
     "Ticket",
     "TransferCounters",
     "TransferEngine",

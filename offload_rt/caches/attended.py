@@ -78,12 +78,12 @@ class AttendedChunks:
     ) -> tuple[Tensor, Tensor]:
         """`attention.attend` over whole pages of the text from token `start` on, which it remembers."""
         out, lse, units = attend_weighed(backend, queries, keys, values, scale, self.chunk)
-        self.add(start, WeighedPart(lse, units))
+        self.add(start, lse, units)
         return out, lse
 
-    def add(self, start: int, part: WeighedPart) -> None:
-        """A segment of the layer under way, from token `start` on."""
-        self._parts.append((start, part))
+    def add(self, start: int, lse: Tensor, units: Tensor) -> None:
+        """A segment of the layer under way, from token `start` on; see `WeighedPart`."""
+        self._parts.append((start, WeighedPart(lse, units)))
 
     def end_layer(self, layer: int, lse: Tensor) -> None:
         """Counts what was attended to of a layer.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, merge
-from offload_rt.caches.attended import AttendedChunks, WeighedPart
+from offload_rt.caches.attended import AttendedChunks
 from offload_rt.caches.base import NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
@@ -43,8 +43,8 @@ class FullCache:
     """Committed KV in the store; the KV of a pass is pending on the device until `commit`.
 
     A pass (`begin` and its `attend`s) may run in another thread than the rest, as long as only one of both
-    runs at a time, and derived caches are not built meanwhile. A refill may read `summaries` in a thread of
-    its own from a pass's `begin` to its last layer: nothing is written back in that time.
+    runs at a time, and derived caches are not built meanwhile. A refill may read means of chunks in a thread
+    of its own from a pass's `begin` to its last layer: nothing is written back in that time.
 
     Args:
         shares: which share of each layer is not streamed; nothing else than in place on a CPU.
@@ -148,7 +148,7 @@ class FullCache:
             out, lse, *chunks = self._cpu.finish(by_cpu)
             parts = [merged, (out, lse)]
             if self.attended is not None:
-                self.attended.add(resident, WeighedPart(lse, *chunks))
+                self.attended.add(resident, lse, *chunks)
         out, lse = merge(parts)
         if self.attended is not None:
             self.attended.end_layer(layer, lse)
@@ -251,9 +251,3 @@ class FullCache:
         """Lets derived caches that stayed behind fill themselves now, before a pass of another thread."""
         for cache in self.derived:
             cache.catch_up()
-
-    def summaries(self, layer: int) -> Tensor:
-        """Mean keys of the layer's full chunks, `[kv_heads, chunks, head_dim]`, in host memory."""
-        if self.sequence.summaries is None:
-            raise ValueError("this sequence keeps no chunk summaries")
-        return self.sequence.summaries.means(layer)[0]

@@ -88,23 +88,12 @@ class RetrievedCache(BoundedCache):
         """Fills itself from the full cache, by what is known of the text."""
         self.held.clear()
         self._due = self._wanted = self._refill = None
-        self.refresh.done()
-        length = self._source.verified_length
-        if length <= self.budget:
-            self._hold_everything(length)
-        else:
-            self._choose(length, queries)
-        self.verified_length = length
-
-    def _hold_everything(self, length: int) -> None:
-        keys, values = self._source.engine.read(0, length)
-        self.keys[:, :, :length] = keys
-        self.values[:, :, :length] = values
-        self.entries = length
-        self.rest = 0
-        self._next_victim = 0
+        self._choose(self._source.verified_length, queries)
+        self.verified_length = self._source.verified_length
 
     def _extent(self, length: int) -> Extent:
+        if length <= self.budget:
+            return Extent(length, recent_start=0, chunks=0, chosen_end=0, pages=0, rest=0)
         chunk, page = self.chunk, self._layout.page_size
         # What follows the last whole page has no mean yet, and no pass has weighed it.
         recent = max(self.recent, min(length % page, self.budget // 2))
@@ -142,8 +131,7 @@ class RetrievedCache(BoundedCache):
         source = self._source
         extent, scores = self._ask(length, queries, self.buffer)
         end = extent.chosen_end
-        self.rest = extent.rest
-        for layer in range(source.layout.layers):
+        for layer in range(source.layout.layers) if end else ():
             chunks = self._best_chunks(extent, scores, layer)
             keys, values = source.engine.gather_chunks(layer, chunks, self.chunk)
             self.keys[layer, :, :end] = keys
@@ -151,8 +139,13 @@ class RetrievedCache(BoundedCache):
         keys, values = source.engine.read(extent.recent_start, length)
         self.keys[:, :, end : extent.entries] = keys
         self.values[:, :, end : extent.entries] = values
-        self.entries = extent.entries
-        self._next_victim = end - 1
+        self._turn_to(extent)
+
+    def _turn_to(self, extent: Extent) -> None:
+        """The entries are those of `extent`, chosen anew."""
+        self.entries, self.rest = extent.entries, extent.rest
+        self._next_victim = extent.chosen_end - 1
+        self.refresh.done()
 
     def adopt(self, verified: Verified) -> None:
         count = verified.keys.shape[2]
@@ -189,10 +182,7 @@ class RetrievedCache(BoundedCache):
 
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare, self.buffer = self.buffer, refill.buffer
-        self.entries = refill.extent.entries
-        self.rest = refill.extent.rest
-        self._next_victim = refill.extent.chosen_end - 1
-        self.refresh.done()
+        self._turn_to(refill.extent)
 
     def begin(self, new: NewTokens) -> None:
         self.catch_up()

@@ -340,3 +340,15 @@ def test_lack_of_memory_leaves_a_usable_store(monkeypatch: pytest.MonkeyPatch) -
         assert store.reserved_bytes == 0
         modest = filled(store, 10)
         assert modest.length == 10
+
+
+def test_byte_counts() -> None:
+    layout = KVLayout(layers=3, kv_heads=4, head_dim=64, dtype=torch.bfloat16, page_size=16)
+    assert layout.layer_token_bytes == 2 * 4 * 64 * 2
+    assert layout.token_bytes == 3 * layout.layer_token_bytes
+    assert layout.page_bytes == 16 * layout.layer_token_bytes
+    assert [layout.pages(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert layout.reserved_bytes(17) == 32 * layout.token_bytes
+    assert layout.means_bytes(17, None, False) == 0
+    assert layout.means_bytes(17, 8, False) == 2 * layout.token_bytes // 2, "mean keys of chunks"
+    assert layout.means_bytes(33, 8, True) == (4 + 2 * 2) * layout.token_bytes // 2, "of pages, values too"
