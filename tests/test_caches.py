@@ -9,10 +9,11 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
+from forest import Forest as AnyForest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -81,47 +82,7 @@ def stacked(parts: list[Tensor], heads: int = KV_HEADS) -> Tensor:
     return torch.stack(parts, dim=2) if parts else torch.zeros(LAYERS, heads, 0, DIM)
 
 
-@dataclass
-class Forest:
-    """Speculative tokens below a verified text; the parent of one is an earlier one, or -1: the text."""
-
-    tokens: list[Token] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def line(self, entry: int) -> list[int]:
-        """Entries from below the text down to `entry`, inclusive; none for -1."""
-        line = []
-        while entry >= 0:
-            line.append(entry)
-            entry = self.parents[entry]
-        return line[::-1]
-
-    def depths(self) -> list[int]:
-        return [len(self.line(entry)) for entry in range(len(self))]
-
-    def with_new(self, tokens: list[Token], parents: list[int]) -> Forest:
-        return Forest(self.tokens + tokens, self.parents + parents)
-
-    def only(self, entries: Sequence[int]) -> Forest:
-        """These entries in this order; what has lost its parent is below the text."""
-        place = {entry: number for number, entry in enumerate(entries)}
-        parents = [place.get(self.parents[entry], -1) for entry in entries]
-        return Forest([self.tokens[entry] for entry in entries], parents)
-
-    def after(self, verified: list[Token]) -> Forest:
-        """What is still speculation, and still right, once `verified` follow the text."""
-        ends = [e for e in range(len(self)) if [self.tokens[n] for n in self.line(e)] == verified]
-        below = [e for e in range(len(self)) if ends and ends[0] in self.line(e)[:-1]]
-        return self.only(below)
-
-    def closed(self, wanted: Sequence[bool]) -> list[int]:
-        """The wanted entries whose ancestors are wanted too: by depth, and the newest of a depth first."""
-        wanted = [*wanted, *[False] * len(self)]
-        kept = [e for e in range(len(self)) if all(wanted[above] for above in self.line(e))]
-        return sorted(kept, key=lambda entry: (len(self.line(entry)), -entry))
+Forest = AnyForest[Token]
 
 
 @dataclass(frozen=True)
@@ -382,9 +343,7 @@ class PlainRetrieval:
     def __init__(
         self,
         full: PlainFull,
-        budget: int,
-        chunk: int,
-        recent: int,
+        sizes: tuple[int, int, int],
         policy: RefreshPolicy,
         decay: float | None,
         room: int,
@@ -394,7 +353,7 @@ class PlainRetrieval:
         self.attended: Tensor | None = None  # [layers, kv_heads, chunks]
         self.next_covered: int | None = None
         self.pages, self.rest = 0, 0
-        self.budget, self.chunk, self.recent = budget, chunk, recent
+        self.budget, self.chunk, self.recent = sizes
         self.refreshes = 0
         self.always: list[int] = []  # tokens that are not overwritten
         self.chosen: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
@@ -534,6 +493,27 @@ OPERATIONS = st.one_of(
 )
 
 
+def retrieved_cache(
+    source: FullCache,
+    sizes: tuple[int, int, int],
+    policy: str,
+    decay: float | None = None,
+    room: int = 0,
+) -> RetrievedCache:
+    """Of so many entries, chunks of so many tokens, and so many recent ones."""
+    budget, chunk, recent = sizes
+    return RetrievedCache(
+        source,
+        budget=budget,
+        chunk=chunk,
+        recent=recent,
+        refresh=RefreshPolicy.parse(policy),
+        backend=TorchCpuBackend(),
+        selection=ByMeanKeys(source) if decay is None else ByAttention(source, chunk, decay, pages=200),
+        room=room,
+    )
+
+
 class SmallSharedCache(SharedCache):
     PORTION = 3
 
@@ -566,24 +546,14 @@ def test_the_full_cache_and_those_derived_from_it(
     room: int,
     seed: int,
 ) -> None:
-    budget, chunk, recent = sizes
+    _, chunk, recent = sizes
     full, source = PlainFull(), Source(seed)
     with full_cache(make_link(link), ring, chunk) as cache:
         cache.scale = SCALE
-        parsed = RefreshPolicy.parse(policy)
-        retrieved = RetrievedCache(
-            cache,
-            budget=budget,
-            chunk=chunk,
-            recent=recent,
-            refresh=parsed,
-            backend=TorchCpuBackend(),
-            selection=ByMeanKeys(cache) if decay is None else ByAttention(cache, chunk, decay, pages=200),
-            room=room,
-        )
+        retrieved = retrieved_cache(cache, sizes, policy, decay, room)
         streaming = streaming_cache(sinks, recent, cache)
         shared = SmallSharedCache(cache, TorchCpuBackend())
-        retrieval = PlainRetrieval(full, budget, chunk, recent, parsed, decay, room)
+        retrieval = PlainRetrieval(full, sizes, RefreshPolicy.parse(policy), decay, room)
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
         cache.derived += [retrieved, streaming, shared]
@@ -689,16 +659,7 @@ def test_nothing_behind_the_last_whole_page_is_left_out(length: int) -> None:
     source, full = Source(3), PlainFull()
     with full_cache(CpuLink(), 2, chunk=2) as cache:
         read_prompt(cache, full, source.tokens(length))
-        retrieved = RetrievedCache(
-            cache,
-            budget=16,
-            chunk=2,
-            recent=2,
-            refresh=RefreshPolicy.parse("every"),
-            backend=TorchCpuBackend(),
-            selection=ByAttention(cache, 2, 0.8, pages=10),
-            room=10,
-        )
+        retrieved = retrieved_cache(cache, (16, 2, 2), "every", 0.8, room=10)
         cache.derived.append(retrieved)
         cache.build_derived()
         tail = full.values[:, :, length // LAYOUT.page_size * LAYOUT.page_size :]
@@ -773,15 +734,7 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
     source = Source(0)
     with full_cache(CpuLink(), 2, chunk=4) as cache:
         read_prompt(cache, PlainFull(), source.tokens(60))
-        retrieved = RetrievedCache(
-            cache,
-            budget=40,
-            chunk=4,
-            recent=4,
-            refresh=RefreshPolicy.parse(policy),
-            backend=TorchCpuBackend(),
-            selection=ByMeanKeys(cache),
-        )
+        retrieved = retrieved_cache(cache, (40, 4, 4), policy)
         cache.derived.append(retrieved)
         cache.build_derived()
         found = []
