@@ -671,28 +671,6 @@ def test_nothing_behind_the_last_whole_page_is_left_out(length: int) -> None:
 TREE = [-1, -1, 0, 0, 1, 2, 5]
 
 
-@pytest.mark.parametrize("speculated", [0, 3])
-def test_a_pass_over_a_tree_is_a_pass_over_each_of_its_paths(speculated: int) -> None:
-    source = Source(1)
-    text, ahead = source.tokens(9), Forest(source.tokens(speculated), list(range(-1, speculated - 1)))
-    tree = ahead.with_new(source.tokens(len(TREE)), [speculated + parent for parent in TREE])
-    caches = streaming_cache(2, 5), streaming_cache(2, 5)
-    for cache in caches:
-        run(cache, Forest(text, list(range(-1, 8))), 9)
-        cache.commit(range(9))
-        cache.settle()
-        if speculated:
-            run(cache, ahead, speculated)
-            cache.commit(range(speculated))
-    whole = run(caches[0], tree, len(TREE))
-    for node in range(len(TREE)):
-        line = tree.line(speculated + node)
-        # Never committed: the cache stays as it was.
-        alone = run(caches[1], tree.only(line), len(line) - speculated)
-        for layer in range(LAYERS):
-            torch.testing.assert_close(whole[layer][:, node], alone[layer][:, -1], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(("accepted", "left"), [(1, TREE), (2, [-1, -1, 0, 2]), (3, [-1, 0]), (5, [])])
 def test_what_descends_from_verified_tokens_stays(accepted: int, left: list[int]) -> None:
     """The text's last token, and a tree below it that was drafted before they were verified."""

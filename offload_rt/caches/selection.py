@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
@@ -20,24 +19,6 @@ Scores = Callable[[int], Tensor]
 """Of a layer's chunks, `[kv_heads, chunks]` float32 in host memory; may be asked for in any thread."""
 
 
-class Selection(Protocol):
-    """Scores the chunks of a text."""
-
-    def restart(self, queries: Tensor) -> None:
-        """The text begins anew, with its prompt in the full cache.
-
-        Args:
-            queries: of its last tokens, as in `asked`.
-        """
-
-    def asked(self, queries: Tensor) -> Scores:
-        """The scores now. Nothing here waits for the device.
-
-        Args:
-            queries: of the newest verified tokens, `[layers, heads, tokens, head_dim]`.
-        """
-
-
 class ByMeanKeys:
     """The newest queries' attention to the mean key of each chunk (TriForce, section 4.1)."""
 
@@ -50,6 +31,10 @@ class ByMeanKeys:
         """Nothing to do: it knows nothing but what is asked."""
 
     def asked(self, queries: Tensor) -> Scores:
+        """The scores now, by `queries` of the newest verified tokens, `[layers, heads, tokens, head_dim]`.
+
+        Nothing here waits for the device.
+        """
         arriving = Arriving(queries[:, :, -LAST_QUERIES:].contiguous())
 
         def scores(layer: int) -> Tensor:
@@ -73,6 +58,7 @@ class ByAttention(AttendedChunks):
         source.attended = self
 
     def restart(self, queries: Tensor) -> None:
+        """The text begins anew, with its prompt in the full cache; `queries` are of its last tokens."""
         source, device = self._source, self._source.device
         end = source.verified_length // source.layout.page_size * source.layout.page_size
         self.reset()
@@ -92,5 +78,10 @@ class ByAttention(AttendedChunks):
                 self.end_layer(layer, merge(seen)[1].to(device))
 
     def asked(self, queries: Tensor) -> Scores:
+        """The scores now. Nothing here waits for the device."""
         arriving = Arriving(self.scores)
         return lambda layer: arriving.wait()[layer]
+
+
+Selection = ByMeanKeys | ByAttention
+"""Scores the chunks of a text."""

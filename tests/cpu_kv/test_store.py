@@ -188,22 +188,6 @@ def test_parts_of_pages_by_head(page: int, pages: int, ends: tuple[float, float]
         assert torch.equal(part_of(memory[:, side], start, end), heads[side, :, start:end])
 
 
-def test_sequences_in_one_slab_share_nothing() -> None:
-    generator = torch.Generator().manual_seed(0)
-    with PagedKVStore(LAYOUT, slab_tokens=40) as store:
-        sequences = [store.new_sequence() for _ in range(2)]
-        plains = [PlainKV(LAYOUT) for _ in range(2)]
-        for _ in range(5):
-            for sequence, plain in zip(sequences, plains, strict=True):
-                kv = random_kv(generator, LAYOUT, 4)
-                sequence.append(0, kv[0], kv[1])
-                plain.append(0, kv)
-        for sequence, plain in zip(sequences, plains, strict=True):
-            assert len(sequence.views(0)) == 5  # their pages take turns
-            assert torch.equal(joined(sequence.views(0), LAYOUT), plain.layers[0])
-        assert store.reserved_bytes == LAYOUT.reserved_bytes(40)
-
-
 def test_pages_of_two_slabs_are_never_one_run() -> None:
     with PagedKVStore(LAYOUT, slab_tokens=8) as store:
         first = filled(store, 4)  # page 0 of slab 0
