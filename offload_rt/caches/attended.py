@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention import AttentionBackend, attend_weighed
 from offload_rt.weighing import Weighed
 
 
@@ -66,20 +65,6 @@ class AttendedChunks:
     def drop_layer(self) -> None:
         """Forgets the layer under way."""
         self._parts.clear()
-
-    def attend(
-        self,
-        backend: AttentionBackend,
-        start: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """`attention.attend` over whole pages of the text from token `start` on, which it remembers."""
-        out, lse, units = attend_weighed(backend, queries, keys, values, scale, self.chunk)
-        self.add(start, lse, units)
-        return out, lse
 
     def add(self, start: int, lse: Tensor, units: Tensor) -> None:
         """A segment of the layer under way, from token `start` on; see `WeighedPart`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
-from offload_rt.attention import AttentionBackend, attend, merge
+from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
 from offload_rt.caches.attended import AttendedChunks
 from offload_rt.caches.base import NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
@@ -160,7 +160,10 @@ class FullCache:
         """Attention over whole pages of the text from token `start` on."""
         if self.attended is None:
             return attend(self.backend, queries, keys, values, scale)
-        return self.attended.attend(self.backend, start, queries, keys, values, scale)
+        chunk = self.attended.chunk
+        out, lse, units = attend_weighed(self.backend, queries, keys, values, scale, chunk)
+        self.attended.add(start, lse, units)
+        return out, lse
 
     def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
         for keys, values in runs:
