@@ -21,7 +21,7 @@ from bench.studies import Row
 from bench.texts import ContextReader, Texts
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
-from offload_rt.caches.base import DerivedCache, Verified
+from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -88,8 +88,8 @@ class ExactTopKCache(BoundedCache):
             keys = torch.cat([head_major(keys) for keys, _ in views], dim=1)
             queries = fold(verified.queries[layer], source.layout.kv_heads)
             chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
-            out = (self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries])
-            source.engine.gather_chunks(layer, chosen, 1, out)
+            found = source.engine.gather_chunks(layer, chosen, 1)
+            self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries] = found
 
     def _victims(self, count: int) -> list[int]:
         raise NotImplementedError("chosen anew for every pass")
@@ -122,7 +122,7 @@ CONFIGS: dict[str, Keys] = {
 CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
 
-def small_cache(reader: ContextReader, kind: str, budget: int) -> DerivedCache:
+def small_cache(reader: ContextReader, kind: str, budget: int) -> BoundedCache:
     """One of `CACHES` with so many entries, kept up from the full cache."""
     full, backend, retrieval = reader.full, reader.backend, reader.config.retrieval
     if kind in CONFIGS:
@@ -167,7 +167,7 @@ def acceptance(reader: ContextReader, tokens: Sequence[int], kind: str, budget: 
     return torch.cat(found)
 
 
-def _round(reader: ContextReader, cache: DerivedCache, block: Sequence[int]) -> Tensor:
+def _round(reader: ContextReader, cache: BoundedCache, block: Sequence[int]) -> Tensor:
     sampler, hindsight = Sampler(temperature=1.0), isinstance(cache, ExactTopKCache)
     drafted = None if hindsight else sampler.probs(reader.logits(cache, block, ROUND))
     true = sampler.probs(reader.logits(reader.full, block, ROUND))

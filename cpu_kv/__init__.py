@@ -1,18 +1,17 @@
 """The full KV cache in CPU memory: pages, slabs, copies. Knows nothing of models, tokens or drafts."""
 
-from cpu_kv.chunks import ChunkSummaries
+from cpu_kv.chunks import ChunkMeans
 from cpu_kv.cuda_link import CudaLink
 from cpu_kv.layout import KeysValues, KVLayout, head_major, part_of
 from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
 from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
 from cpu_kv.selection import chunk_scores, exact_top_k, expecting, retrieval
-from cpu_kv.staging import StagingRing, StagingSlot
 from cpu_kv.store import PagedKVStore, SequenceKV
 from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
 
 __all__ = [
-    "ChunkSummaries",
+    "ChunkMeans",
     "CopyFailed",
     "CpuLink",
     "CudaLink",
@@ -26,8 +25,6 @@ __all__ = [
     "Sent",
     "SequenceKV",
     "SlabAllocator",
-    "StagingRing",
-    "StagingSlot",
     "Ticket",
     "TransferCounters",
     "TransferEngine",

@@ -5,25 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KVLayout, head_major
+from cpu_kv.layout import KeysValues, KVLayout, head_major
 
 
-class ChunkSummaries:
-    """Means of the full chunks of one sequence, per layer: of its keys (TriForce, section 4.1) or values.
+class ChunkMeans:
+    """Means of the full chunks of one sequence, of its keys (TriForce, section 4.1) or of both sides.
 
     A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0, and no chunk lies across
-    two pages. Means are summed in float32 and kept in the layout's dtype.
+    two pages. Means are summed in float32 and kept in the layout's dtype, layer by layer. ``values``: of
+    values too.
     """
 
-    def __init__(self, layout: KVLayout, chunk_size: int):
+    def __init__(self, layout: KVLayout, chunk_size: int, *, values: bool = False):
         self.layout = layout
         self.chunk_size = chunk_size
+        self._sides = 2 if values else 1
         self._means = [self._storage(0) for _ in range(layout.layers)]
         self._counts = [0] * layout.layers
 
     def means(self, layer: int) -> Tensor:
-        """A view ``[kv_heads, full chunks, head_dim]`` of the means, valid until the next append."""
-        return self._means[layer][:, : self._counts[layer]]
+        """A view ``[sides, kv_heads, full chunks, head_dim]`` of the means, valid until the next append."""
+        return self._means[layer][:, :, : self._counts[layer]]
 
     def reserve(self, tokens: int) -> None:
         """Make room for the chunks of ``tokens`` tokens in every layer."""
@@ -31,18 +33,19 @@ class ChunkSummaries:
             self._grow(layer, tokens // self.chunk_size)
 
     def missing(self, layer: int, length: int) -> tuple[int, int]:
-        """Tokens start .. end of the chunks that are full at ``length`` tokens and not summarised yet."""
+        """Tokens start .. end of the chunks that are full at ``length`` tokens and have no mean yet."""
         full = max(length // self.chunk_size, self._counts[layer])
         return self._counts[layer] * self.chunk_size, full * self.chunk_size
 
-    def extend(self, layer: int, part: Tensor) -> None:
+    def extend(self, layer: int, part: KeysValues) -> None:
         """Add the chunks of the tokens that follow, whole ones, ``[pages, kv_heads, n, head_dim]``."""
-        found = head_major(part.unflatten(2, (-1, self.chunk_size)).mean(dim=3, dtype=torch.float32))
         count = self._counts[layer]
-        full = count + found.shape[1]
-        if full > self._means[layer].shape[1]:
+        full = count + len(part[0]) * part[0].shape[2] // self.chunk_size
+        if full > self._means[layer].shape[2]:
             self._grow(layer, max(full, 2 * count))
-        self._means[layer][:, count:full] = found
+        for means, side in zip(self._means[layer], part, strict=False):
+            chunks = side.unflatten(2, (-1, self.chunk_size))
+            means[:, count:full] = head_major(chunks.mean(dim=3, dtype=torch.float32))
         self._counts[layer] = full
 
     def truncate(self, length: int) -> None:
@@ -51,11 +54,12 @@ class ChunkSummaries:
         self._counts = [min(count, full) for count in self._counts]
 
     def _storage(self, chunks: int) -> Tensor:
+        shape = (self._sides, self.layout.kv_heads, chunks, self.layout.head_dim)
         with torch.inference_mode(False):  # else it were writable in that mode alone
-            return torch.empty(self.layout.kv_heads, chunks, self.layout.head_dim, dtype=self.layout.dtype)
+            return torch.empty(shape, dtype=self.layout.dtype)
 
     def _grow(self, layer: int, chunks: int) -> None:
-        if chunks > self._means[layer].shape[1]:
+        if chunks > self._means[layer].shape[2]:
             storage = self._storage(chunks)
-            storage[:, : self._counts[layer]] = self.means(layer)
+            storage[:, :, : self._counts[layer]] = self.means(layer)
             self._means[layer] = storage

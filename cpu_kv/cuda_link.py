@@ -102,8 +102,10 @@ class _CudaTicket:
     ):
         self._event = event
         self._device = device
+        # Not the tensors, which it would keep alive, and no message: there is a ticket for every copy.
+        self._shapes = [source.shape for _, source in pairs]
         self._byte_count = pair_bytes(pairs)
-        self._description = describe(pairs, to_host)
+        self._to_host = to_host
         self._timeout = timeout
 
     def wait(self) -> None:
@@ -121,7 +123,8 @@ class _CudaTicket:
         try:
             return bool(self._event.query())
         except RuntimeError as error:
-            raise CopyFailed(f"{self._description} failed: {error}") from error
+            copy = describe(self._shapes, self._byte_count, self._to_host)
+            raise CopyFailed(f"{copy} failed: {error}") from error
 
 
 def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:

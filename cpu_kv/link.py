@@ -113,11 +113,10 @@ def pair_bytes(pairs: Pairs) -> int:
     return sum(source.nbytes for _, source in pairs)
 
 
-def describe(pairs: Pairs, to_host: bool) -> str:
-    """A copy, for messages."""
+def describe(shapes: Sequence[Sequence[int]], byte_count: int, to_host: bool) -> str:
+    """A copy of sources of these shapes, for messages."""
     direction = "to the host" if to_host else "to the device"
-    shapes = ", ".join(str(list(source.shape)) for _, source in pairs)
-    return f"copy {direction} of {pair_bytes(pairs):,} bytes (shapes {shapes})"
+    return f"copy {direction} of {byte_count:,} bytes (shapes {', '.join(str(list(one)) for one in shapes)})"
 
 
 class PassedTicket(Ticket):
@@ -180,6 +179,7 @@ class CpuLink:
 
 def failure(pairs: Pairs, to_host: bool, error: BaseException) -> CopyFailed:
     """Why a copy could not be made."""
-    failed = CopyFailed(f"{describe(pairs, to_host)} failed: {error}")
+    shapes = [source.shape for _, source in pairs]
+    failed = CopyFailed(f"{describe(shapes, pair_bytes(pairs), to_host)} failed: {error}")
     failed.__cause__ = error
     return failed

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpu_kv.chunks import ChunkSummaries
+from cpu_kv.chunks import ChunkMeans
 from cpu_kv.gathering import gather_units
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
 from cpu_kv.pinned import SlabAllocator, pieces
@@ -173,18 +173,9 @@ class SequenceKV:
 
     def __init__(self, store: PagedKVStore, chunk_size: int | None, page_means: bool):
         self.layout = layout = store.layout
-        self.summaries: ChunkSummaries | None = None
-        self.page_means: tuple[ChunkSummaries, ChunkSummaries] | None = None
-        self._means: list[tuple[ChunkSummaries, int]] = []  # all, with whether of keys (0) or of values (1)
-        if chunk_size is not None:
-            self.summaries = ChunkSummaries(layout, chunk_size)
-            self._means.append((self.summaries, 0))
-        if page_means:
-            self.page_means = (
-                ChunkSummaries(layout, layout.page_size),
-                ChunkSummaries(layout, layout.page_size),
-            )
-            self._means += zip(self.page_means, (0, 1), strict=True)
+        self.summaries = None if chunk_size is None else ChunkMeans(layout, chunk_size)
+        self.page_means = ChunkMeans(layout, layout.page_size, values=True) if page_means else None
+        self._means = [means for means in (self.summaries, self.page_means) if means is not None]
         self._store = store
         self._runs: list[_Run] = []
         self._lengths = [0] * layout.layers
@@ -208,7 +199,7 @@ class SequenceKV:
         """
         self._check()
         self._grow(tokens, slab_pages=1)
-        for means, _ in self._means:
+        for means in self._means:
             means.reserve(tokens)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -216,24 +207,16 @@ class SequenceKV:
 
         Raises ValueError where shape or dtype is not the layout's, MemoryError where room cannot be had.
         """
-        count = self.layout.tokens_in(keys, values)
-        for slot, piece in cut_alike(self.slots(layer, count), keys.detach(), values.detach()):
-            slot.copy_(piece)
+        self._check(layer)
+        count, start = self.layout.tokens_in(keys, values), self._lengths[layer]
+        self._grow(start + count, slab_pages=self._store._slab_pages)
+        places = self._span(layer, start, start + count)
+        for place, piece in cut_alike(places, keys.detach(), values.detach()):
+            place.copy_(piece)
         self.advance(layer, count)
 
-    def slots(self, layer: int, count: int, ahead: int = 0) -> list[KeysValues]:
-        """Where the next ``count`` tokens of ``layer`` go: writable views, in pieces as those of ``views``.
-
-        They count as present only after ``advance``. ``ahead``: skip that many tokens, whose slots were
-        handed out before and are still being written. Raises MemoryError where room cannot be had.
-        """
-        self._check(layer)
-        start = self._lengths[layer] + ahead
-        self._grow(start + count, slab_pages=self._store._slab_pages)
-        return self._span(layer, start, start + count)
-
     def advance(self, layer: int, count: int) -> None:
-        """Count ``count`` tokens written to ``slots`` as present.
+        """Count ``count`` tokens that were written to ``memory`` as present.
 
         Raises ValueError where there is no room for them.
         """
@@ -243,10 +226,10 @@ class SequenceKV:
         if count < 0 or length > room:
             raise ValueError(f"cannot advance by {count} from {self._lengths[layer]}: room for {room}")
         self._lengths[layer] = length
-        for means, side in self._means:
+        for means in self._means:
             start, end = means.missing(layer, length)
             for part in self._span(layer, start, end) if start < end else ():
-                means.extend(layer, part[side])
+                means.extend(layer, part)
 
     def truncate(self, length: int) -> None:
         """Roll every layer back to ``length`` tokens and give the pages past it back to the store.
@@ -257,7 +240,7 @@ class SequenceKV:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate to {length}: {self.length} tokens are present")
         self._lengths = [length] * self.layout.layers
-        for means, _ in self._means:
+        for means in self._means:
             means.truncate(length)
         self._keep_pages(self.layout.pages(length))
 
@@ -289,12 +272,12 @@ class SequenceKV:
             found += _locked_pieces(memory, first, last)
         return found
 
-    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues) -> None:
+    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int, out: Tensor) -> None:
         """Copy the full chunks ``chunks`` ``[kv_heads, m]``, in any order, to ``out`` on the CPU.
 
         Chunk ``c`` is the tokens from ``c * chunk_size`` on, a part of a page. ``out``: K and V
-        ``[kv_heads, m * chunk_size, head_dim]``. Raises ValueError for a chunk that is not full, for one that
-        may cross pages, and for tensors of the wrong shape, dtype or device.
+        ``[2, kv_heads, m * chunk_size, head_dim]``. Raises ValueError for a chunk that is not full, for one
+        that may cross pages, and for tensors of the wrong shape, dtype or device.
         """
         self._check(layer)
         sources = [

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
-from cpu_kv.link import CopyFailed, FutureTicket, Link, Ticket, TransferStalled, pair_bytes
+from cpu_kv.link import CopyFailed, Link, Pairs, Ticket, TransferStalled, pair_bytes
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
 
@@ -36,12 +36,17 @@ class TransferCounters:
 
 @dataclass(frozen=True)
 class _WriteBack:
-    """A write-back under way. It holds its source, which may not be freed before."""
+    """A write-back under way. It holds its source, which may not be freed before.
+
+    ``arrived``: where it arrives, ``[layers, 2, kv_heads, tokens, head_dim]``, before it is put into pages;
+    None: in the pages themselves.
+    """
 
     layers: range
     tokens: int
     source: Tensor
     ticket: Ticket
+    arrived: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class TransferEngine:
     # is of contiguous memory on both sides: one transfer, whatever the number of heads.
 
     PROMPT_WRITES = 2  # under way at a time: each holds a copy of its KV on the device
+    READ_TOKENS = 64  # read at a time, of all layers: the host memory that they go by way of is kept
 
     def __init__(
         self, sequence: SequenceKV, link: Link, *, segment_tokens: int = 4096, ring_buffers: int = 3
@@ -77,9 +83,11 @@ class TransferEngine:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
         self._streams: deque[LayerStream] = deque()  # neither at their end nor closed, in their order
+        # The way of a segment: planned (layer, start, end), then copied to pages of a slot, then read.
+        self._planned: deque[tuple[LayerStream, int, int, int]] = deque()
+        self._copied: deque[tuple[LayerStream, Tensor, StagingSlot]] = deque()
         self._incoming = HostBuffers(link, sequence.layout.dtype, count=1)
         self._outgoing = HostBuffers(link, sequence.layout.dtype)
-        self._scattering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_kv-write-back")
         self._closed = False
 
     def stream(self, end: int, *, start: int = 0) -> LayerStream:
@@ -97,9 +105,16 @@ class TransferEngine:
             self.flush()
         if not 0 <= start <= end <= self.sequence.length:
             raise ValueError(f"tokens {start} to {end}: {self.sequence.length} are present in every layer")
-        stream = LayerStream(self, self._ring, start, end)
+        stream = LayerStream(self, start, end)
         self._streams.append(stream)
-        self._prefetch()
+        if self._ring is not None:
+            step = self._ring.segment_tokens
+            self._planned += (
+                (stream, layer, at, min(at + step, end))
+                for layer in range(self.sequence.layout.layers)
+                for at in range(start, end, step)
+            )
+            self._prefetch(self._ring)
         return stream
 
     def collect(self) -> None:
@@ -110,10 +125,10 @@ class TransferEngine:
     def write_back(self, keys: Tensor, values: Tensor) -> None:
         """Append ``[layers, kv_heads, n, head_dim]`` on the link's device to every layer, asynchronously.
 
-        They reach the host in one copy, and their pages in a thread of its own. The sequence counts the
-        tokens as present once they are there: at the latest after ``flush``, before which the sequence must
-        not be appended to or truncated by others. Raises ValueError for the wrong shape or dtype, CopyFailed
-        where an earlier write-back failed.
+        They reach the host in one copy. The sequence has the tokens once that is collected: at the latest
+        after ``flush``, before which the sequence must not be appended to or truncated by others. Waits for
+        the write-back before. Raises ValueError for the wrong shape or dtype, CopyFailed where an earlier
+        write-back failed.
         """
         self._check_open()
         layers = range(self.sequence.layout.layers)
@@ -122,14 +137,12 @@ class TransferEngine:
             for layer in layers:
                 self.sequence.append(layer, keys[layer], values[layer])
             return
+        self.flush()
         packed = torch.stack((keys.detach(), values.detach()), dim=1)
         arrived = self._incoming.take(packed.shape)
-        slots = [self.sequence.slots(layer, count, self._ahead(layer)) for layer in layers]
-        copied = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)
-        ticket = FutureTicket(self._scattering.submit(_scatter, copied, arrived, slots))
+        ticket = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)
         self._incoming.hold(ticket)
-        self._writes.append(_WriteBack(layers, count, packed, ticket))
-        self.collect()
+        self._writes.append(_WriteBack(layers, count, packed, ticket, arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Append ``[kv_heads, n, head_dim]`` on the link's device to the full pages of ``layer``.
@@ -145,16 +158,13 @@ class TransferEngine:
             place.copy_(part)
         while len(self._writes) >= self.PROMPT_WRITES:
             self._finish_oldest_write()
-        start = self.sequence.layer_length(layer) + self._ahead(layer)
+        ahead = sum(write.tokens for write in self._writes if layer in write.layers)
+        start = self.sequence.layer_length(layer) + ahead
         places = self.sequence.memory(layer, start, start + pages * layout.page_size)
         sources = packed.view(-1).split([place.numel() for place in places])
         ticket = self._copy(list(zip(places, sources, strict=True)), after=self.link.mark(), to_host=True)
         self._writes.append(_WriteBack(range(layer, layer + 1), count, packed, ticket))
         self.collect()
-
-    def _ahead(self, layer: int) -> int:
-        """Tokens of ``layer`` that are being written back."""
-        return sum(write.tokens for write in self._writes if layer in write.layers)
 
     def finish_compute(self) -> None:
         """Let the host wait for all compute enqueued so far.
@@ -164,11 +174,11 @@ class TransferEngine:
         try:
             self.link.mark().synchronize()
         except TransferStalled:
-            for stream in self._streams:
-                for _, slot in stream._copying:
-                    slot.ready.synchronize()  # raises for the first one that is not done
+            for _, _, slot in self._copied:
+                slot.ready.synchronize()  # raises for the first one that is not done
             raise
-        self._prefetch()  # no buffer is being read any more
+        if self._ring is not None:
+            self._prefetch(self._ring)  # no buffer is being read any more
 
     def flush(self) -> None:
         """Wait for all write-backs.
@@ -178,44 +188,50 @@ class TransferEngine:
         while self._writes:
             self._finish_oldest_write()
 
-    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int, out: KeysValues) -> None:
-        """``SequenceKV.gather_chunks`` to the link's device; ``chunks`` may be on any device.
+    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int) -> KeysValues:
+        """``SequenceKV.gather_chunks``, as ``fetch``; ``chunks`` may be on any device."""
+        layout = self.sequence.layout
+        shape = (2, layout.kv_heads, chunks.shape[1] * chunk_size, layout.head_dim)
+        return self.fetch(shape, partial(self.sequence.gather_chunks, layer, chunks.cpu(), chunk_size))
 
-        Waits for write-backs; compute that follows may read ``out`` as it is.
-        """
-        chosen = chunks.cpu()
-        self._fetch(lambda here: self.sequence.gather_chunks(layer, chosen, chunk_size, here), out)
+    def read(self, start: int, end: int) -> KeysValues:
+        """The tokens ``start`` .. ``end``, ``[layers, kv_heads, end - start, head_dim]``, as ``fetch``."""
+        layout = self.sequence.layout
+        shape = (2, layout.layers, layout.kv_heads, end - start, layout.head_dim)
+        out = torch.empty(shape, dtype=layout.dtype, device=self.link.device)
+        portion = end - start if self.link.in_place else self.READ_TOKENS
+        for part in out.split(portion, dim=3) if start < end else ():
+            part[0], part[1] = self.fetch(part.shape, partial(self._put_together, start))
+            start += part.shape[3]
+        return out[0], out[1]
 
-    def read(self, layer: int, start: int, end: int, out: KeysValues) -> None:
-        """Copy the tokens ``start`` .. ``end`` of ``layer`` to ``out`` ``[kv_heads, end - start, head_dim]``.
-
-        ``out`` is on the link's device. Waits for write-backs; compute that follows may read it as it is.
-        """
-
-        def copy(here: KeysValues) -> None:
-            for part, place in cut_alike(self.sequence.views(layer, start, end), *here):
+    def _put_together(self, start: int, out: Tensor) -> None:
+        for layer, (keys, values) in enumerate(zip(*out, strict=True)):
+            parts = self.sequence.views(layer, start, start + keys.shape[1])
+            for part, place in cut_alike(parts, keys, values):
                 place.copy_(part)
 
-        self._fetch(copy, out)
+    def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> KeysValues:
+        """Keys and values that ``fill`` puts into host memory ``[2, …]``, on the link's device.
 
-    def _fetch(self, read: Callable[[KeysValues], None], out: KeysValues) -> None:
-        """Let ``read`` fill ``out``: in place, or by way of host memory."""
+        Waits for write-backs; compute that follows may read them as they are.
+        """
         self._check_open()
         self.flush()
         if self.link.in_place:
-            read(out)
-            return
-        packed = self.outgoing(2, *out[0].shape)
-        read((packed[0], packed[1]))
-        for place, part in zip(out, self.await_sent(self.start_sending(packed)), strict=True):
-            place.copy_(part)
+            there = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
+            fill(there)
+        else:
+            there = self.await_sent(self.send(shape, fill))
+        return there[0], there[1]
 
-    def outgoing(self, *shape: int) -> Tensor:
-        """Host memory, of the layout's dtype, for what ``start_sending`` is then given."""
-        return self._outgoing.take(shape)
+    def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Sent:
+        """Send what ``fill`` puts into host memory of this shape and of the layout's dtype.
 
-    def start_sending(self, packed: Tensor) -> Sent:
-        """Send what was put into an ``outgoing`` buffer. It overtakes what is carried ahead of its use."""
+        It overtakes what is carried ahead of its use.
+        """
+        packed = self._outgoing.take(shape)
+        fill(packed)
         there = torch.empty_like(packed, device=self.link.device)
         # Compute enqueued before may still use what lies at the destination.
         ticket = self._copy([(there, packed)], after=self.link.mark(), urgent=True)
@@ -231,12 +247,11 @@ class TransferEngine:
         """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
         self._closed = True
         with ExitStack() as closing:
-            ring, self._ring = self._ring, None
-            if ring is not None:
-                closing.callback(ring.drain)
+            if self._ring is not None:
+                closing.callback(setattr, self, "_ring", None)
+                closing.callback(self._ring.drain)
             closing.callback(self._outgoing.drain)
             closing.callback(self._incoming.drain)
-            closing.callback(self._scattering.shutdown)
             closing.callback(self.flush)
             for stream in self._streams:
                 closing.callback(stream.close)
@@ -245,24 +260,21 @@ class TransferEngine:
         if self._closed:
             raise RuntimeError("the transfer engine is closed")
 
-    @property
-    def _copying(self) -> bool:
-        """Whether a segment is on its way that nothing has asked for yet."""
-        return any(stream._copying for stream in self._streams)
+    def _prefetch(self, ring: StagingRing) -> None:
+        """Copy the next segments into the ring, as far as it has room.
 
-    def _prefetch(self) -> None:
-        for stream in self._streams:
-            stream._fill()
-            if stream._planned:
-                break  # the ring is full, and what comes first goes first
+        The host waits for a buffer that is still being read only where the link has nothing left to do.
+        """
+        while self._planned and ring.room and (ring.ready_to_fill or not self._copied):
+            slot, (stream, layer, start, end) = ring.acquire(), self._planned.popleft()
+            pages = slot.memory[: self.sequence.layout.pages(end - start)]
+            pieces = self.sequence.memory(layer, start, end)
+            places = pages.view(-1).split([piece.numel() for piece in pieces])
+            slot.ready = self._copy(list(zip(places, pieces, strict=True)))
+            self._copied.append((stream, pages, slot))
 
     def _copy(
-        self,
-        pairs: list[tuple[Tensor, Tensor]],
-        after: Ticket | None = None,
-        *,
-        to_host: bool = False,
-        urgent: bool = False,
+        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
     ) -> Ticket:
         self.counters.copies += len(pairs)
         if to_host:
@@ -290,17 +302,11 @@ class TransferEngine:
             raise
         self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
         self._writes.popleft()
-        for layer in write.layers:
-            self.sequence.advance(layer, write.tokens)
-
-
-@torch.inference_mode()  # the mode of a thread: tensors made in it could not be written to otherwise
-def _scatter(copied: Ticket, arrived: Tensor, slots: Sequence[Sequence[KeysValues]]) -> None:
-    """Put what has arrived ``[layers, 2, kv_heads, n, head_dim]`` into the slots of each layer."""
-    copied.synchronize()
-    for layer_slots, (keys, values) in zip(slots, arrived, strict=True):
-        for slot, part in cut_alike(layer_slots, keys, values):
-            slot.copy_(part)
+        for at, layer in enumerate(write.layers):
+            if write.arrived is None:
+                self.sequence.advance(layer, write.tokens)
+            else:
+                self.sequence.append(layer, *write.arrived[at])
 
 
 class LayerStream:
@@ -309,22 +315,13 @@ class LayerStream:
     Ask for the segments of one layer after the other, and of one stream of the engine after the other.
     """
 
-    def __init__(self, engine: TransferEngine, ring: StagingRing | None, start: int, end: int):
+    def __init__(self, engine: TransferEngine, start: int, end: int):
         self.start = start
         self.end = end
         self._engine = engine
-        self._ring = ring
         self._layer = 0  # whose turn it is
-        self._closed = False
-        # The way of a segment: planned (layer, start, end), then being copied to pages of a slot, then read.
-        self._planned: deque[tuple[int, int, int]] = deque()
-        self._copying: deque[tuple[Tensor, StagingSlot]] = deque()
         self._reading: StagingSlot | None = None
-        if ring is not None:
-            layers, step = range(engine.sequence.layout.layers), ring.segment_tokens
-            self._planned += (
-                (layer, at, min(at + step, end)) for layer in layers for at in range(start, end, step)
-            )
+        self._closed = False
 
     def segments(self, layer: int) -> Iterator[KeysValues]:
         """K and V ``[pages, kv_heads, page_size, head_dim]`` of ``layer`` on the link's device, in order.
@@ -332,63 +329,50 @@ class LayerStream:
         Each pair is valid until the next one is asked for. Raises RuntimeError where it is not the layer's
         or the stream's turn, CopyFailed or TransferStalled where the link fails.
         """
+        engine = self._engine
         if self._closed or layer != self._layer or self._reading is not None:
             raise RuntimeError(f"it is not the turn of layer {layer}, but of {self._layer}")
-        if self._engine._streams[0] is not self:
+        if engine._streams[0] is not self:
             raise RuntimeError("the stream before this one is neither at its end nor closed")
-        pairs: Iterable[KeysValues]
-        if self._ring is None:
-            pairs = self._engine.sequence.views(layer, self.start, self.end)
+        if engine._ring is None:
+            pairs: Iterator[KeysValues] = iter(engine.sequence.views(layer, self.start, self.end))
         else:
-            pairs = self._through(self._ring)
+            pairs = self._through(engine._ring)
         for pair in pairs:
             yield pair
             if self._closed:
                 raise RuntimeError("the stream was closed while its segments were read")
         self._layer += 1
-        if self._layer == self._engine.sequence.layout.layers:
-            self._engine._streams.popleft()
-            self._engine._prefetch()
+        if self._layer == engine.sequence.layout.layers:
+            engine._streams.popleft()
+
+    def _through(self, ring: StagingRing) -> Iterator[KeysValues]:
+        engine = self._engine
+        for _ in range(self.start, self.end, ring.segment_tokens):
+            _, pages, self._reading = engine._copied.popleft()
+            engine._wait(self._reading.ready)
+            yield pages[:, 0], pages[:, 1]
+            ring.release(self._reading)
+            self._reading = None
+            engine._prefetch(ring)
 
     def close(self) -> None:
         """Abandon what is left. The ring is whole again at once. Idempotent."""
         # Copies under way into released slots do no harm: the next copy into a slot comes after them.
+        engine, ring = self._engine, self._engine._ring
         self._closed = True
-        if self._ring is not None:
-            for pages, slot in self._copying:
-                self._ring.release(slot)
-                self._engine.counters.bytes_abandoned += pages.nbytes
-            if self._reading is not None:
-                self._ring.release(self._reading)
-        self._planned.clear()
-        self._copying.clear()
-        self._reading = None
-        if self in self._engine._streams:
-            self._engine._streams.remove(self)
-        if not self._engine._closed:
-            self._engine._prefetch()
-
-    def _through(self, ring: StagingRing) -> Iterator[KeysValues]:
-        for _ in range(self.start, self.end, ring.segment_tokens):
-            pages, self._reading = self._copying.popleft()
-            self._engine._wait(self._reading.ready)
-            yield pages[:, 0], pages[:, 1]
+        if self in engine._streams:
+            engine._streams.remove(self)
+        if ring is None:
+            return
+        copied = [one for one in engine._copied if one[0] is self]
+        engine._copied = deque(one for one in engine._copied if one[0] is not self)
+        engine._planned = deque(one for one in engine._planned if one[0] is not self)
+        for _, pages, slot in copied:
+            ring.release(slot)
+            engine.counters.bytes_abandoned += pages.nbytes
+        if self._reading is not None:
             ring.release(self._reading)
             self._reading = None
-            self._engine._prefetch()
-
-    def _fill(self) -> None:
-        """Copy the next segments into the ring, as far as it has room.
-
-        The host waits for a buffer that is still being read only where the link has nothing left to do.
-        """
-        engine, ring = self._engine, self._ring
-        while self._planned and ring is not None and ring.room:
-            if engine._copying and not ring.ready_to_fill:
-                break
-            slot, (layer, start, end) = ring.acquire(), self._planned.popleft()
-            pages = slot.memory[: engine.sequence.layout.pages(end - start)]
-            pieces = engine.sequence.memory(layer, start, end)
-            places = pages.view(-1).split([piece.numel() for piece in pieces])
-            slot.ready = engine._copy(list(zip(places, pieces, strict=True)))
-            self._copying.append((pages, slot))
+        if not engine._closed:
+            engine._prefetch(ring)

@@ -24,11 +24,10 @@ from uneven_link import LateLink, UnevenLink
 import offload_rt.engine
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import folded_mask
+from offload_rt.attention import AttentionBackend, folded_mask
 from offload_rt.caches.base import Verified
-from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
-from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import CpuShare
 from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.retrieved import RetrievedCache
@@ -240,28 +239,26 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     target: PreTrainedModel, resident: int, cpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams: list[LayerStream] = []
-    stream, sent = TransferEngine.stream, 0
-    built = 0
+    stream = TransferEngine.stream
+    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._send: 0}
 
     def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
         streams.append(stream(engine, end, **arguments))
         return streams[-1]
 
-    def counted(refill: RetrievedRefill, parts: list[torch.Tensor], *where: Any) -> None:
-        nonlocal sent
-        sent += sum(part.nbytes for part in parts)
-        send(refill, parts, *where)
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(of: RetrievedCache | RetrievedRefill, *arguments: Any) -> Any:
+            counters = of._source.engine.counters
+            before = counters.bytes_to_device
+            found = method(of, *arguments)
+            beside[method] += counters.bytes_to_device - before
+            return found
 
-    def counted_build(cache: RetrievedCache, queries: torch.Tensor) -> None:
-        nonlocal built
-        before = cache._source.engine.counters.bytes_to_device
-        build(cache, queries)
-        built += cache._source.engine.counters.bytes_to_device - before
+        return call
 
-    send, build = RetrievedRefill._send, RetrievedCache.fill
     monkeypatch.setattr(TransferEngine, "stream", recorded)
-    monkeypatch.setattr(RetrievedRefill, "_send", counted)
-    monkeypatch.setattr(RetrievedCache, "fill", counted_build)
+    for method, owner in zip(beside, (RetrievedCache, RetrievedCache, RetrievedRefill), strict=True):
+        monkeypatch.setattr(owner, method.__name__, counted(method))
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
@@ -271,10 +268,12 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     tokens = sum(stream.end - stream.start for stream in streams[:-1])
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
     # Beside the streams: the last page and the first choice after the prefill, and what a refresh takes of
-    # the CPU's share.
-    last_page = (len(PROMPT) - 1) % layout.page_size
-    assert read == (tokens + last_page) * layout.token_bytes + built + sent
+    # the CPU's share and of new pages' means.
+    last_page, page = (len(PROMPT) - 1) % layout.page_size, layout.page_size
+    assert read == (tokens + last_page) * layout.token_bytes + sum(beside.values())
+    _, means, sent = beside.values()
     assert (sent > 0) == (cpu > 0)
+    assert 0 < means <= 2 * (PARAMS.max_tokens // page + 1) * layout.token_bytes, "to two buffers"
     committed = result.rounds + result.timings.draft_n_accepted
     prompt = layout.reserved_bytes(len(PROMPT) - 1)
     assert result.transfer.bytes_to_host == prompt + committed * layout.token_bytes
@@ -314,7 +313,7 @@ def test_rerun_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=CopiesAtOnce()) as llm:
         long = SamplingParams(max_tokens=100)
         tokens = llm.generate(PROMPT, long).tokens
-        assert llm._last is not None and llm._last.full._tail.keys.is_inference()
+        assert llm._last is not None and llm._last.full._tail.buffer.capacity > PAGE + 64
         assert llm.rerun(long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
@@ -347,7 +346,10 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             llm.generate(PROMPT, SHORT)
             assert llm._last is not None
             full = llm._last.full
-            held += map(weakref.ref, (full._resident._memory, full._tail.keys, full._tail.values))
+            held += map(
+                weakref.ref,
+                (full._resident._memory, full._tail.buffer.all_keys, full._tail.buffer.all_values),
+            )
             (retrieved,) = full.derived
             assert isinstance(retrieved, RetrievedCache)
             buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
@@ -411,23 +413,23 @@ def test_two_engines_share_a_model(
 
 def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in every layer: each time is several kernels on a GPU."""
-    counts = dict.fromkeys(("full", "bounded", "full passes", "bounded passes"), 0)
+    masked, folded, behind = list[Frame](), list[Tensor](), Frame.behind
 
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments)
+    def made(*arguments: Any) -> Frame:
+        frame = behind(*arguments)
+        masked.extend([frame] if frame.mask is not None else [])
+        return frame
 
-        return call
+    def fold(backend: AttentionBackend, mask: Tensor, *arguments: Any) -> Tensor:
+        folded.append(mask)
+        return folded_mask(backend, mask, *arguments)
 
-    for name, cache in (("full", FullCache), ("bounded", BoundedCache)):
-        monkeypatch.setattr(f"offload_rt.caches.{name}.folded_mask", counted(name, folded_mask))
-        monkeypatch.setattr(cache, "begin", counted(f"{name} passes", cache.begin))
+    monkeypatch.setattr(Frame, "behind", made)
+    monkeypatch.setattr("offload_rt.caches.bounded.folded_mask", fold)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="trees", overrides=engine_overrides(), link=link) as llm:
         llm.generate(PROMPT, PARAMS)
-    assert 0 < counts["full"] <= counts["full passes"]
-    assert 0 < counts["bounded"] <= counts["bounded passes"]
+    assert 0 < len(folded) <= len(masked)
 
 
 # ------------------------------------------------------------------------------------------- places

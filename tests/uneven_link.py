@@ -13,7 +13,10 @@ from cpu_kv.link import Pairs
 
 
 class UnevenLink(PacedLink):
-    """Delays every copy by a random time of up to `delay_s`; fails those that `failing` points out."""
+    """Delays every copy by a random time of up to `delay_s`; fails those that `failing` points out.
+
+    Refuses what would be more than one transfer over CUDA.
+    """
 
     def __init__(self, seed: int = 0, delay_s: float = 0.0) -> None:
         super().__init__(1e9, timeout=30.0)
@@ -22,6 +25,7 @@ class UnevenLink(PacedLink):
         self.failing: Callable[[Pairs], bool] = lambda pairs: False
 
     def move(self, pairs: Pairs) -> None:
+        assert all(side.is_contiguous() for pair in pairs for side in pair)
         time.sleep(self._random.random() * self._delay_s)
         if self.failing(pairs):
             raise RuntimeError("the cable was pulled")

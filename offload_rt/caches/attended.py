@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention import AttentionBackend, attend_weighed
 from offload_rt.weighing import Weighed
 
 
@@ -67,23 +66,9 @@ class AttendedChunks:
         """Forgets the layer under way."""
         self._parts.clear()
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        start: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """`attention.attend` over whole pages of the text from token `start` on, which it remembers."""
-        out, lse, units = attend_weighed(backend, queries, keys, values, scale, self.chunk)
-        self.add(start, WeighedPart(lse, units))
-        return out, lse
-
-    def add(self, start: int, part: WeighedPart) -> None:
-        """A segment of the layer under way, from token `start` on."""
-        self._parts.append((start, part))
+    def add(self, start: int, lse: Tensor, units: Tensor) -> None:
+        """A segment of the layer under way, from token `start` on; see `WeighedPart`."""
+        self._parts.append((start, WeighedPart(lse, units)))
 
     def end_layer(self, layer: int, lse: Tensor) -> None:
         """Counts what was attended to of a layer.

@@ -164,7 +164,7 @@ class Verified:
 
 
 class Refill(Protocol):
-    """What a derived cache takes from a pass of the full cache: no byte moves for it."""
+    """What a bounded cache takes from a pass of the full cache: no byte moves for it."""
 
     def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
         """The text's tokens from `start` on pass by, `[pages, kv_heads, tokens, head_dim]`.
@@ -177,26 +177,3 @@ class Refill(Protocol):
 
     def close(self) -> None:
         """Lets go of what was needed for a pass that is given up. Idempotent."""
-
-
-class DerivedCache(Cache, Protocol):
-    """A cheaper cache of the same model, kept true by the full cache."""
-
-    def build(self, queries: Tensor) -> None:
-        """Fills itself from the full cache, which holds the whole text so far.
-
-        Args:
-            queries: `[layers, heads, tokens, head_dim]`, those of the text's last tokens.
-        """
-
-    def adopt(self, verified: Verified) -> None:
-        """Takes the KV of newly verified tokens in place of what was speculated for them.
-
-        Speculation below the last of them stays: it is still right.
-        """
-
-    def catch_up(self) -> None:
-        """Fills itself from the full cache, if it must before it is read."""
-
-    def refill(self) -> Refill | None:
-        """What to take from the pass that begins; it is used from the next `adopt` on."""

@@ -44,20 +44,46 @@ FIXED_SPECULATION = WORDS * WORD_BITS
 class Frame:
     """Where a pass's new tokens go in a buffer, and what they see; its attention in every layer.
 
+    Places are counted in `all_keys` of the buffer.
+
     Attributes:
-        slots: their entries.
-        stop: entries that are attended to.
-        pages: means of pages that are attended to before them.
-        mask: additive `[count, pages + stop]`; None: everything is seen.
+        slots: where new tokens go.
+        seen: what is attended to.
+        mask: additive `[count, seen]`; None: everything is seen.
     """
 
     buffer: KVBuffer
     backend: AttentionBackend
     slots: slice | Tensor
-    stop: int
-    pages: int
+    seen: slice
     mask: Tensor | None
     _folded: Tensor | None = None  # the mask, as it is in every layer
+
+    @classmethod
+    def behind(
+        cls,
+        buffer: KVBuffer,
+        backend: AttentionBackend,
+        new: NewTokens,
+        entries: int,
+        held: int = 0,
+        pages: int = 0,
+        rest: int = 0,
+    ) -> Frame:
+        """Of a pass behind `entries` verified entries and `held` speculative ones.
+
+        Args:
+            pages: means that are seen before the entries, with the weight of `rest` tokens together.
+        """
+        start = buffer.room + entries + held
+        mask = None
+        if pages or not new.sees_all(held):
+            # Verified entries are seen by every new token: a mask over all of them, one for all layers.
+            mask = torch.nn.functional.pad(new.mask(held, buffer.all_keys), (entries, 0))
+            if pages:
+                mask = torch.nn.functional.pad(mask, (pages, 0), value=math.log(rest / pages))
+        stop = start + new.count
+        return cls(buffer, backend, slice(start, stop), slice(buffer.room - pages, stop), mask)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         return self.attend_part(layer, queries, keys, values, scale)[0]
@@ -68,11 +94,10 @@ class Frame:
         """Attention and its log-sum-exp, for what is attended elsewhere to be merged with."""
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
-        buffer = self.buffer
-        buffer.keys[layer][:, self.slots] = keys
-        buffer.values[layer][:, self.slots] = values
-        all_seen = slice(buffer.room - self.pages, buffer.room + self.stop)
-        seen_keys, seen_values = buffer.all_keys[layer][:, all_seen], buffer.all_values[layer][:, all_seen]
+        all_keys, all_values = self.buffer.all_keys[layer], self.buffer.all_values[layer]
+        all_keys[:, self.slots] = keys
+        all_values[:, self.slots] = values
+        seen_keys, seen_values = all_keys[:, self.seen], all_values[:, self.seen]
         return attend(self.backend, queries, seen_keys, seen_values, scale, self._folded)
 
 
@@ -91,8 +116,8 @@ def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers
     wide = torch.promote_types(buffer.keys.dtype, torch.float32)
     weight = torch.where(place < 0, (rest.to(wide) / pages.clamp(min=1)).log(), 0.0)
     mask = weight.expand(visible.shape).masked_fill(~visible, -torch.inf)
-    slots = end + torch.arange(count, device=device)
-    return Frame(buffer, backend, slots, buffer.capacity, buffer.room, mask)
+    slots = buffer.room + end + torch.arange(count, device=device)
+    return Frame(buffer, backend, slots, slice(None), mask)
 
 
 class BoundedCache(ABC):
@@ -170,7 +195,7 @@ class BoundedCache(ABC):
     def begin(self, new: NewTokens) -> None:
         self._new = new
         self._frame = None
-        self._make_room(self.end + new.count)
+        self.buffer = self.buffer.with_room(self.end + new.count)
 
     def numbers(self, new: NewTokens) -> list[int]:
         """What differs between passes of as many new tokens, for `fixed_frame`."""
@@ -181,28 +206,14 @@ class BoundedCache(ABC):
         """Means of pages that are seen."""
         return self.buffer.pages if self.rest else 0
 
-    def _sliced(self, new: NewTokens) -> Frame:
-        start, stop, pages = self.end, self.end + new.count, self._pages
-        mask = None
-        if pages or not new.sees_all(len(self.held)):
-            # Verified entries are seen by every new token: a mask over all of them, one for all layers.
-            mask = torch.nn.functional.pad(new.mask(len(self.held), self.keys), (self.entries, 0))
-            if pages:
-                mask = torch.nn.functional.pad(mask, (pages, 0), value=math.log(self.rest / pages))
-        return Frame(self.buffer, self.backend, slice(start, stop), stop, pages, mask)
-
-    def _make_room(self, needed: int) -> None:
-        capacity = self.buffer.capacity
-        if needed > capacity:
-            self.buffer = self.buffer.grown(max(needed - capacity, capacity // 4))
-
     @property
     def frame(self) -> Frame:
         """Of the pass that has begun."""
         if self._new is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._frame is None:
-            self._frame = self._sliced(self._new)
+            counts = (self.entries, len(self.held), self._pages, self.rest)
+            self._frame = Frame.behind(self.buffer, self.backend, self._new, *counts)
         return self._frame
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -238,16 +249,28 @@ class BoundedCache(ABC):
                 self.values[:, :, start : start + count].clone(),
             )
 
+    @abstractmethod
+    def build(self, queries: Tensor) -> None:
+        """Fills itself from the full cache of the same model, which holds the whole text so far.
+
+        Args:
+            queries: `[layers, heads, tokens, head_dim]`, those of the text's last tokens.
+        """
+
     def adopt(self, verified: Verified) -> None:
+        """Takes the KV of tokens that the full cache has verified, in place of what was speculated for them.
+
+        Speculation below the last of them stays: it is still right.
+        """
         kept = self._still_right(verified.tokens)
         self._take(verified.keys, verified.values)
         self._put_behind(*kept)
 
     def catch_up(self) -> None:  # noqa: B027
-        """Nothing to do: it adopts all that is verified."""
+        """Fills itself from the full cache, if it must before it is read."""
 
     def refill(self) -> Refill | None:
-        """Nothing to take: it chooses nothing anew."""
+        """What to take from the full cache's pass that begins; it is used from the next `adopt` on."""
         return None
 
     def _still_right(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -263,7 +286,7 @@ class BoundedCache(ABC):
 
     def _put_behind(self, keys: Tensor, values: Tensor) -> None:
         """Puts the speculative entries behind the verified ones, which have become more."""
-        self._make_room(self.end)
+        self.buffer = self.buffer.with_room(self.end)
         self.keys[:, :, self.entries : self.end] = keys
         self.values[:, :, self.entries : self.end] = values
 

@@ -43,6 +43,11 @@ class KVBuffer:
         return self.all_keys.shape[2] - self.room
 
     @property
+    def kind(self) -> tuple[int, tuple[int, ...], torch.dtype, torch.device]:
+        """Buffers of one kind can take each other's place."""
+        return self.room, self.all_keys.shape, self.all_keys.dtype, self.all_keys.device
+
+    @property
     def nbytes(self) -> int:
         return self.all_keys.nbytes + self.all_values.nbytes
 
@@ -71,9 +76,15 @@ class KVBuffer:
         self.all_values[:, :, rest] = other.all_values[:, :, rest]
         self.pages = other.pages
 
-    def grown(self, extra: int) -> KVBuffer:
-        """A copy with room for so many more entries."""
-        pad = (0, 0, 0, extra)
+    def with_room(self, entries: int) -> KVBuffer:
+        """Itself, or a copy with room for so many entries, and for some more."""
+        missing = entries - self.capacity
+        if missing <= 0:
+            return self
+        for old in (self.all_keys, self.all_values) if self.all_keys.is_cuda else ():
+            # Copied on the stream of a pass, perhaps; nobody may be given their memory before.
+            old.record_stream(torch.cuda.current_stream(old.device))
+        pad = (0, 0, 0, max(missing, self.capacity // 4))
         with torch.inference_mode(False):  # as in `take`
             keys, values = (torch.nn.functional.pad(part, pad) for part in (self.all_keys, self.all_values))
         return KVBuffer(keys, values, self.room, self.pages)
@@ -88,8 +99,8 @@ class BufferPool:
     def take(self, layout: KVLayout, capacity: int, device: torch.device, room: int = 0) -> KVBuffer:
         """A buffer of zeros."""
         shape = (layout.layers, layout.kv_heads, room + capacity, layout.head_dim)
-        alike = (one for one in self._free if _fits(one.all_keys, shape, layout.dtype, device))
-        found = next((one for one in alike if one.room == room), None)
+        asked = (room, shape, layout.dtype, device)
+        found = next((one for one in self._free if one.kind == asked), None)
         if found is None:
             self.drop_free()  # of other sizes: there need not be room for both
             with torch.inference_mode(False):  # else it were writable in that mode alone
@@ -118,7 +129,3 @@ def room_for_means(pages: int) -> int:
     """Room for the means of so many pages: the same for texts of nearly one length, which share a buffer."""
     step = max(16, 1 << max(0, pages.bit_length() - 4))
     return -(-pages // step) * step
-
-
-def _fits(keys: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    return keys.shape == shape and keys.dtype == dtype and keys.device == device

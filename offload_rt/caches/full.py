@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
-from offload_rt.attention import AttentionBackend, attend, folded_mask, merge
-from offload_rt.caches.attended import AttendedChunks, WeighedPart
-from offload_rt.caches.base import DerivedCache, NewTokens, Refill, Verified
+from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
+from offload_rt.caches.attended import AttendedChunks
+from offload_rt.caches.base import NewTokens, Refill, Verified
+from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, ResidentShare, Shares, Tail
 from offload_rt.host import to_device
@@ -42,8 +43,8 @@ class FullCache:
     """Committed KV in the store; the KV of a pass is pending on the device until `commit`.
 
     A pass (`begin` and its `attend`s) may run in another thread than the rest, as long as only one of both
-    runs at a time, and derived caches are not built meanwhile. A refill may read `summaries` in a thread of
-    its own from a pass's `begin` to its last layer: nothing is written back in that time.
+    runs at a time, and derived caches are not built meanwhile. A refill may read means of chunks in a thread
+    of its own from a pass's `begin` to its last layer: nothing is written back in that time.
 
     Args:
         shares: which share of each layer is not streamed; nothing else than in place on a CPU.
@@ -71,7 +72,7 @@ class FullCache:
         self.heads = heads
         self.backend = backend
         self.shares = shares
-        self.derived: list[DerivedCache] = []
+        self.derived: list[BoundedCache] = []
         self.attended: AttendedChunks | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
@@ -79,10 +80,10 @@ class FullCache:
         self._prompt_tokens = 0
         self._cpu = cpu
         self._tail = Tail(layout, engine.link.device)
-        self.device = self._tail.keys.device
+        self.device = self._tail.buffer.keys.device
         self._resident = ResidentShare(layout, shares.resident_tokens, self.device)
         self._new: NewTokens | None = None
-        self._mask: Tensor | None = None  # of the pass, over the tail; the same in every layer
+        self._frame: Frame | None = None  # of the pass, over the tail
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
         self._queries = torch.empty(0)
@@ -98,14 +99,10 @@ class FullCache:
             self.abandon()  # a pass that was begun and not committed is over
         self._coverage, self._ahead = self._ahead or self._open(), None
         self._tail.drop(self._coverage.stream.end)
-        self._tail.make_room(new.count)
+        self._frame = self._tail.frame(new, self.backend)
         self._new = new
         shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
         self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
-        self._mask = None
-        if not new.sees_all(0):
-            mask = torch.nn.functional.pad(new.mask(0, self._tail.keys), (self._tail.tokens, 0))
-            self._mask = folded_mask(self.backend, mask, self._queries[0], self.layout.kv_heads)
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
         # What is committed never changes: the link goes on into the next pass when this one is copied.
         self._ahead = self._open()
@@ -119,7 +116,7 @@ class FullCache:
         return _Coverage(resident, self.engine.stream(end, start=start))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        if self._new is None or self._coverage is None:
+        if self._frame is None or self._coverage is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._cancelled.is_set():
             raise PassCancelled("the text was given up")
@@ -133,10 +130,9 @@ class FullCache:
             by_cpu = self._cpu.start(queries, runs, scale, chunk)
             self._refill(layer, resident, runs, over_link=True)
         # The device's own tokens first: the link gains time.
-        tail = self._tail.put(layer, keys, values)
-        parts = [attend(self.backend, queries, *tail, scale, self._mask)]
-        held = self._tail.tokens
-        self._refill(layer, self._tail.start, [(tail[0][None, :, :held], tail[1][None, :, :held])])
+        parts = [self._frame.attend_part(layer, queries, keys, values, scale)]
+        if self._refills:
+            self._refill(layer, self._tail.start, [self._tail.committed(layer)])
         if resident:
             share = self._resident.views(layer, resident)
             parts.append(self._attend(0, queries, *share, scale))
@@ -152,7 +148,7 @@ class FullCache:
             out, lse, *chunks = self._cpu.finish(by_cpu)
             parts = [merged, (out, lse)]
             if self.attended is not None:
-                self.attended.add(resident, WeighedPart(lse, *chunks))
+                self.attended.add(resident, lse, *chunks)
         out, lse = merge(parts)
         if self.attended is not None:
             self.attended.end_layer(layer, lse)
@@ -164,7 +160,10 @@ class FullCache:
         """Attention over whole pages of the text from token `start` on."""
         if self.attended is None:
             return attend(self.backend, queries, keys, values, scale)
-        return self.attended.attend(self.backend, start, queries, keys, values, scale)
+        chunk = self.attended.chunk
+        out, lse, units = attend_weighed(self.backend, queries, keys, values, scale, chunk)
+        self.attended.add(start, lse, units)
+        return out, lse
 
     def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
         for keys, values in runs:
@@ -176,7 +175,7 @@ class FullCache:
         if self._new is None:
             raise RuntimeError("commit without a pass")
         new = self._new
-        self._new = self._coverage = None
+        self._new = self._frame = self._coverage = None
         keys, values = self._tail.commit(kept)
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         queries = self._queries.index_select(2, to_device(kept, self.device))
@@ -197,7 +196,7 @@ class FullCache:
         for coverage in (self._ahead, self._coverage):
             if coverage is not None:
                 coverage.stream.close()
-        self._new = self._coverage = self._ahead = None
+        self._new = self._frame = self._coverage = self._ahead = None
         self._refills = []
         if self.attended is not None:
             self.attended.drop_layer()
@@ -209,7 +208,6 @@ class FullCache:
         self._resident.release()
         self._tail.release()
 
-    @torch.inference_mode()  # a tail that a pass has let grow is not writable in another mode
     def rewind(self) -> None:
         """Back to the end of the prompt: forgets all that came after its prefill."""
         length, self.last_queries = self._prompt_tokens, self._prompt_queries
@@ -234,9 +232,7 @@ class FullCache:
     def start_from(self, length: int) -> None:
         """The store holds a text of `length` tokens, for a pass to follow; the tail takes its last page."""
         start = length // self.layout.page_size * self.layout.page_size
-        self._tail.restart(start, length - start)
-        for layer in range(self.layout.layers) if length > start else ():
-            self.engine.read(layer, start, length, self._tail.committed(layer))
+        self._tail.restart(start, *self.engine.read(start, length))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Takes to its place what stays on the device of a layer's whole prompt, after its prefill."""
@@ -258,18 +254,3 @@ class FullCache:
         """Lets derived caches that stayed behind fill themselves now, before a pass of another thread."""
         for cache in self.derived:
             cache.catch_up()
-
-    def summaries(self, layer: int) -> Tensor:
-        """Mean keys of the layer's full chunks, `[kv_heads, chunks, head_dim]`, in host memory."""
-        if self.sequence.summaries is None:
-            raise ValueError("this sequence keeps no chunk summaries")
-        return self.sequence.summaries.means(layer)
-
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of the KV of tokens `start` to `end`: `[layers, kv_heads, tokens, head_dim]` each."""
-        shape = (self.layout.layers, self.layout.kv_heads, end - start, self.layout.head_dim)
-        keys = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
-        values = torch.empty_like(keys)
-        for layer in range(self.layout.layers):
-            self.engine.read(layer, start, end, (keys[layer], values[layer]))
-        return keys, values

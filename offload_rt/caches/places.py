@@ -17,6 +17,9 @@ from torch import Tensor
 from cpu_kv import KeysValues, KVLayout
 from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
 from offload_rt.caches.attended import WeighedPart
+from offload_rt.caches.base import NewTokens
+from offload_rt.caches.bounded import Frame
+from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import Arriving, to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
@@ -75,8 +78,7 @@ class Tail:
 
     Attributes:
         start: the first token's place in the text.
-        tokens: how many committed ones there are.
-        keys, values: `[layers, kv_heads, capacity, head_dim]`.
+        tokens: how many committed ones there are, the first entries of `buffer`.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
@@ -84,66 +86,52 @@ class Tail:
         self.tokens = 0
         # A page at most waits to be covered, and a round's tokens come behind it.
         shape = (layout.layers, layout.kv_heads, layout.page_size + 64, layout.head_dim)
-        self.keys = torch.empty(shape, dtype=layout.dtype, device=device)
-        self.values = torch.empty_like(self.keys)
+        keys = torch.empty(shape, dtype=layout.dtype, device=device)
+        self.buffer = KVBuffer(keys, torch.empty_like(keys))
 
     @property
     def end(self) -> int:
         """Length of the text."""
         return self.start + self.tokens
 
-    def make_room(self, count: int) -> None:
-        """For `count` tokens behind the committed ones."""
-        missing = self.tokens + count - self.keys.shape[2]
-        if missing > 0:
-            for old in (self.keys, self.values) if self.keys.is_cuda else ():
-                # A pass copies them on its own stream; nobody may be given their memory before.
-                old.record_stream(torch.cuda.current_stream(old.device))
-            pad = (0, 0, 0, max(missing, self.keys.shape[2] // 2))
-            self.keys = torch.nn.functional.pad(self.keys, pad)
-            self.values = torch.nn.functional.pad(self.values, pad)
+    def frame(self, new: NewTokens, backend: AttentionBackend) -> Frame:
+        """For the pending tokens of a pass, behind the committed ones."""
+        self.buffer = self.buffer.with_room(self.tokens + new.count)
+        return Frame.behind(self.buffer, backend, new, self.tokens)
 
     def committed(self, layer: int) -> KeysValues:
-        """A view of the committed tokens of a layer."""
-        return self.keys[layer, :, : self.tokens], self.values[layer, :, : self.tokens]
+        """A view of the committed tokens of a layer, as one page."""
+        keys, values = self.buffer.keys[layer], self.buffer.values[layer]
+        return keys[None, :, : self.tokens], values[None, :, : self.tokens]
 
-    def restart(self, start: int, tokens: int) -> None:
-        """Begins at another place, with `tokens` committed ones that the caller writes."""
-        self.start, self.tokens = start, 0
-        self.make_room(tokens)
-        self.tokens = tokens
+    def restart(self, start: int, keys: Tensor, values: Tensor) -> None:
+        """Begins at another place, with the committed tokens `[layers, kv_heads, n, head_dim]`."""
+        self.start, self.tokens = start, keys.shape[2]
+        self.buffer = self.buffer.with_room(self.tokens)
+        self.buffer.keys[:, :, : self.tokens] = keys
+        self.buffer.values[:, :, : self.tokens] = values
 
     def drop(self, start: int) -> None:
         """Forgets the tokens before `start`."""
         gone = start - self.start
         if gone > 0:
-            left = self.tokens - gone
             # Cloned where they overlap: what stays moves to the front.
-            self.keys[:, :, :left] = self.keys[:, :, gone : self.tokens].clone()
-            self.values[:, :, :left] = self.values[:, :, gone : self.tokens].clone()
-            self.start, self.tokens = start, left
-
-    def release(self) -> None:
-        """Lets its memory go."""
-        self.keys = self.values = torch.empty(0)
-
-    def put(self, layer: int, keys: Tensor, values: Tensor) -> KeysValues:
-        """Pending tokens of a layer behind the committed ones; returns a view of both together."""
-        stop = self.tokens + keys.shape[1]
-        layer_keys, layer_values = self.keys[layer], self.values[layer]
-        layer_keys[:, self.tokens : stop] = keys
-        layer_values[:, self.tokens : stop] = values
-        return layer_keys[:, :stop], layer_values[:, :stop]
+            kept = slice(gone, self.tokens)
+            self.restart(start, self.buffer.keys[:, :, kept].clone(), self.buffer.values[:, :, kept].clone())
 
     def commit(self, path: Sequence[int]) -> KeysValues:
         """Keeps these pending tokens, in this order; returns copies `[layers, kv_heads, n, head_dim]`."""
-        chosen = to_device([self.tokens + place for place in path], self.keys.device)
-        keys, values = self.keys.index_select(2, chosen), self.values.index_select(2, chosen)
+        chosen = to_device([self.tokens + place for place in path], self.buffer.keys.device)
+        keys, values = self.buffer.keys.index_select(2, chosen), self.buffer.values.index_select(2, chosen)
         stop = self.tokens + len(path)
-        self.keys[:, :, self.tokens : stop] = keys
-        self.values[:, :, self.tokens : stop] = values
+        self.buffer.keys[:, :, self.tokens : stop] = keys
+        self.buffer.values[:, :, self.tokens : stop] = values
         self.tokens = stop
         return keys, values
+
+    def release(self) -> None:
+        """Lets its memory go."""
+        self.buffer = KVBuffer(torch.empty(0), torch.empty(0))
 
 
 class CpuShare:

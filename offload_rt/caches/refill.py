@@ -38,20 +38,6 @@ class Extent:
         return self.chosen_end + self.length - self.recent_start
 
 
-@dataclass(frozen=True)
-class _OnItsWay:
-    """What is on its way to a layer's entries.
-
-    Attributes:
-        sent: `[2, …]`, keys and values.
-        places: where it belongs in the layer's keys `[kv_heads, capacity, head_dim]` and values.
-    """
-
-    sent: Sent
-    layer: int
-    places: _Places
-
-
 class RetrievedRefill:
     """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
 
@@ -89,7 +75,7 @@ class RetrievedRefill:
         self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # see `_choose`
         self._numbers: list[int] = []
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
-        self._under_way: deque[_OnItsWay] = deque()
+        self._under_way: deque[tuple[int, _Places, Sent]] = deque()
 
     @property
     def complete(self) -> bool:
@@ -114,9 +100,9 @@ class RetrievedRefill:
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
-        while self._under_way and self._under_way[0].layer < end:
-            one = self._under_way.popleft()
-            self._put(self._source.engine.await_sent(one.sent), one.layer, one.places)
+        while self._under_way and self._under_way[0][0] < end:
+            layer, places, sent = self._under_way.popleft()
+            self._put(self._source.engine.await_sent(sent), layer, places)
 
     def _put(self, parts: Iterable[Tensor], layer: int, places: _Places) -> None:
         """Keys and values on the device, to the entries at `places`."""
@@ -173,7 +159,6 @@ class RetrievedRefill:
 
     def _send(self, parts: list[Tensor], layer: int, places: _Places) -> None:
         """Keys and values in host memory, to the entries at `places`. The pass does not wait for them."""
-        engine = self._source.engine
-        packed = engine.outgoing(2, *parts[0].shape)
-        torch.stack(parts, out=packed)
-        self._under_way.append(_OnItsWay(engine.start_sending(packed), layer, places))
+        shape = (2, *parts[0].shape)
+        sent = self._source.engine.send(shape, lambda packed: torch.stack(parts, out=packed))
+        self._under_way.append((layer, places, sent))

@@ -27,8 +27,9 @@ class RetrievedCache(BoundedCache):
     estimates so what it does not retrieve). They are attended to beside the entries.
 
     Layout of the verified entries after a refresh: first chunk, chosen chunks in falling score, recent
-    window. Newly verified tokens overwrite the chosen chunks from the least important entry on; when none
-    is left, the cache is refreshed whatever the policy says.
+    window, which reaches back to the last whole page as far as half of the budget goes. Newly verified
+    tokens overwrite the chosen chunks from the least important entry on; when none is left, the cache is
+    refreshed whatever the policy says.
 
     Args:
         source: the full cache of the same model, with the means that `selection` and `room` need.
@@ -87,29 +88,19 @@ class RetrievedCache(BoundedCache):
         """Fills itself from the full cache, by what is known of the text."""
         self.held.clear()
         self._due = self._wanted = self._refill = None
-        self.refresh.done()
-        length = self._source.verified_length
-        if length <= self.budget:
-            self._hold_everything(length)
-        else:
-            self._choose(length, queries)
-        self.verified_length = length
-
-    def _hold_everything(self, length: int) -> None:
-        keys, values = self._source.read(0, length)
-        self.keys[:, :, :length] = keys
-        self.values[:, :, :length] = values
-        self.entries = length
-        self.rest = 0
-        self._next_victim = 0
+        self._choose(self._source.verified_length, queries)
+        self.verified_length = self._source.verified_length
 
     def _extent(self, length: int) -> Extent:
+        if length <= self.budget:
+            return Extent(length, recent_start=0, chunks=0, chosen_end=0, pages=0, rest=0)
+        chunk, page = self.chunk, self._layout.page_size
+        # What follows the last whole page has no mean yet, and no pass has weighed it.
+        recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
-        chunk = self.chunk
-        recent_start = max((length - self.recent) // chunk * chunk, length - (self.budget - chunk))
+        recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
         chunks = (self.budget - chunk - (length - recent_start)) // chunk
         chosen_end = chunk * (1 + chunks)
-        page = self._source.layout.page_size
         pages = min(self.buffer.room, recent_start // page)
         rest = max(0, pages * page - chosen_end)
         return Extent(length, recent_start, chunks, chosen_end, pages if rest else 0, rest)
@@ -122,14 +113,12 @@ class RetrievedCache(BoundedCache):
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
         """Sends the buffer the means of pages that it lacks."""
-        sequence = self._source.sequence
-        if extent.pages <= buffer.pages or sequence.page_means is None:
+        layout, means = self._layout, self._source.sequence.page_means
+        if extent.pages <= buffer.pages or means is None:
             return
-        layers = range(self._source.layout.layers)
-        new = slice(buffer.pages, extent.pages)
-        buffer.add_pages(
-            *(torch.stack([side.means(n)[:, new] for n in layers]) for side in sequence.page_means)
-        )
+        shape = (2, layout.layers, layout.kv_heads, extent.pages - buffer.pages, layout.head_dim)
+        new = [means.means(layer)[:, :, buffer.pages : extent.pages] for layer in range(layout.layers)]
+        buffer.add_pages(*self._source.engine.fetch(shape, lambda out: torch.stack(new, dim=1, out=out)))
 
     def _ask(self, length: int, queries: Tensor, buffer: KVBuffer) -> tuple[Extent, Scores]:
         """How a text of `length` tokens will fill a buffer, which takes its means, and chunks' scores."""
@@ -142,16 +131,21 @@ class RetrievedCache(BoundedCache):
         source = self._source
         extent, scores = self._ask(length, queries, self.buffer)
         end = extent.chosen_end
-        self.rest = extent.rest
-        for layer in range(source.layout.layers):
+        for layer in range(source.layout.layers) if end else ():
             chunks = self._best_chunks(extent, scores, layer)
-            out = (self.keys[layer, :, :end], self.values[layer, :, :end])
-            source.engine.gather_chunks(layer, chunks, self.chunk, out)
-        keys, values = source.read(extent.recent_start, length)
+            keys, values = source.engine.gather_chunks(layer, chunks, self.chunk)
+            self.keys[layer, :, :end] = keys
+            self.values[layer, :, :end] = values
+        keys, values = source.engine.read(extent.recent_start, length)
         self.keys[:, :, end : extent.entries] = keys
         self.values[:, :, end : extent.entries] = values
-        self.entries = extent.entries
-        self._next_victim = end - 1
+        self._turn_to(extent)
+
+    def _turn_to(self, extent: Extent) -> None:
+        """The entries are those of `extent`, chosen anew."""
+        self.entries, self.rest = extent.entries, extent.rest
+        self._next_victim = extent.chosen_end - 1
+        self.refresh.done()
 
     def adopt(self, verified: Verified) -> None:
         count = verified.keys.shape[2]
@@ -188,10 +182,7 @@ class RetrievedCache(BoundedCache):
 
     def _use(self, refill: RetrievedRefill) -> None:
         self._spare, self.buffer = self.buffer, refill.buffer
-        self.entries = refill.extent.entries
-        self.rest = refill.extent.rest
-        self._next_victim = refill.extent.chosen_end - 1
-        self.refresh.done()
+        self._turn_to(refill.extent)
 
     def begin(self, new: NewTokens) -> None:
         self.catch_up()

@@ -29,10 +29,14 @@ class SharedCache(BoundedCache):
         entries = source.layout.page_size + self.PORTION
         super().__init__(source.layout, source.device, entries, backend, pool)
         self._source = source
-        self._paged = 0  # tokens in the full pages
         self._cpu: CpuShare | None = None
         if source.device.type != "cpu":
             self._cpu = CpuShare(cpu_share_backend(source.device), source.device)
+
+    @property
+    def _paged(self) -> int:
+        """Tokens in the full pages."""
+        return self.verified_length - self.entries
 
     def release(self) -> None:
         if self._cpu is not None:
@@ -43,10 +47,9 @@ class SharedCache(BoundedCache):
         """Reads the end of the text from the store; `queries` are not needed."""
         self.held.clear()
         length, page = self._source.verified_length, self._layout.page_size
-        self._paged = self.verified_length = length // page * page
-        self.entries = 0
-        if length > self._paged:
-            self._take(*self._source.read(self._paged, length))
+        self.entries, self.verified_length = 0, length // page * page
+        if length > self.verified_length:
+            self._take(*self._source.engine.read(self.verified_length, length))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if not self._paged:
@@ -70,11 +73,10 @@ class SharedCache(BoundedCache):
         page = self._layout.page_size
         gone = self.entries // page * page
         if gone:
-            self._paged += gone
-            if self._source.sequence.length < self._paged:
-                self._source.engine.flush()
             self._move(range(gone, self.entries), 0)
             self.entries -= gone
+            if self._source.sequence.length < self._paged:
+                self._source.engine.flush()
 
     def _victims(self, count: int) -> list[int]:
         return []  # `_take` has made room for all

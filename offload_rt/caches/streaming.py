@@ -66,11 +66,11 @@ class StreamingCache(BoundedCache):
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
-        self._take(*self._source.read(0, min(self.sinks, length)))
+        self._take(*self._source.engine.read(0, min(self.sinks, length)))
         if recent > self.sinks:
             self.skip(recent - self.sinks)
         if length > recent:
-            self._take(*self._source.read(recent, length))
+            self._take(*self._source.engine.read(recent, length))
 
     def _take(self, keys: Tensor, values: Tensor) -> None:
         # In portions, so that a whole prompt may pass through and each portion finds its victims.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from typing import Any, cast
 
 import pytest
 import torch
 
 from cpu_kv import CopyFailed, CpuLink, Link, PacedLink, TransferStalled
+from cpu_kv.cuda_link import _CudaTicket
 from cpu_kv.link import Pairs
 
 
@@ -110,6 +113,20 @@ def test_a_failed_copy_is_named_where_it_is_waited_for(make_link: type[CpuLink])
     link.copy([(destination, source)]).wait()  # the link goes on
     assert torch.equal(destination, source)
     link.close()
+
+
+def test_a_copy_that_cuda_fails_is_named_and_its_memory_not_kept() -> None:
+    class Failed:
+        def query(self) -> bool:
+            raise RuntimeError("the device is gone")
+
+    source = torch.zeros(3, 5)
+    ticket = _CudaTicket(cast(Any, Failed()), CpuLink.device, [(torch.zeros(3, 5), source)], True, 1.0)
+    kept = weakref.ref(source)
+    del source
+    assert kept() is None
+    with pytest.raises(CopyFailed, match=r"host of 60 bytes \(shapes \[3, 5\]\) failed: the device is gone"):
+        ticket.synchronize()
 
 
 def test_a_stalled_copy_raises_and_close_does_not_wait_for_it() -> None:

@@ -7,7 +7,7 @@ import gc
 import mmap
 import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,9 +61,23 @@ def slab_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("cpu_kv-slabs")]
 
 
-def test_pinned_slabs_are_counted_and_given_back() -> None:
-    driver = FakeDriver()
-    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def allocator(driver: FakeDriver) -> Iterator[SlabAllocator]:
+    """Leaves nothing behind, and nobody is warned."""
+    made = SlabAllocator(True, pytest.fail, driver.locking())
+    yield made
+    made.close()
+    assert not driver.registered
+    assert made.bytes_pinned == 0
+    assert not slab_threads()
+
+
+def test_pinned_slabs_are_counted_and_given_back(driver: FakeDriver, allocator: SlabAllocator) -> None:
     first = allocator.allocate((2, 3, 100, 5), torch.float32).result()
     second = allocator.allocate([7], torch.bfloat16).result()
     assert first.shape == (2, 3, 100, 5)
@@ -76,10 +90,6 @@ def test_pinned_slabs_are_counted_and_given_back() -> None:
     with pytest.raises(ValueError, match="not a slab"):
         allocator.release(first)
     allocator.close()
-    allocator.close()
-    assert not driver.registered
-    assert allocator.bytes_pinned == 0
-    assert not slab_threads()
     with pytest.raises(RuntimeError, match="closed"):
         allocator.allocate((1,), torch.float32)
 
@@ -95,16 +105,13 @@ def test_pieces_cover_a_slab() -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_slab_is_locked_in_pieces() -> None:
-    driver = FakeDriver()
-    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+def test_a_slab_is_locked_in_pieces(driver: FakeDriver, allocator: SlabAllocator) -> None:
     slab = allocator.allocate((5000,), torch.float32).result()
     start = slab.data_ptr()
     assert driver.registered == {start: 8192, start + 8192: 8192, start + 16384: 4096}
     assert allocator.bytes_pinned == 20_000
     allocator.release(slab)
     assert not driver.registered
-    allocator.close()
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -130,9 +137,7 @@ def test_a_refusal_costs_one_piece_and_is_told_once() -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_an_error_between_pieces_leaves_none_locked() -> None:
-    driver = FakeDriver()
-
+def test_an_error_between_pieces_leaves_none_locked(driver: FakeDriver) -> None:
     def register(address: int, size: int) -> int:
         if driver.requests == 2:
             raise RuntimeError("the driver is gone")
@@ -147,8 +152,7 @@ def test_an_error_between_pieces_leaves_none_locked() -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_memory_is_touched_before_it_is_locked_and_not_at_all_otherwise() -> None:
-    driver = FakeDriver()
+def test_memory_is_touched_before_it_is_locked_and_not_at_all_otherwise(driver: FakeDriver) -> None:
     resident: list[tuple[int, int]] = []
 
     def register(address: int, size: int) -> int:
@@ -185,7 +189,9 @@ def test_slabs_ask_for_huge_pages() -> None:
 
 
 @pytest.mark.parametrize("give_back", ["release", "close"])
-def test_memory_lives_as_long_as_a_view(give_back: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_lives_as_long_as_a_view(
+    give_back: str, driver: FakeDriver, allocator: SlabAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mappings: list[weakref.ref[mmap.mmap]] = []
     make = mmap.mmap
 
@@ -195,8 +201,6 @@ def test_memory_lives_as_long_as_a_view(give_back: str, monkeypatch: pytest.Monk
         return mapping
 
     monkeypatch.setattr(mmap, "mmap", recorded)
-    driver = FakeDriver()
-    allocator = SlabAllocator(True, pytest.fail, driver.locking())
     slab = allocator.allocate((2, 5000), torch.float32).result()
     view = slab[1].fill_(3)
     if give_back == "release":
@@ -213,16 +217,13 @@ def test_memory_lives_as_long_as_a_view(give_back: str, monkeypatch: pytest.Monk
     assert mapping() is None
 
 
-def test_slabs_without_bytes() -> None:
-    driver = FakeDriver()
-    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+def test_slabs_without_bytes(driver: FakeDriver, allocator: SlabAllocator) -> None:
     slabs = [allocator.allocate((0, 5), torch.bfloat16).result() for _ in range(2)]
     assert all(slab.shape == (0, 5) for slab in slabs)
     assert allocator.bytes_pinned == 0
     for slab in slabs:
         allocator.release(slab)
     assert not driver.registered
-    allocator.close()
 
 
 def test_without_a_listener_the_warning_is_a_python_warning() -> None:
@@ -240,9 +241,9 @@ def test_without_cuda_memory_is_ordinary_and_nobody_is_warned() -> None:
     allocator.close()
 
 
-def test_lack_of_memory_is_memory_error_where_it_is_awaited() -> None:
-    driver = FakeDriver()
-    allocator = SlabAllocator(True, pytest.fail, driver.locking())
+def test_lack_of_memory_is_memory_error_where_it_is_awaited(
+    driver: FakeDriver, allocator: SlabAllocator
+) -> None:
     good = allocator.allocate((10,), torch.float32)
     too_large = allocator.allocate((1 << 46,), torch.float32)
     after = allocator.allocate((10,), torch.float32)
@@ -251,13 +252,9 @@ def test_lack_of_memory_is_memory_error_where_it_is_awaited() -> None:
     with pytest.raises(MemoryError, match=r"no memory for a KV slab"):
         allocator.allocate((1 << 62,), torch.float32).result()
     assert {good.result().data_ptr(), after.result().data_ptr()} == set(driver.registered)
-    allocator.close()
-    assert not driver.registered
-    assert not slab_threads()
 
 
-def test_close_waits_for_the_slab_under_way_and_drops_the_rest() -> None:
-    driver = FakeDriver()
+def test_close_waits_for_the_slab_under_way_and_drops_the_rest(driver: FakeDriver) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def register(address: int, size: int) -> int:
