@@ -23,6 +23,7 @@ import bench.__main__ as command_line
 from bench import held, prediction_accuracy, side_by_side
 from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
 from bench.random_models import SHAPES, checkpoint, random_prompt
+from bench.recorded_text import Text
 from bench.rounds import (
     BESIDE_A_PASS,
     Recorded,
@@ -34,7 +35,6 @@ from bench.rounds import (
     summarise,
     worst,
 )
-from bench.systems.ours import Text
 from bench.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord

@@ -4,133 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
 
 import torch
 
-from bench.held import HeldVerifier
-from bench.rounds import Recorded, figures, interval
+from bench.recorded_text import Text
+from bench.rounds import figures
 from bench.systems import Opener, Run, Setup
 from bench.timeline_plot import draw
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
-from cpu_kv.link import CopyRecord, RecordingLink
-from offload_rt.caches.places import Shares
-from offload_rt.config import Config, config_names, load_config, uses_small_model
-from offload_rt.drafting.verifier import Sampling
-from offload_rt.engine import Engine
+from offload_rt.config import config_names, load_config, uses_small_model
 from offload_rt.graphs import GraphedModel
 from offload_rt.loading import choose_dtype, load_model
 from offload_rt.machine.doctor import usable_hardware
-from offload_rt.model import CausalModel
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 from offload_rt.planning.shapes import find_shape
-from offload_rt.results import GenerationResult, SamplingParams
-from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.session import Continuation, Session
-from offload_rt.timeline import Timeline
-from offload_rt.writer import Writer
-
-
-class Text:
-    """A prompt in the store of an engine, continued again and again by several compositions.
-
-    Args:
-        link: is closed with the text.
-        config: its store, its prefill and the means that it keeps hold for every composition.
-        capacity: tokens of the longest prompt and its continuation together.
-        shares: not as `config` says, or the plan on a GPU, but these.
-    """
-
-    def __init__(
-        self,
-        target: CausalModel,
-        draft: CausalModel | None,
-        link: Link,
-        config: Config,
-        capacity: int,
-        shares: Shares | None = None,
-    ) -> None:
-        self._capacity, self._shares = capacity, shares
-        self._notices: list[str] = []
-        self._engine = Engine(target, draft, [config], link, on_notice=self._notices.append)
-        self._timeline = self._engine.timeline = Timeline()
-        self._recording = link if isinstance(link, RecordingLink) else None
-        self._seeds = count()
-        self._prompt: list[int] = []
-        self._session: Session | None = None
-        self.close = self._engine.close
-
-    @property
-    def session(self) -> Session:
-        """The text that was read."""
-        assert self._session is not None
-        return self._session
-
-    @property
-    def placed(self) -> dict[str, int]:
-        """How many tokens of the prompt lie where, by the names of `Shares`; whole pages are streamed."""
-        page, shares = self._engine.store.layout.page_size, self.session.full.shares
-        streamed = (len(self._prompt) - 1) // page * page - shares.resident_tokens - shares.cpu_tokens
-        return asdict(shares) | {"streamed_tokens": max(0, streamed)}
-
-    def _continuation(self, new_tokens: int, temperature: float = 0.0) -> Continuation:
-        draws = GeneratorDraws(next(self._seeds), self._engine.target.device)
-        return Continuation(Sampling(Sampler(temperature), draws), new_tokens)
-
-    def read(self, prompt: Sequence[int]) -> float:
-        """Takes a prompt, if it is another one than before; returns ms of its prefill."""
-        if list(prompt) != self._prompt:
-            if self._session is not None:
-                self._engine.close_session(self._session)
-            continuation = self._continuation(self._capacity - len(prompt))
-            self._session = self._engine.open(prompt, continuation, self._shares)
-            self._prompt, self._ms = list(prompt), self._session.prefill_ms
-            if self._recording is not None:
-                self._recording.record()
-        return self._ms
-
-    def begin(self, config: Config, new_tokens: int = 1, temperature: float = 0.0) -> float:
-        """Back to the end of the prompt; returns ms in which the composition's caches took the prompt."""
-        session = self.session
-        if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
-            config = config.having("offload.refresh_from", session.planned.offload.refresh_from)
-        session.rerun(self._engine.available(config), self._continuation(new_tokens, temperature))
-        return session.prefill_ms
-
-    def run(
-        self, config: Config, new_tokens: int, held: float | None = None, temperature: float = 0.0
-    ) -> tuple[GenerationResult, Recorded]:
-        """Continues the prompt.
-
-        Args:
-            held: at what a synthetic verdict holds the acceptance.
-        """
-        session = self.session
-        self.begin(config, new_tokens, temperature)
-        if held is not None:
-            session.verifier = HeldVerifier(session.verifier, held)
-        self._timeline.spans.clear()
-        self._copies()
-        params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
-        writer = Writer(self._engine, session, params, None, self._notices)
-        try:
-            while not writer.ended:
-                (round,) = self._engine.step([session])
-                if isinstance(round, Exception):
-                    raise round
-                list(writer.write(round))
-        finally:
-            self._engine.stop(session)  # the link would go on into a pass that nobody asks for
-        start, end = interval(session.rounds)
-        copies = [copy for copy in self._copies() if start <= copy.end and copy.start <= end]
-        return writer.result(), Recorded(session.rounds, list(self._timeline.spans), copies)
-
-    def _copies(self) -> list[CopyRecord]:
-        return self._recording.recorded() if self._recording is not None else []
 
 
 @lru_cache(1)
