@@ -127,8 +127,8 @@ class TransferEngine:
 
         They reach the host in one copy. The sequence has the tokens once that is collected: at the latest
         after ``flush``, before which the sequence must not be appended to or truncated by others. Waits for
-        the write-back before. Raises ValueError for the wrong shape or dtype, CopyFailed where an earlier
-        write-back failed.
+        the write-back before. Raises ValueError for the wrong shape or dtype, MemoryError where room cannot
+        be had, CopyFailed where an earlier write-back failed.
         """
         self._check_open()
         layers = range(self.sequence.layout.layers)
@@ -138,6 +138,10 @@ class TransferEngine:
                 self.sequence.append(layer, keys[layer], values[layer])
             return
         self.flush()
+        start, layout = self.sequence.length, self.sequence.layout
+        page, end = layout.page_size, layout.pages(start + count) * layout.page_size
+        for layer in layers:  # room is had now or not at all: tokens that some layers lack would be a hole
+            self.sequence.memory(layer, start // page * page, end)
         packed = torch.stack((keys.detach(), values.detach()), dim=1)
         arrived = self._incoming.take(packed.shape)
         ticket = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)

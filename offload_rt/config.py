@@ -103,7 +103,7 @@ class RetrievalConfig:
 
     budget: Positive = 4096  # entries held: the first chunk, the best chunks and the recent window together
     chunk: Positive = 8  # scored and chosen together
-    recent: Positive = 256  # the latest, always held
+    recent: Positive = 256  # at least so many of the latest are always held
     refresh: RefreshPolicy = EVERY  # when the entries are chosen anew
     # What chunks are chosen by: what verifications have attended to, the newest ones counting most
     # (`attention`) or all alike (`heavy_hitters`, as H2O); or the newest queries' attention to chunks'

@@ -318,6 +318,13 @@ def test_rerun_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
 
+def test_what_is_generated_in_inference_mode_is_decoded_again_outside(target: PreTrainedModel) -> None:
+    with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
+        with torch.inference_mode():
+            tokens = llm.generate(PROMPT, SHORT).tokens
+        assert llm.rerun(SHORT).tokens == tokens
+
+
 def test_chunks_of_a_rerun_divide_the_pages_of_the_prompt(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
         tokens = llm.generate(PROMPT, SHORT).tokens

@@ -86,8 +86,9 @@ class Tail:
         self.tokens = 0
         # A page at most waits to be covered, and a round's tokens come behind it.
         shape = (layout.layers, layout.kv_heads, layout.page_size + 64, layout.head_dim)
-        keys = torch.empty(shape, dtype=layout.dtype, device=device)
-        self.buffer = KVBuffer(keys, torch.empty_like(keys))
+        with torch.inference_mode(False):  # a text may be read in that mode, and decoded again outside of it
+            keys = torch.empty(shape, dtype=layout.dtype, device=device)
+            self.buffer = KVBuffer(keys, torch.empty_like(keys))
 
     @property
     def end(self) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_kv import expecting, retrieval
+from cpu_kv import ChunkMeans, expecting, retrieval
 from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
@@ -113,12 +113,15 @@ class RetrievedCache(BoundedCache):
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
         """Sends the buffer the means of pages that it lacks."""
-        layout, means = self._layout, self._source.sequence.page_means
-        if extent.pages <= buffer.pages or means is None:
-            return
-        shape = (2, layout.layers, layout.kv_heads, extent.pages - buffer.pages, layout.head_dim)
-        new = [means.means(layer)[:, :, buffer.pages : extent.pages] for layer in range(layout.layers)]
-        buffer.add_pages(*self._source.engine.fetch(shape, lambda out: torch.stack(new, dim=1, out=out)))
+        layout, means, engine = self._layout, self._source.sequence.page_means, self._source.engine
+        while means is not None and buffer.pages < extent.pages:
+            end = min(extent.pages, buffer.pages + engine.READ_TOKENS)  # the host memory in between is kept
+            shape = (2, layout.layers, layout.kv_heads, end - buffer.pages, layout.head_dim)
+            pages = slice(buffer.pages, end)
+            buffer.add_pages(*engine.fetch(shape, partial(self._put_means, means, pages)))
+
+    def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
+        torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], 1, out=out)
 
     def _ask(self, length: int, queries: Tensor, buffer: KVBuffer) -> tuple[Extent, Scores]:
         """How a text of `length` tokens will fill a buffer, which takes its means, and chunks' scores."""

@@ -76,7 +76,7 @@ class Host:
         compute_rate: GFLOP/s of float32 matrix products of many rows.
         attention: at rising numbers of queries, bf16 KV, nothing else going on.
         attention_beside_link: share of that rate left while the link copies at full rate.
-        link_beside_attention: share of the link's rate left meanwhile; both are 1 without a link.
+        link_beside_attention: share of the link's rate left meanwhile; both are measured as 1 without a link.
         launch_ms: of one decoder layer's operations over a few tokens.
         threads: that compute.
     """

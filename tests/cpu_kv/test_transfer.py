@@ -63,6 +63,24 @@ def engine_over(
             link.close()
 
 
+def test_a_write_back_that_finds_no_room_leaves_every_layer_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kv, memory = random_kv(16), PagedKVStore._memory
+
+    def last_layer_is_too_much(self: PagedKVStore, slab: Any, layer: int) -> Tensor:
+        if layer == 2 and slab is not next(iter(self._slabs.values())):
+            raise MemoryError("too large")
+        return memory(self, slab, layer)
+
+    with engine_over(PacedLink(1e9), kv) as engine:
+        monkeypatch.setattr(PagedKVStore, "_memory", last_layer_is_too_much)
+        with pytest.raises(MemoryError):
+            engine.write_back(kv[:, 0], kv[:, 1])
+        engine.flush()
+        assert {engine.sequence.layer_length(layer) for layer in range(LAYOUT.layers)} == {16}
+
+
 def test_what_is_sent_overtakes_what_is_carried_ahead() -> None:
     class Held(PacedLink):
         def __init__(self) -> None:
