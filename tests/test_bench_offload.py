@@ -506,6 +506,37 @@ def test_prediction_accuracy_holds_the_planner_against_every_row(
         assert set(one["predicted"]) == set(one["measured"])
 
 
+def test_wrong_tokens_end_a_run(
+    measured: dict[str, Any],
+    pair: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone, streamed, _ = (copy.deepcopy(one["rows"]) for one in measured["records"])
+    streamed[-1] |= {"tokens": [0] * 14, "first_difference": 0}
+    rows = iter([alone, streamed])
+    monkeypatch.setattr(side_by_side.runner, "run", lambda job, say: next(rows))
+    out, book = tmp_path / "out.jsonl", str(measured["path"].with_name("book.txt"))
+    given = [
+        "offload",
+        "--model",
+        pair[0],
+        "--draft",
+        pair[1],
+        "--text",
+        book,
+        "--out",
+        str(out),
+        "--no-plot",
+    ]
+    assert (
+        command_line.main([*given, "--contexts", "160", "-n", "14", "--turns", "1", "--device", "cpu"]) == 2
+    )
+    assert f"{AHEAD}, 160 tokens, streamed: its tokens are not those of plain" in capsys.readouterr().err
+    assert [json.loads(line)["place"] for line in out.read_text().splitlines()] == ["in place"]
+
+
 def test_predictions_go_by_what_was_run_in_place_with_the_same_settings(
     measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
