@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload_rt.config import Config, config_names, load_config, parse_override
@@ -65,6 +65,12 @@ class Named:
         return config
 
     @property
+    def in_place(self) -> Named:
+        """Without what only counts over a link."""
+        kept = {key: one for key, one in self.settings.items() if not key.startswith("offload.")}
+        return replace(self, settings=kept)
+
+    @property
     def drafts_late(self) -> bool:
         """Whether nothing is drafted while a pass runs."""
         return self.settings.get("offload.ahead") == 0
@@ -72,7 +78,37 @@ class Named:
 
 def _chains(config: Config) -> bool:
     levels = config.speculation.levels
-    return bool(levels) and levels[-1].shape.kind == "chain"
+    return bool(levels) and levels[-1].shape.kind == "chain" and not levels[-1].merge
+
+
+def text_config(options: Mapping[str, object], *, draft: bool) -> Config:
+    """By which a text is read that all systems of ours share."""
+    return load_config("triforce" if draft else "retrieval", options)
+
+
+def check_ours(systems: Iterable[str], options: Mapping[str, object], *, draft: bool, paced: bool) -> None:
+    """
+    Args:
+        draft: whether there is a small model.
+        paced: whether a link is paced by how long drafting takes.
+
+    Raises:
+        UsageError: one of ours reads means that the text does not keep; or none drafts, and a link is paced.
+    """
+    parsed = {text: Named.parse(text) for text in systems}
+    configs = {text: named.config(options) for text, named in parsed.items() if named.adapter == "ours"}
+    for text, config in configs.items():
+        (chunk, pages), (kept_chunk, kept_pages) = (
+            config.kept_means,
+            text_config(options, draft=draft).kept_means,
+        )
+        if chunk not in (None, kept_chunk) or pages > kept_pages:
+            said = "needs means that are kept when the text is read, which all systems of ours share"
+            raise UsageError(f"--systems {text}: {said}; give its keys to all, with --set")
+    if paced and not any(config.speculation.levels for config in configs.values()):
+        raise UsageError(
+            "--systems: none of ours drafts, and how long that takes tells how fast a link to pace"
+        )
 
 
 def at_acceptances(

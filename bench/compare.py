@@ -1,6 +1,7 @@
 """`python -m bench compare OLD NEW`: two results of one side-by-side case, told apart from noise.
 
-The same prompts, settings and models are compared. A ratio is new over old, of the medians of ms a token.
+The same prompts, places, settings and models are compared; at a paced place the links, too, have to be the
+same, each of which was paced by what its run measured. A ratio is new over old, of the medians of ms a token.
 It counts as a change where the runs of the two do not overlap: the slowest of the faster one is faster than
 the fastest of the slower one.
 """
@@ -33,30 +34,38 @@ def run(arguments: argparse.Namespace) -> None:
         said = "have no system in common at the same prompt, with the same settings"
         raise UsageError(f"{arguments.old} and {arguments.new} {said}")
     cells = [
-        [row["system"], report.tokens_name(row["context"]), *map(report.number, figures), row["verdict"]]
+        [row["system"], report.tokens_name(row["context"]), row["place"], *figures, row["verdict"]]
         for row in rows
-        for figures in [(row["old_ms"], row["new_ms"], row["ratio"])]
+        for figures in [[report.number(row[key]) for key in ("old_ms", "new_ms", "ratio")]]
     ]
-    print(report.table(["system", "context", "old ms", "new ms", "new / old", ""], cells), end="\n\n")
+    header = ["system", "context", "place", "old ms", "new ms", "new / old", ""]
+    print(report.table(header, cells), end="\n\n")
     print(json.dumps(rows))
 
 
 OF_MODELS = ("model", "draft", "dtype", "temperature")
-SETTINGS = ("benchmark", *OF_MODELS, "link_gb_s", "new_tokens", "prompt", "place")
+SETTINGS = ("benchmark", *OF_MODELS, "link_gb_s", "new_tokens", "prompt")
 
 
 def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """ms a token by settings, context and system; the last of several."""
+    """ms a token by settings, place, context and system; the last of several."""
     return {
-        (*map(record.get, SETTINGS), record["context"], row["system"]): row["ms_per_token"]
+        (*_settings(record), record.get("place", ""), record["context"], row["system"]): row["ms_per_token"]
         for record in report.read_lines("result", path)
         for row in record["rows"]
         if "error" not in row
     }
 
 
+def _settings(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What has to be equal. Records of earlier versions know neither places nor a limit of GPU memory."""
+    paced = record.get("link_rate_gb_s") if "processor" in record else None  # a GPU's link is its machine's
+    return (*map(record.get, SETTINGS), record.get("gpu_memory_gib", 0.0), paced)
+
+
 def _compared(key: Sequence[Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Two spreads of ms a token."""
-    found = {"context": key[-2], "system": key[-1], "old_ms": old["median"], "new_ms": new["median"]}
+    found = dict(zip(("place", "context", "system"), key[-3:], strict=True))
+    found |= {"old_ms": old["median"], "new_ms": new["median"]}
     verdict = "faster" if new["max"] < old["min"] else "slower" if new["min"] > old["max"] else "within noise"
     return found | {"ratio": new["median"] / old["median"], "verdict": verdict}

@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
     records = report.read_lines("results", path)
     if not records or any(one["benchmark"] != "offload" for one in records):
         raise UsageError(f"results {path}: is no result of `bench offload`")
-    rows, in_place = list[Row](), dict[Any, Sequence[Row]]()
+    rows, in_place = list[Row](), dict[str, Sequence[Row]]()
     for record in records:
-        of = tuple(str(record[key]) for key in ("model", "draft", "dtype", "prompt", "overrides"))
+        of = report.settings(record)
         if record["place"] == IN_PLACE.name:
             in_place[of] = record["rows"]
         for row in predict_rows(record, in_place.get(of, ())):
@@ -142,7 +142,8 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
     predictor = Predictor(request)
     if "processor" in record:
         alone = alike(in_place, named)
-        late = alike(record["rows"], named, late=True) or alike(record["rows"], late=True)
+        drafts = bool(config.speculation.levels)  # of one that does not, only the verdict counts
+        late = alike(record["rows"], named if drafts else None, late=True)
         if alone is None or late is None:
             return None
         predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])

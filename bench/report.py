@@ -89,6 +89,31 @@ def pyplot() -> Any:
 
 
 SCHEMA = 2
+COMMON = (
+    "benchmark",
+    "schema",
+    "machine",
+    "model",
+    "draft",
+    "checkpoints",
+    "texts",
+    "dtype",
+    "needles",
+    "temperature",
+    "link_gb_s",
+    "gpu_memory_gib",
+    "new_tokens",
+    "turns",
+    "systems",
+    "overrides",
+    "prompt",
+)
+"""What the records of a side-by-side run have in common, at the places of one prompt."""
+
+
+def settings(record: Mapping[str, Any]) -> str:
+    """Equal for records of one prompt that were measured in the same way."""
+    return json.dumps([record.get(key) for key in COMMON], sort_keys=True)
 
 
 def read_lines(option: str, path: Path) -> list[dict[str, Any]]:
@@ -142,10 +167,11 @@ def _point(record: dict[str, Any]) -> str:
     cells = [_rounds(row) if record["place"] else _times(row, record) for row in rows]
     absent = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
     title = "## " + ", ".join(filter(None, [f"{tokens_name(record['context'])} tokens", record["place"]]))
-    rate = f"{record['read_rate_gb_s']:.0f} GB/s of memory"
+    what, rate = "What a plain pass reads", f"{record['read_rate_gb_s']:.0f} GB/s of memory"
     if record["link_rate_gb_s"]:
         rate = f"{record['link_rate_gb_s']:.3g} GB/s of the link"
-    bound = f"What a plain pass reads takes {record['bound_ms']:.1f} ms at the {rate}."
+        what = "Carrying all KV once" if record["place"] else what  # a share of it may lie elsewhere
+    bound = f"{what} takes {record['bound_ms']:.1f} ms at the {rate}."
     of_rows = table(list(cells[0]), [list(row.values()) for row in cells]) if cells else ""
     return "\n\n".join(filter(None, [title, bound, of_rows, absent]))
 
@@ -174,7 +200,8 @@ def _times(row: dict[str, Any], record: dict[str, Any]) -> dict[str, str]:
 
 def _rounds(row: dict[str, Any]) -> dict[str, str]:
     """Cells of a system whose rounds were looked into."""
-    told = {name: number(row["rounds"].get(key), digits) for name, (key, digits) in ROUNDS.items()}
+    found = {"ms_per_token": row["ms_per_token"]["median"]} | row.get("rounds", {})  # none of a peer
+    told = {name: number(found.get(key), digits) for name, (key, digits) in ROUNDS.items()}
     return {"system": "; ".join([row["label"], *row["notes"]])} | told | {"tokens": _agreement(row)}
 
 

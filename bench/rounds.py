@@ -14,6 +14,7 @@ from offload_rt.pace import RoundTimes
 from offload_rt.timeline import Span
 
 RATIO = "predicted_over_measured"
+NEAR_TIE = 1e-3  # of two logits: closer than what rounding may do to them
 BESIDE_A_PASS = 1.3  # times what a draft takes alone: the pass works on the same cores
 WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was streamed or drafted ahead of it
 
@@ -174,13 +175,33 @@ def drafting_ms(in_place: Sequence[Row]) -> float:
 
 
 def alike(rows: Sequence[Row], named: Named | None = None, *, late: bool = False) -> Row | None:
-    """The first row of the same composition and acceptance; `late`: that drafts nothing ahead."""
+    """The first row of the same system, whatever holds over a link; `late`: that drafted, nothing ahead."""
     for row in rows:
-        other = Named.parse(row["system"])
-        same = named is None or (other.system, other.acceptance) == (named.system, named.acceptance)
-        if "rounds" in row and same and (other.drafts_late or not late):
+        other, found = Named.parse(row["system"]), row.get("rounds", {})
+        same = named is None or other.in_place == named.in_place
+        if found and same and (not late or (other.drafts_late and "draft_token_ms" in found)):
             return row
     return None
+
+
+def check_tokens(rows: Sequence[Row], in_place: Sequence[Row], where: str) -> None:
+    """Holds greedy tokens of ours against those of plain decoding with the KV in place, where it was run.
+
+    Raises:
+        UsageError: they are others, and not for two logits that are as good as equal.
+    """
+    plain = alike(in_place, Named("ours", "plain"))
+    for row in rows:
+        if plain is None or "rounds" not in row or "first_difference" not in row:
+            continue  # nothing to hold it against; or a peer's, drawn, or held by coins
+        both = enumerate(zip(row["tokens"], plain["tokens"], strict=True))
+        first = next((at for at, (token, other) in both if token != other), None)
+        near = row["first_difference"] == first and row.get("logit_gap", NEAR_TIE) < NEAR_TIE
+        if not row["steady"] or (first is not None and not near):
+            raise UsageError(
+                f"{row['system']}, {where}: its tokens are not those of plain decoding in place: a fault of "
+                "the engine, or two logits closer than rounding; try another text"
+            )
 
 
 def _times_as_fast(row: Row, other: Row) -> float:

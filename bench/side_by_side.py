@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from bench.cases import (
     Named,
     Place,
     at_acceptances,
+    check_ours,
     in_place_of,
 )
 from bench.inputs import PAGE, PICTURE, say
@@ -111,10 +113,14 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
     if arguments.temperature and any(Named.parse(text).acceptance is not None for text in systems):
         raise UsageError("--temperature: an acceptance is held for greedy decoding alone")
     case = replace(case, systems=systems, options=options)
-    if case.threads and device.type == "cpu":
-        torch.set_num_threads(case.threads)
-    study = _Study(case, arguments, device)
-    records = [study.record(context, place) for context in case.contexts for place in case.places]
+    draft, paced = inputs.sources(arguments)[1] is not None, any(place.stream for place in case.places)
+    check_ours(systems, options, draft=draft, paced=paced)
+    with ExitStack() as after:
+        if case.threads and device.type == "cpu":
+            after.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(case.threads)
+        study = _Study(case, arguments, device)
+        records = [study.record(context, place) for context in case.contexts for place in case.places]
     page = report.page(records)
     title = f"# {case.about[0].upper()}{case.about[1:]}"
     measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())
@@ -139,6 +145,10 @@ class _Study:
         self.out = inputs.destination(arguments.out, name)
         random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
+        if random and (arguments.text or arguments.needles):
+            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
+        if arguments.gpu_memory is not None and not on_gpu:
+            raise UsageError(f"--gpu-memory {arguments.gpu_memory:g}: runs on the CPU; leave it out")
         dtype = arguments.dtype or ("bfloat16" if random and on_gpu else "float32")
         shape_dtype = getattr(torch, dtype)
         model, draft = _folders(arguments, shape_dtype, work)
@@ -189,11 +199,11 @@ class _Study:
 
     def _read(self) -> dict[tuple[int, str], dict[str, Any]]:
         """What an earlier run of the same kind has left, by context and place."""
-        held, common = {}, json.loads(json.dumps(self._common))
+        held = {}
         for one in report.read_lines("--out", self.out) if self.out.exists() else ():
-            prompt = self._prompts.get(one["context"])
-            same = all(one.get(key) == value for key, value in common.items())
-            if same and prompt is not None and one["prompt"] == _digest(prompt):
+            prompt = self._prompts.get(one["context"], ())
+            same = report.settings(one) == report.settings(self._common | {"prompt": _digest(prompt)})
+            if same and any("error" not in row for row in one["rows"]):
                 held[one["context"], one["place"]] = one
         return held
 
@@ -241,6 +251,7 @@ class _Study:
         }
         if place.name:
             rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0, in_place)
+            rounds.check_tokens(rows, rows if place is IN_PLACE else in_place, where)
             prediction_accuracy.predict_rows(record, in_place)
         _append(self.out, record)
         self._held[context, place.name] = record
@@ -293,8 +304,6 @@ def _prompts(
         draws: so many tokens at random, in the place of texts.
     """
     if draws is not None:
-        if arguments.text or arguments.needles:
-            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
         return {context: draws(context) for context in contexts}, {}, ["drawn at random"]
     tokenizer = load_tokenizer(model)
     if tokenizer is None:

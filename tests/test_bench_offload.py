@@ -24,11 +24,14 @@ from bench import held, prediction_accuracy, side_by_side
 from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.recorded_text import Text
+from bench.report import page, spread
 from bench.rounds import (
     BESIDE_A_PASS,
     Recorded,
     acceptance,
+    alike,
     busy,
+    check_tokens,
     drafting_ms,
     figures,
     link_use,
@@ -265,6 +268,48 @@ def test_systems_have_settings_and_acceptances() -> None:
         at_acceptances(held, (1.0,), {})  # one that is held stays so
 
 
+def test_what_a_merge_drafts_is_not_held() -> None:
+    merged = {"speculation.levels": [{"model": "target", "cache": "retrieved", "merge": "lookup"}]}
+    with pytest.raises(UsageError, match="held where chains are drafted alone"):
+        Named.parse("ours:retrieval+acceptance=0.5").config(merged)
+
+
+def test_rows_of_other_settings_tell_nothing() -> None:
+    """But those of another way over the link do."""
+    rounds = [dataclasses.replace(times(0.1 * at, 60.0, None, draft=20.0), ahead_ms=0.0) for at in range(4)]
+    rows = [row_of(f"{LATE}+speculation.gamma2=12", rounds), row_of(LATE, rounds)]
+    summarise(rows, 0.0, [])
+    assert alike(rows, Named.parse("ours:retrieval+speculation.gamma2=4")) is None
+    named = Named.parse("ours:retrieval+speculation.gamma2=12+offload.refresh_from=store")
+    assert alike(rows, named, late=True) is rows[0] and alike(rows, Named("ours", "retrieval")) is rows[1]
+    del rows[0]["rounds"]["draft_token_ms"]
+    assert alike(rows, named, late=True) is None, "it has drafted nothing"
+
+
+def test_tokens_are_held_against_plain_decoding_in_place() -> None:
+    def row(system: str, *tokens: int, **changes: Any) -> dict[str, Any]:
+        told = {"rounds": {"ms_per_token": 1.0}, "first_difference": None, "steady": True}
+        return {"system": system, "tokens": list(tokens)} | told | changes
+
+    in_place = [row("ours:plain", 1, 2, 3)]
+    held = row(AHEAD, 9, 9, 9, synthetic=0.5)
+    del held["first_difference"]
+    peer = {"system": "transformers:static", "tokens": [4, 4, 4], "first_difference": 0, "steady": True}
+    near = row(AHEAD, 1, 2, 4, first_difference=2, logit_gap=1e-4)
+    fine = [in_place[0], held, peer, near, {"system": AHEAD, "error": "no draft"}]
+    check_tokens(fine, in_place, "3 tokens, streamed")
+    check_tokens([row(AHEAD, 4, 4, 4)], [], "where nothing lies in place")
+    for wrong in (
+        row(AHEAD, 1, 2, 4, first_difference=2, logit_gap=0.5),
+        row(AHEAD, 1, 2, 4, first_difference=2),
+        row(AHEAD, 1, 4, 4, first_difference=2, logit_gap=1e-4),  # of a later token
+        row("ours:plain", 1, 2, 4),  # as are all others there
+        row(AHEAD, 1, 2, 3, steady=False),
+    ):
+        with pytest.raises(UsageError, match=f"{wrong['system']}, 3 tokens, streamed: its tokens are not"):
+            check_tokens([*in_place, wrong], in_place, "3 tokens, streamed")
+
+
 def tiny_text(link: PacedLink, config: Config, capacity: int, shares: Shares | None = None) -> Text:
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
     return Text(target, None, link, config, capacity, shares)
@@ -352,9 +397,7 @@ def quick() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "CASES", (case,))
         patch.setattr(prediction_accuracy, "ATTENTION_REPEATS", 1)
-        threads = torch.get_num_threads()
         yield
-        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +408,11 @@ def measured(quick: None, pair: tuple[str, str], tmp_path_factory: pytest.TempPa
     book.write_bytes(bytes(byte_ids(400)))
     arguments = ["--model", pair[0], "--draft", pair[1], "--text", str(book), "--out", str(out)]
     sizes = ["--contexts", "160", "-n", "14", "--turns", "1", "--device", "cpu"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     assert command_line.main(["offload", *arguments, *sizes]) == 0
+    assert torch.get_num_threads() == 2, "as before, not the one of the case"
+    torch.set_num_threads(threads)
     return {"path": out, "records": [json.loads(line) for line in out.read_text().splitlines()]}
 
 
@@ -394,6 +441,8 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
             ratio_of_it = row["predicted"]["ms_per_token"] / found["ms_per_token"]
             assert found["predicted_over_measured"] == pytest.approx(ratio_of_it)
     page = path.with_suffix(".md").read_text()
+    assert page.count("What a plain pass reads takes") == 1, "in place"
+    assert page.count("Carrying all KV once takes") == 2
     assert page.index("## 160 tokens, in place") < page.index("## 160 tokens, streamed")
     assert "| predicted/measured |" in page and "offload.ahead = 0" in page
 
@@ -457,6 +506,62 @@ def test_prediction_accuracy_holds_the_planner_against_every_row(
         assert set(one["predicted"]) == set(one["measured"])
 
 
+def test_wrong_tokens_end_a_run(
+    measured: dict[str, Any],
+    pair: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone, streamed, _ = (copy.deepcopy(one["rows"]) for one in measured["records"])
+    streamed[-1] |= {"tokens": [0] * 14, "first_difference": 0}
+    rows = iter([alone, streamed])
+    monkeypatch.setattr(side_by_side.runner, "run", lambda job, say: next(rows))
+    out, book = tmp_path / "out.jsonl", str(measured["path"].with_name("book.txt"))
+    given = [
+        "offload",
+        "--model",
+        pair[0],
+        "--draft",
+        pair[1],
+        "--text",
+        book,
+        "--out",
+        str(out),
+        "--no-plot",
+    ]
+    assert (
+        command_line.main([*given, "--contexts", "160", "-n", "14", "--turns", "1", "--device", "cpu"]) == 2
+    )
+    assert f"{AHEAD}, 160 tokens, streamed: its tokens are not those of plain" in capsys.readouterr().err
+    assert [json.loads(line)["place"] for line in out.read_text().splitlines()] == ["in place"]
+
+
+def test_predictions_go_by_what_was_run_in_place_with_the_same_settings(
+    measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, record, _ = copy.deepcopy(measured["records"])
+    others = tmp_path / "others.jsonl"
+    others.write_text("".join(json.dumps(one) + "\n" for one in (alone | {"new_tokens": 7}, record)))
+    assert command_line.main(["prediction-accuracy", str(others)]) == 0
+    assert last_line(capsys) == {"worst": None, "rows": 0}
+
+
+def test_a_row_that_drafts_is_not_predicted_by_one_that_does_not(measured: dict[str, Any]) -> None:
+    alone, record, _ = copy.deepcopy(measured["records"])
+    record["rows"] = [row for row in record["rows"] if row["system"] != LATE]
+    record["rows"][0]["system"] += "+offload.ahead=0"
+    assert prediction_accuracy.predict(record, alone["rows"], record["rows"][-1]) is None
+
+
+def test_a_peer_has_a_row_without_rounds(measured: dict[str, Any]) -> None:
+    record = copy.deepcopy(measured["records"][0])
+    del record["rows"][0]["rounds"]
+    record["rows"][0]["ms_per_token"] = spread([7.25])
+    peer = page([record]).splitlines()[-2]
+    assert " 7.25 |" in peer and peer.count(" – |") == 11
+
+
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
     alone, record, _ = copy.deepcopy(measured["records"])
     plain, late, *_, ahead = record["rows"]
@@ -499,7 +604,10 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
         (["prediction-accuracy", "missing.jsonl"], "cannot be read"),
         (["prediction-accuracy", "pyproject.toml"], "is no result of a side-by-side run"),
         (["prediction-accuracy", "bench/results/peers-cpu.jsonl"], "is no result of `bench offload`"),
-        (["offload", "--systems", "ours:plain", "--contexts", "64", "--device", "cpu"], "none has drafted"),
+        (
+            ["offload", "--systems", "ours:plain", "--contexts", "64", "--device", "cpu"],
+            "none of ours drafts",
+        ),
         (["offload", "--contexts", "9999999", "--device", "cpu"], "use a longer --text"),
     ],
 )

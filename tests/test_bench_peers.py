@@ -201,7 +201,25 @@ def test_results_are_appended_and_not_measured_again(
     assert "differ at 1, gap 2.0e-05" in page
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
     assert page.index("## 32 tokens") < page.index("## 64 tokens")
+    for other in (["-n", "9"], ["--turns", "2"], ["--systems", "transformers:static,ours:plain,ours:trees"]):
+        assert command_line.main([*common, "--contexts", "32", "--no-plot", *other]) == 0
+    assert asked == [64, 32, 32, 32, 32], "what was measured in another way is not taken"
     capsys.readouterr()
+
+
+def test_what_failed_as_a_whole_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(job: Job, say: Any) -> list[Row]:
+        asked.append(job)
+        return [{"system": name, "synthetic": None, "error": "out of luck"} for name in job.systems]
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+    given = ["peers", "--systems", "ours:plain", "--contexts", "32", "--no-plot"]
+    for _ in range(2):
+        assert command_line.main([*given, "--out", str(tmp_path / "peers.jsonl")]) == 0
+    assert len(asked) == 2
 
 
 def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
@@ -228,6 +246,9 @@ def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
         ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
         ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
         ("--systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
+        ("--systems ours:retrieval+retrieval.select=mean_keys", "needs means that are kept when the text"),
+        ("--systems ours:retrieval+retrieval.rest=true --set retrieval.rest=false", "needs means that are"),
+        ("--systems ours:plain --device cpu --gpu-memory 2", "--gpu-memory 2: runs on the CPU"),
         ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
         ("--model random:tiny --needles", "reads no text; leave out --text and --needles"),
         ("--model random:huge", "there is no such shape; there are tiny"),
@@ -253,6 +274,7 @@ def test_bad_input(
     assert command_line.main(["peers", "--quick", *given]) == 2
     out, err = capsys.readouterr()
     assert message in err and out == ""
+    assert not (tmp_path / "bench").exists(), "no checkpoint was written"
 
 
 def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +301,7 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_results_are_compared_with_noise_in_mind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def results(name: str, **systems: tuple[float, float, float]) -> str:
+    def results(name: str, settings: Row, **systems: tuple[float, float, float]) -> str:
         rows: list[Row] = [
             {"system": system, "ms_per_token": dict(zip(("min", "median", "max"), spread, strict=True))}
             for system, spread in systems.items()
@@ -289,21 +311,32 @@ def test_results_are_compared_with_noise_in_mind(tmp_path: Path, capsys: pytest.
             "context": 4096,
             "prompt": "",
             "rows": [*rows, {"error": "absent"}],
-        }
+        } | settings
         (tmp_path / name).write_text(json.dumps(record) + "\n")
         return str(tmp_path / name)
 
-    old = results("old", a=(1, 2, 3), b=(4, 5, 6), c=(1, 2, 3), gone=(1, 1, 1))
-    new = results("new", a=(3.5, 4, 5), b=(1, 2.5, 3.9), c=(2, 3, 4))
+    now = {"place": "", "gpu_memory_gib": 0.0, "link_rate_gb_s": 0.0}  # what older records do not have
+    old = results("old", {}, a=(1, 2, 3), b=(4, 5, 6), c=(1, 2, 3), gone=(1, 1, 1))
+    new = results("new", now, a=(3.5, 4, 5), b=(1, 2.5, 3.9), c=(2, 3, 4))
     assert command_line.main(["compare", old, new]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all((row["place"], row["context"]) == ("", 4096) for row in rows)
     assert [(row["system"], row["verdict"], row["ratio"]) for row in rows] == [
         ("a", "slower", 2.0),
         ("b", "faster", 0.5),
         ("c", "within noise", 1.5),
     ]
+    paced = {"place": "streamed", "processor": {}, "link_rate_gb_s": 2.5}
+    there = results("there", paced, a=(1, 2, 3))
+    assert command_line.main(["compare", there, results("again", paced, a=(1, 2, 3))]) == 0
+    table, last = capsys.readouterr().out.rsplit("\n\n", 1)
+    assert "| streamed |" in table and json.loads(last)[0]["place"] == "streamed"
+    faster_link = results("faster", paced | {"link_rate_gb_s": 2.6}, a=(1, 2, 3))
+    capped = results("capped", now | {"gpu_memory_gib": 24.0}, a=(1, 2, 3))
     for arguments, message in (
-        ([old, results("other", d=(1, 2, 3))], "have no system in common at the same prompt"),
+        ([old, results("other", {}, d=(1, 2, 3))], "have no system in common at the same prompt"),
+        ([there, faster_link], "have no system in common"),
+        ([old, capped], "have no system in common"),
         ([old, str(tmp_path / "none")], "cannot be read"),
         ([old, __file__], "line 1 is no result of a side-by-side run"),
     ):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from bench.cases import text_config
 from bench.recorded_text import Text
 from bench.rounds import figures
 from bench.systems import Opener, Run, Setup
@@ -30,7 +31,7 @@ def shared_text(setup: Setup) -> Text:
         torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)
     dtype = choose_dtype(setup.dtype, device)
-    config = load_config("triforce" if setup.draft else "retrieval", setup.options)
+    config = text_config(setup.options, draft=bool(setup.draft))
     if device.type == "cuda":  # refused before weights are loaded that have no room
         shape, small = find_shape(setup.model, dtype), setup.draft and find_shape(setup.draft, dtype)
         hardware = usable_hardware(device)
