@@ -106,7 +106,8 @@ def measure_alone(
 
 
 def _values(shape: ModelShape) -> Row:
-    return asdict(shape) | {"dtype": str(shape.dtype).removeprefix("torch.")}
+    """As JSON values; of a folder the end alone, for a result goes elsewhere."""
+    return asdict(shape) | {"name": Path(shape.name).name, "dtype": str(shape.dtype).removeprefix("torch.")}
 
 
 def _shape(values: Row) -> ModelShape:
