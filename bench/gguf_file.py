@@ -49,9 +49,9 @@ def _write(folder: Path, dtype: str, path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(folder)
-    rope, size = config.rope_parameters, config.vocab_size
     if config.model_type != "llama":
         raise ValueError(f"{folder} is of the architecture {config.model_type}: only llama can be written")
+    rope, size = config.rope_parameters, config.vocab_size
     if rope["rope_type"] not in ROTARY:
         raise ValueError(f"rotary embeddings {rope} cannot be written: only {', '.join(ROTARY)}")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
     """The folder of a checkpoint `random:SHAPE`, which is written into `work` where it is not there.
 
     Raises:
-        UsageError: there is no such shape, or no memory to write it from.
+        UsageError: there is no such shape, no memory to write it from, or no room on the disk.
     """
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
@@ -39,7 +40,12 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
         needed = SHAPES[shape].parameters * dtype.itemsize
         if needed > available_memory():
             raise UsageError(f"--model {name}: its weights, {needed / 2**30:.1f} GiB, do not fit in memory")
-        unfinished = folder.with_suffix(".part")
+        work.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(work).free
+        if needed > free:
+            sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free in {work}"
+            raise UsageError(f"--model {name}: its weights take {sizes}; OFFLOAD_RT_CACHE names another one")
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         random_model(shape, CPU, dtype).save_pretrained(unfinished)
         shutil.copy(demo_model("target") / "tokenizer.json", unfinished)  # OpenVINO asks for one
         unfinished.rename(folder)

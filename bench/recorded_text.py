@@ -30,6 +30,7 @@ class Text:
         config: its store, its prefill and the means that it keeps hold for every composition.
         capacity: tokens of the longest prompt and its continuation together.
         shares: not as `config` says, or the plan on a GPU, but these.
+        notices: what the user is told, the models' own notices among it; the engine's are added.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class Text:
         config: Config,
         capacity: int,
         shares: Shares | None = None,
+        notices: list[str] | None = None,
     ) -> None:
         self._capacity, self._shares = capacity, shares
-        self._notices: list[str] = []
+        self._notices = [] if notices is None else notices
         self._engine = Engine(target, draft, [config], link, on_notice=self._notices.append)
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None

@@ -87,7 +87,7 @@ def add_parser(commands: Any) -> None:
         default = "float32, on a GPU bfloat16 for random weights"
         parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {default}")
         parser.add_argument("--device", default="auto", metavar="cpu|cuda")
-        most = f"of a GPU, for every system (default: {GPU_MEMORY_GIB:g} for random weights, else all)"
+        most = f"of a GPU, but for llama.cpp (default: {GPU_MEMORY_GIB:g} for random weights, else all)"
         parser.add_argument("--gpu-memory", type=inputs.number(), metavar="GiB", help=most)
         parser.add_argument("--quick", action="store_true", help="short prompts, fewer tokens")
         parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines; what it holds is kept")

@@ -118,7 +118,7 @@ class Study:
         sections = [part.section(found[name]) for name, part in parts.items()]
         page = [f"# {self.about[0].upper()}{self.about[1:]}", f"`{found['command']}`"]
         page += [_what(found, subject.settings | found["case"]), " ".join(self.note.split())]
-        plots = [(part, found[name]) for name, part in parts.items() if part.plotted]
+        plots = [(part, found[name]) for name, part in parts.items() if part.plotted and found[name]]
         if plots and not arguments.no_plot:
             page.append(_draw(plots, path.with_suffix(PICTURE)))
         write_whole(path.with_suffix(PAGE), "\n\n".join([*page, *sections]) + "\n")
@@ -127,6 +127,8 @@ class Study:
 
 def table(rows: Sequence[Row]) -> str:
     """Rows with the same keys as Markdown; a dash where there is nothing."""
+    if not rows:
+        return "Nothing here can be measured with these models."
     cells = [[_cell(value) for value in row.values()] for row in rows]
     return report.table([name.replace("_", " ") for name in rows[0]], cells)
 

@@ -25,6 +25,9 @@ from offload_rt.parts import Part
 from offload_rt.prefill import prefill
 from offload_rt.text import encode
 
+READ_ON = ("acceptance", "policies")
+"""Parts of studies that go on behind the context."""
+
 
 class ContextReader(AbstractContextManager["ContextReader"]):
     """Holds the KV of one text.
@@ -87,7 +90,7 @@ class Texts:
 
     Attributes:
         books: tokens of each text, by name.
-        sizes: of the study; each text has `context` tokens, and `positions` more to go on with.
+        sizes: of the study; each text has `context` tokens, and `positions` more where a part needs them.
     """
 
     models: Models
@@ -103,7 +106,7 @@ class Texts:
         """
         texts, models = inputs.read_texts(arguments.text), inputs.load(arguments)
         books = {name: encode(models.tokenizer, text) for name, text in texts}
-        needed = sizes.context + sizes.positions
+        needed = sizes.context + sizes.positions * any(part in READ_ON for part in arguments.parts)
         for name, tokens in books.items():
             if len(tokens) < needed:
                 said = f"has {len(tokens)} tokens, and {needed} are needed"

@@ -33,7 +33,7 @@ def main(adapter: str, descriptor: str) -> None:
                     setup, system = Setup(**arguments[0]), name.partition("+")[0]
                     if system not in systems:
                         raise ValueError(f"{adapter} has no system {system}; there are {', '.join(systems)}")
-                    if setup.gpu_memory_gib:
+                    if setup.gpu_memory_gib and "torch" in sys.modules:  # not for llama.cpp, nor vLLM
                         cap(setup.gpu_memory_gib, setup.device)
                     opened[name] = systems[system](setup)
                 answer = _ask(opened[name], command, *arguments) | memory()

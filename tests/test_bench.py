@@ -255,6 +255,12 @@ def test_model_card(
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
+def test_a_loss_needs_no_text_behind_the_context(pair: tuple[str, str], text: Path, tmp_path: Path) -> None:
+    text.write_bytes(text.read_bytes()[:1024])
+    given = f"model-card --context 1024 --parts loss --text {text} --out {tmp_path / 'card.json'}".split()
+    assert command_line.main([*given, "--model", pair[0], *SETTINGS, "--no-plot"]) == 0
+
+
 def test_where_a_loss_rises() -> None:
     noise = torch.linspace(-1, 1, 50, dtype=torch.float64)  # a standard error of 0.083
     found = [of_change(noise + change) for change in (0.2, 0.12, -0.1)]
@@ -445,6 +451,21 @@ def test_rows_as_a_table() -> None:
     found = studies.table([{"a_b": 0.5, "n": 3, "x": None}, {"a_b": 2e-5, "n": True, "x": 12.345}])
     assert found.splitlines()[2:] == ["| 0.500   |   3 |     – |", "| 2.0e-05 | yes | 12.35 |"]
     assert found.startswith("| a b ")
+
+
+def test_a_part_without_rows_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of `paper` where every row needs a draft and there is none."""
+    nothing = studies.Part(lambda study: [], ("label",), ("plotted",))
+    subject = SimpleNamespace(device=CPU, settings={})
+    given: dict[str, Any] = {"add_arguments": lambda parser: parser.add_argument("--out", type=Path)}
+    given |= {"opened": lambda arguments, sizes: subject, "parts": {"drafts": nothing}}
+    study = studies.Study("none", "nothing", "", Sizes(), Sizes(), **given)
+    monkeypatch.setattr(command_line, "COMMANDS", (study,))
+    assert command_line.main(["none", "--out", str(tmp_path / "none.json")]) == 0
+    assert "\n\nNothing here can be measured with these models.\n" in (tmp_path / "none.md").read_text()
+    assert last_line(capsys)["drafts"] == []
 
 
 def test_machine() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +22,17 @@ import torch
 from test_bench_offload import SMALLER, TINY_KEYS, copies, times
 
 import bench.__main__ as command_line
-from bench import gpu, machine
+from bench import gpu, machine, prediction_accuracy, runner, side_by_side, worker
+from bench.cases import CASES
 from bench.gpu import Given, Row
 from bench.random_models import SHAPES
 from bench.rounds import Recorded
+from bench.runner import Worker
+from bench.systems import Setup, ours
 from cpu_kv import PacedLink, PageLocking, SlabAllocator
 from cpu_kv.link import CopyRecord, Pairs
+from offload_rt.graphs import GraphedModel
+from offload_rt.loading import load_model
 from offload_rt.machine import doctor
 from offload_rt.machine.hardware import Hardware, named_hardware
 
@@ -355,6 +361,70 @@ def test_a_text_is_read_and_continued(small: Hardware, streamed: bool, tmp_path:
     assert found["share_of_pinned"] == pytest.approx(1 / small.gpus[0].to_device_rate)
     with gzip.open(tmp_path / calls["trace"]) as written:
         assert json.load(written)["traceEvents"]
+
+
+class Inside(Worker):
+    """A worker in a thread of this process."""
+
+    def __init__(self, adapter: str, setup: Setup) -> None:
+        self._patience_s = 100.0
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._thread = Thread(target=worker.main, args=(adapter, str(os.dup(theirs.fileno()))))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("memory_bytes", [GIB, 2**20])
+def test_ours_is_measured_streamed_and_as_planned(
+    small: Hardware, memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `bench offload` does on a card."""
+    card = dataclasses.replace(small.gpus[0], memory_bytes=memory_bytes)
+    hardware = dataclasses.replace(small, gpus=(card,))
+    describe, caps = machine.describe, list[float]()
+
+    def refuse(step: Callable[[], torch.Tensor]) -> Any:
+        raise RuntimeError("no graph today")
+
+    declared = CASES[-1]
+    case = dataclasses.replace(declared, on_cuda={**declared.on_cuda, "options": TINY_KEYS})
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(side_by_side, "CASES", (case,))
+    monkeypatch.setattr(side_by_side, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
+    monkeypatch.setattr(machine, "read_rate", lambda device: 1000.0)
+    monkeypatch.setattr(prediction_accuracy, "inspect", lambda: SimpleNamespace(hardware=hardware))
+    monkeypatch.setattr(runner, "Worker", Inside)
+    monkeypatch.setattr(worker, "cap", lambda gib, device: caps.append(gib))
+    monkeypatch.setattr(ours, "usable_hardware", lambda device: hardware)
+    monkeypatch.setattr(ours, "load_model", lambda path, device, dtype: load_model(path, CPU, dtype))
+    monkeypatch.setattr(ours, "CudaLink", lambda device: PacedLink(25e9))
+    monkeypatch.setattr(ours, "GraphedModel", lambda *given: GraphedModel(*given, capture=refuse))
+    given = ["offload", "--model", "random:tiny", "--device", "cuda", "--acceptance", "1"]
+    out = tmp_path / "out.jsonl"
+    given += ["--contexts", "160", "--turns", "1", "--no-plot", "--out", str(out)]
+    assert command_line.main(given) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["place"] for one in records] == ["streamed", "planned"]
+    assert records[0]["options"] == TINY_KEYS | {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
+    assert records[1]["options"] == TINY_KEYS and set(caps) == {24.0}
+    for record in records:
+        assert record["new_tokens"] == 48 and record["gpu_memory_gib"] == 24
+        assert record["link_rate_gb_s"] == card.to_device_rate
+        assert [row["system"].partition("+")[0] for row in record["rows"]] == ["ours:plain"] + 4 * [
+            "ours:retrieval"
+        ]
+        for row in record["rows"]:
+            if memory_bytes == GIB:
+                assert "error" not in row and row["rounds"]["predicted_over_measured"] > 0
+                assert "no CUDA graphs" in row["notes"][-1]
+            else:
+                assert "GPU" in row["error"], "refused before its weights are loaded"
 
 
 def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:

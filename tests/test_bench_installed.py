@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import byte_ids, tiny_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from bench.runner import PEERS_PYTHON, SystemFailed, Worker
 from bench.systems import Setup
@@ -124,3 +124,13 @@ def test_what_cannot_be_written_is_refused(given: dict[str, Any], message: str, 
     with pytest.raises(SystemFailed, match=message), opened("llamacpp:f32", setup):
         pass
     assert not list(setup.folder.glob("*.gguf"))
+
+
+def test_an_architecture_without_rotary_embeddings_is_refused_too(tmp_path: Path) -> None:
+    setup = saved(tmp_path / "model", str(tmp_path / "work"))
+    GPT2Config().save_pretrained(tmp_path / "model")
+    with (
+        pytest.raises(SystemFailed, match="architecture gpt2: only llama"),
+        opened("llamacpp:f32", setup),
+    ):
+        pass

@@ -20,7 +20,7 @@ from tiny_models import byte_ids, tiny_target
 from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
-from bench import held, prediction_accuracy, side_by_side
+from bench import held, prediction_accuracy, random_models, side_by_side
 from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.recorded_text import Text
@@ -487,6 +487,9 @@ def test_a_random_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest
     assert logits.std().item() == pytest.approx(20, rel=0.2)
     monkeypatch.setitem(SHAPES, "tiny", dataclasses.replace(SMALLER, parameters=2**50))
     with pytest.raises(UsageError, match="do not fit in memory"):
+        checkpoint("random:tiny", torch.float16, tmp_path)
+    monkeypatch.setattr(random_models, "available_memory", lambda: 2**60)
+    with pytest.raises(UsageError, match=r"take 2097152.0 GiB, and \d.* are free in .*OFFLOAD_RT_CACHE"):
         checkpoint("random:tiny", torch.float16, tmp_path)
 
 

@@ -130,6 +130,11 @@ def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
     assert "first_difference" not in good and "first_difference" not in differs
 
 
+def test_what_does_not_use_torch_is_not_kept_to_a_part_of_a_gpu(fakes: Path) -> None:
+    (row,) = measured(fakes, ["fake:good"], setup=setup(fakes, device="cuda:7", gpu_memory_gib=24.0))
+    assert "error" not in row
+
+
 def test_what_hangs_is_ended(fakes: Path) -> None:
     worker = Worker("fake", setup(fakes), patience_s=20.0)
     worker.ask("open", "hangs", asdict(setup(fakes)))

@@ -28,7 +28,7 @@ class Setup:
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
         temperature: 0 decodes greedily.
         link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
-        gpu_memory_gib: of a GPU's memory that the process may take; 0: all.
+        gpu_memory_gib: of a GPU's memory that the process may take; 0: all. The worker keeps torch to it.
         options: keys of our configurations.
         settings, acceptance: of one system of ours: keys for it alone, and what its acceptance is held at.
     """

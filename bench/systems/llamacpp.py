@@ -80,6 +80,8 @@ class LlamaCpp:
         if kv == "float16" and not (on_gpu and offload_kqv):
             rounded = "sums of values" if flash else "attention weights"
             notes.append(f"queries and {rounded} are rounded to float16")
+        if on_gpu and setup.gpu_memory_gib:
+            notes.append(f"is not kept to {setup.gpu_memory_gib:g} GiB of the GPU")
         self.label, self.notes = ", ".join(parts), tuple(notes)
 
     def prepare(self, prompt: Sequence[int]) -> float:

@@ -36,15 +36,16 @@ def shared_text(setup: Setup) -> Text:
         shape, small = find_shape(setup.model, dtype), setup.draft and find_shape(setup.draft, dtype)
         hardware = usable_hardware(device)
         plan(PlanRequest(shape, small or None, config, setup.capacity, 0, hardware)).check()
+    notices = list[str]()
     target, draft = (
-        None if path is None else GraphedModel(load_model(path, device, dtype), path, print)
+        None if path is None else GraphedModel(load_model(path, device, dtype), path, notices.append)
         for path in (setup.model, setup.draft)
     )
     assert target is not None
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()
     if setup.link_gb_s:
         link = PacedLink(1e9 * setup.link_gb_s)
-    return Text(target, draft, link, config, setup.capacity)
+    return Text(target, draft, link, config, setup.capacity, notices=notices)
 
 
 class Ours:
