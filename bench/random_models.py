@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from offload_rt.devices import available_memory
 from offload_rt.errors import UsageError
@@ -59,22 +59,28 @@ def random_prompt(vocabulary: int, count: int) -> list[int]:
     return drawn
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in the shape `name` of `SHAPES`, with random weights, the same ones each time."""
-    shape = SHAPES[name]
-    kind: Any = Qwen2Config if name.startswith("qwen2") else LlamaConfig
-    config = kind(
+def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
+    """Of a model in this shape, valid for so many positions."""
+    kind: Any = Qwen2Config if shape.name.startswith("qwen2") else LlamaConfig
+    config: PretrainedConfig = kind(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         vocab_size=shape.vocabulary,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         tie_word_embeddings=shape.tied,
         eos_token_id=None,
         pad_token_id=None,
     )
+    return config
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in the shape `name` of `SHAPES`, with random weights, the same ones each time."""
+    config: Any = config_of(SHAPES[name], POSITIONS)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device), torch.no_grad():
         torch.manual_seed(0)

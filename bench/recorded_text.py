@@ -85,8 +85,6 @@ class Text:
     def begin(self, config: Config, new_tokens: int = 1, temperature: float = 0.0) -> float:
         """Back to the end of the prompt; returns ms in which the composition's caches took the prompt."""
         session = self.session
-        if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
-            config = config.having("offload.refresh_from", session.planned.offload.refresh_from)
         session.rerun(self._engine.available(config), self._continuation(new_tokens, temperature))
         return session.prefill_ms
 

@@ -146,15 +146,15 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     """Records of one case as markdown: what was run on, and a table for each context and place."""
     first = records[0]
     described = first["machine"]
-    settings = [f"{first['model']}, {first['dtype']}", f"{first['new_tokens']} tokens a run"]
-    settings += [f"{first['turns']} turns", f"text: {', '.join(first['texts'])}"]
-    settings += [f"temperature {first['temperature']:g}"] if first["temperature"] else []
-    settings += [f"KV behind an emulated link of {first['link_gb_s']:g} GB/s"] if first["link_gb_s"] else []
-    settings += [f"{first['gpu_memory_gib']:g} GiB of the GPU"] if first["gpu_memory_gib"] else []
-    settings += ["random weights: for timing only"] if first["model"].startswith("random:") else []
+    told = [f"{first['model']}, {first['dtype']}", f"{first['new_tokens']} tokens a run"]
+    told += [f"{first['turns']} turns", f"text: {', '.join(first['texts'])}"]
+    told += [f"temperature {first['temperature']:g}"] if first["temperature"] else []
+    told += [f"KV behind an emulated link of {first['link_gb_s']:g} GB/s"] if first["link_gb_s"] else []
+    told += [f"{first['gpu_memory_gib']:g} GiB of the GPU"] if first["gpu_memory_gib"] else []
+    told += ["random weights: for timing only"] if first["model"].startswith("random:") else []
     head = (
         f"{described['processor']}, {described['threads']} threads, {described['memory_gib']} GiB, torch "
-        f"{described['torch']}, transformers {described['transformers']}. {'; '.join(settings)}."
+        f"{described['torch']}, transformers {described['transformers']}. {'; '.join(told)}."
     )
     return "\n\n".join([head, *(_point(record) for record in records)])
 

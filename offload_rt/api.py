@@ -304,8 +304,6 @@ class LLM:
                 given = load_config(config, overrides)
                 _check_datastores([given], self._tokenizer, self._engine.target.vocabulary)
                 settings = self._engine.available(given)
-            if settings.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
-                settings = settings.having("offload.refresh_from", session.planned.offload.refresh_from)
             self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
             params = params.seeded()
             session.rerun(settings, self._continuation(params))

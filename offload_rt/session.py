@@ -215,6 +215,8 @@ class Session:
                 that its pages do not hold whole; or see `CausalModel.for_text`.
         """
         self._shared.target.for_text(self.prompt_tokens, continuation.max_tokens)
+        if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
+            config = config.having("offload.refresh_from", self.planned.offload.refresh_from)
         (chunks, pages), (kept_chunks, kept_pages) = config.kept_means, self.planned.kept_means
         if chunks not in (None, kept_chunks):
             raise UsageError(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_target
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, MistralConfig
 
+from bench.random_models import config_of
 from offload_rt.errors import UsageError
 from offload_rt.loading import demo_model, load_model
 from offload_rt.planning.shapes import SHAPES, find_shape, from_config
@@ -48,17 +49,7 @@ def test_a_step_reads_the_head_and_not_the_embedding() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_named_shape_is_that_of_a_model_of_its_sizes(name: str) -> None:
     named = find_shape(name, None)
-    config = (Qwen2Config if name.startswith("qwen") else LlamaConfig)(
-        num_hidden_layers=named.layers,
-        hidden_size=named.hidden,
-        intermediate_size=named.intermediate,
-        num_attention_heads=named.heads,
-        num_key_value_heads=named.kv_heads,
-        head_dim=named.head_dim,
-        vocab_size=named.vocabulary,
-        tie_word_embeddings=named.tied,
-        max_position_embeddings=named.max_positions,
-    )
+    config = config_of(named, named.max_positions)
     assert from_config(config, torch.bfloat16, name) == named
     assert find_shape(name, torch.float32).weight_bytes == 2 * named.weight_bytes == 4 * named.parameters
 
