@@ -176,7 +176,8 @@ def verify_greedy(draft: Draft, chosen: Tensor) -> Verdict:
         return Verdict(chosen.new_zeros(()), chosen[0])
     device = chosen.device
     row = draft.tree.descend(draft.tokens.on(device) == chosen[draft.tree.parent_rows(device)])
-    return Verdict(row, chosen[row])
+    # chosen[row] would wait for the device: torch reads an index without dimensions on the host.
+    return Verdict(row, chosen.gather(0, row[None])[0])
 
 
 def verify(draft: Draft, probs: Tensor, draws: Draws) -> Verdict:
