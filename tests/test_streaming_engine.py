@@ -8,18 +8,24 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from conftest import EMULATED_CUDA
 from small_engine import CONFIGS, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, GenerationResult, SamplingParams
+from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
+from offload_rt.engine import Engine
 from offload_rt.graphs import GraphedModel
+from offload_rt.host import to_host
+from offload_rt.rounds import Round
+from offload_rt.session import Session
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_CUDA = [
@@ -91,7 +97,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize("share", SHARES[::3])
 def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
-    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA else 60))
+    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED_CUDA else 60))
     source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
     offload = {"resident_tokens": share[0], "cpu_tokens": share[1]}
@@ -170,6 +176,36 @@ def test_no_layer_of_a_pass_waits_for_the_device(
         expected = llm.generate(PROMPT, PARAMS).tokens
         monkeypatch.setattr(FullCache, "attend", watched)
         assert llm.rerun(PARAMS).tokens == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_round_waits_only_where_it_reads(
+    device: torch.device, config: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch itself refuses what waits, but for `to_host` and for events."""
+
+    def reading(*tensors: Tensor) -> list[Tensor]:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return to_host(*tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def watched(engine: Engine, sessions: Sequence[Session]) -> list[Round | Exception]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(engine, sessions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    params, step = SamplingParams(temperature=temperature, seed=3, max_tokens=16), Engine.step
+    with small_llm(device, config, resident_tokens=32, cpu_tokens=48, refresh_from="stream") as llm:
+        expected = llm.generate(PROMPT, params).tokens
+        monkeypatch.setattr(passes, "to_host", reading)
+        monkeypatch.setattr(Engine, "step", watched)
+        assert llm.rerun(params).tokens == expected
 
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])

@@ -1,0 +1,844 @@
+"""A CUDA device emulated on the CPU: what runs on it may be late, and whatever is used too early is garbage.
+
+Every operation on a tensor of the emulated device is put into the queue of the stream that is current, as on
+a card, and computed by torch's CPU kernels once something waits for it: `late` at the last moment and no
+more than needed, `soon` at once, `random` anywhere between. Memory that has not been computed yet, or that
+was given back, is NaN (or a number far out of range). So a missing event, a buffer that is reused too early,
+a result that the host reads before it arrived, or a tensor that is let go while another stream still uses it
+show as wrong tokens or errors. What mixes devices is refused, and so is what waits for the device where
+`torch.cuda.set_sync_debug_mode` or a capture forbids it.
+
+What it cannot show: speed, the arithmetic of CUDA's kernels, limits of the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import random
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+SCHEDULES = ("late", "soon", "random")
+MEMORY = 24 * 2**30
+CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+struct OneCard final : impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, getDevice()); }
+  Stream exchangeStream(Stream) const override { return getStream(getDevice()); }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+};
+extern "C" void set_guard() {
+  impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(new OneCard());
+}
+"""
+"""torch's bindings ask for the current device wherever a tensor has one; without CUDA nobody answers."""
+
+aten = torch.ops.aten
+_Run = Callable[[], object]
+
+
+class Stream:
+    """What was enqueued, in order; the first `done` of `submitted` pieces are computed."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device = CUDA
+        self.number = next(CARD.numbers)
+        self.haste = CARD.random.choice((0.0, 0.1, 1.0))
+        self.submitted = self.done = 0
+        self.freed: list[_Run] = []
+        self._work: deque[_Run] = deque()
+        CARD.streams.add(self)
+
+    def put(self, run: _Run) -> None:
+        with CARD.lock:
+            self._work.append(run)
+            self.submitted += 1
+        CARD.progress(self)
+
+    def compute(self, upto: int) -> None:
+        with CARD.lock:
+            while self.done < upto:
+                self.done += 1  # before it runs: what it waits for may lie in this stream again
+                with _disable_current_modes():
+                    self._work.popleft()()
+
+    def wait_event(self, event: Event) -> None:
+        stream, place = event.stream, event.place
+        if stream is not None:
+            self.put(functools.partial(stream.compute, place))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.put(functools.partial(stream.compute, stream.submitted))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _refuse_in_capture("a stream is waited for")
+        self.compute(self.submitted)
+
+    def query(self) -> bool:
+        return self.done == self.submitted
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
+        self.stream: Stream | None = None
+        self.place = 0
+        self._queries = 0
+        self._time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or current_stream()
+        self.stream.put(self._reached)
+        self.place = self.stream.submitted
+        self._queries = 0
+
+    def _reached(self) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        _refuse_in_capture("an event is waited for")
+        if self.stream is not None:
+            self.stream.compute(self.place)
+
+    def query(self) -> bool:
+        self._queries += 1
+        if self._queries > 1 and self.stream is not None:  # who asks again waits for it
+            self.stream.compute(self.place)
+        return self.stream is None or self.stream.done >= self.place
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end._time - self._time)
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`: what a capture recorded is enqueued by a replay."""
+
+    def __init__(self) -> None:
+        self.work: list[_Run] = []
+
+    def replay(self) -> None:
+        current_stream().put(lambda: [run() for run in self.work])
+
+
+class _Thread(threading.local):
+    streams: list[Stream]
+    graph: Graph | None = None
+
+    def __init__(self) -> None:
+        self.streams = []
+
+
+class Card:
+    """The device: its streams, its memory, and how late it is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self.numbers = itertools.count()
+        self.schedule = "late"
+        self.random = random.Random(0)
+        self.sync_debug = "default"
+        self.allocated = self.peak = 0
+        self.fraction = 1.0
+
+    def progress(self, stream: Stream) -> None:
+        """What it computes of its own accord."""
+        if self.schedule == "soon":
+            stream.compute(stream.submitted)
+        elif self.schedule == "random":
+            with self.lock:
+                for one in sorted(self.streams, key=lambda one: one.number):
+                    if self.random.random() < one.haste:
+                        one.compute(self.random.randint(one.done, one.submitted))
+
+    def synchronize(self, device: object = None) -> None:
+        _refuse_in_capture("the device is waited for")
+        for stream in list(self.streams):
+            stream.compute(stream.submitted)
+
+
+CARD = Card()
+_DEFAULT = Stream()
+_thread = _Thread()
+
+
+def current_stream(device: object = None) -> Stream:
+    return _thread.streams[-1] if _thread.streams else _DEFAULT
+
+
+@contextmanager
+def _in_stream(stream: Stream | None) -> Iterator[None]:
+    _thread.streams.append(stream or current_stream())
+    try:
+        yield
+    finally:
+        _thread.streams.pop()
+
+
+@contextmanager
+def _captured(graph: Graph, pool: object = None, stream: Stream | None = None, **_: object) -> Iterator[None]:
+    CARD.synchronize()
+    with _in_stream(stream or Stream()):
+        _thread.graph = graph
+        try:
+            yield
+        finally:
+            _thread.graph = None
+
+
+def _refuse_in_capture(what: str) -> None:
+    if _thread.graph is not None:
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+
+def _wait(what: object) -> None:
+    """The host waits for the current stream, where that is allowed."""
+    if CARD.sync_debug == "error":
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+    current_stream().synchronize()
+
+
+def _enqueue(run: _Run) -> None:
+    if _thread.graph is not None:
+        _thread.graph.work.append(run)
+    else:
+        current_stream().put(run)
+
+
+class _Memory:
+    """An allocation of the device. Given back, it goes to the next one that its own stream asks for."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+        self.stream = current_stream()
+        freed, self.stream.freed = self.stream.freed, []
+        for spoil in freed:
+            self.stream.put(spoil)
+        self.used_by: set[Stream] = set()
+        self.keep = _thread.graph is not None  # in the graph's own pool
+        CARD.allocated += content.nbytes
+        CARD.peak = max(CARD.peak, CARD.allocated)
+
+    def __del__(self) -> None:
+        CARD.allocated -= self.content.nbytes
+        if not self.keep:
+            used = [(other, other.submitted) for other in self.used_by]
+            self.stream.freed.append(functools.partial(_reuse, self.content, used))
+
+
+def _reuse(content: Tensor, used: list[tuple[Stream, int]]) -> None:
+    for stream, place in used:
+        stream.compute(place)
+    _spoil(content)
+
+
+def _spoil(content: Tensor) -> None:
+    with _plain_mode():
+        kind = content.dtype
+        if content.is_floating_point():
+            content.fill_(math.nan)
+        elif kind == torch.bool:
+            content.fill_(True)
+        else:
+            content.fill_(torch.iinfo(kind).max)
+
+
+class CudaTensor(Tensor):
+    """A tensor of the emulated device; `content` is what it holds once its stream got there."""
+
+    content: Tensor
+    memory: _Memory
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, content: Tensor, memory: _Memory) -> CudaTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            content.shape,
+            strides=content.stride(),
+            storage_offset=content.storage_offset(),
+            dtype=content.dtype,
+            device=CUDA,
+        )
+        made.content, made.memory = content, memory
+        return made
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __repr__(self, **_: object) -> str:
+        return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_on_card(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_on_card(index), value)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.content.data_ptr()
+
+    def is_pinned(self, device: object = None) -> bool:
+        return False
+
+    def record_stream(self, stream: Any) -> None:
+        self.memory.used_by.add(stream)
+
+
+def _on_card(index: Any) -> Any:
+    """An index whose lists are tensors."""
+    if isinstance(index, tuple):
+        return tuple(_on_card(one) for one in index)
+    return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
+
+
+class _PinnedBytes(bytearray):
+    """Has weak references."""
+
+
+class Pinned:
+    """Page-locked pieces of host memory: start and end of each."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, int] = {}
+
+    def register(self, address: int, size: int, flags: int = 0) -> int:
+        if self.holds(address, 1):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.pieces[address] = address + size
+        return 0
+
+    def unregister(self, address: int) -> int:
+        return 0 if self.pieces.pop(address, None) is not None else 713
+
+    def holds(self, address: int, size: int) -> bool:
+        """Whether the memory is page-locked. A copy that crosses pieces is refused, as CUDA does."""
+        for start, end in list(self.pieces.items()):
+            if start <= address < end:
+                if address + size > end:
+                    raise RuntimeError("CUDA error: invalid argument: a copy crosses pieces of locked memory")
+                return True
+        return False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = max(1, math.prod(shape) * dtype.itemsize)
+        memory = _PinnedBytes(size)
+        made = torch.frombuffer(memory, dtype=torch.uint8)
+        self.register(made.data_ptr(), size)
+        weakref.finalize(memory, self.unregister, made.data_ptr())
+        return made[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+PINNED = Pinned()
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return PINNED.holds(tensor.data_ptr(), span * tensor.itemsize)
+
+
+class Emulation(TorchDispatchMode):
+    """Active in every thread: what makes tensors is asked for the device by a name alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+MODE = Emulation()
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    to_card = device is not None and torch.device(device).type == "cuda"
+    here = any(isinstance(one, CudaTensor) for one in _leaves((args, kwargs)))
+    if not to_card and not here:
+        return _on_host(func, args, kwargs)
+    if _is_composite(func):
+        with MODE:
+            return func.decompose(*args, **kwargs)
+    if func in _SPECIAL:
+        return _SPECIAL[func](*args, **kwargs)
+    if to_card or device is not None:
+        return _make(func, args, kwargs)
+    return _compute(func, args, kwargs)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(func.name(), "CompositeImplicitAutograd")) and func not in _SPECIAL
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments or results of an operation, each of them changed."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(change, one) for one in value)
+    if isinstance(value, dict):
+        return {name: _map(change, one) for name, one in value.items()}
+    return change(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _plain(value: Any) -> Any:
+    return _map(lambda one: one.content if isinstance(one, CudaTensor) else one, value)
+
+
+_plain_mode = torch.inference_mode  # writes tensors of any mode
+
+
+def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func in (aten.is_pinned.default, aten._pin_memory.default, aten.pin_memory.default):
+        (tensor, *_) = args
+        if func is aten.is_pinned.default:
+            return _is_pinned(tensor)
+        return PINNED.empty(tensor.shape, tensor.dtype).copy_(tensor)
+    if kwargs.pop("pin_memory", False):
+        like = func(*args, **kwargs)
+        return PINNED.empty(like.shape, like.dtype).copy_(like)
+    return func(*args, **kwargs)
+
+
+def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A new tensor, of sizes and values that depend on no tensor's content."""
+    on_card = kwargs.get("device") is None or torch.device(kwargs["device"]).type == "cuda"
+    given = _plain(kwargs) | ({"device": _CPU} if "device" in kwargs else {})
+    pinned = given.pop("pin_memory", False)
+    if on_card:
+        with _plain_mode():
+            made = func(*_plain(args), **given)
+    else:
+        made = func(*_plain(args), **given)
+        return PINNED.empty(made.shape, made.dtype) if pinned else made
+    if "empty" in func.name():
+        return _new(made)
+    out = _new(made)
+    content = out.content
+    _enqueue(lambda: _store(content, made))
+    return out
+
+
+def _store(into: Tensor, made: Tensor) -> None:
+    with _plain_mode():
+        into.copy_(made)
+
+
+def _new(like: Tensor) -> CudaTensor:
+    """Memory of the device, whose content is garbage."""
+    with _plain_mode():
+        content = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    _spoil(content)
+    return CudaTensor(content, _Memory(content))
+
+
+_WAITS = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten._local_scalar_dense.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+}
+_TAKES_HOST_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+
+
+def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on tensors of the device."""
+    masks = func in _TAKES_HOST_INDICES and any(
+        isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
+    )
+    args, kwargs = _map(functools.partial(_argument, func), (args, kwargs))
+    if func in _WAITS or masks:
+        _wait(func)
+        with _plain_mode():
+            result = func(*_plain(args), **_plain(kwargs))
+        return _map(lambda one: _ready(one) if isinstance(one, Tensor) else one, result)
+    views, writes = _aliases(func)
+    if views:
+        viewed = next(one for one in _leaves(args) if isinstance(one, CudaTensor))
+        with _plain_mode():
+            result = func(*_plain(args), **_plain(kwargs))
+        with torch.inference_mode(viewed.is_inference()):
+            return _map(lambda content: CudaTensor(content, viewed.memory), result)
+    given, named = _plain(args), _plain(kwargs)
+    if writes:
+        if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
+            with _plain_mode():
+                drawn = func(given[0].clone(), *given[1:], **named)
+            _enqueue(lambda: _store(given[0], drawn))
+        else:
+            _enqueue(lambda: _run(func, given, named, ()))
+        names = [argument.name for argument in func._schema.arguments]
+        written = [
+            kwargs[name] if name in kwargs else args[names.index(name)]
+            for name in writes
+            if name in kwargs or names.index(name) < len(args)
+        ]
+        returned = func._schema.returns
+        return None if not returned else written[0] if len(returned) == 1 else tuple(written)
+    results = _map(lambda one: _new(one) if isinstance(one, Tensor) else one, _results(func, given, named))
+    outs = [one.content for one in _leaves(results) if isinstance(one, CudaTensor)]
+    _enqueue(lambda: _run(func, given, named, outs))
+    return results
+
+
+def _argument(func: Any, value: Any) -> Any:
+    """Only the device's own tensors, and numbers, which go along with the call."""
+    if not isinstance(value, Tensor) or isinstance(value, CudaTensor):
+        return value
+    if value.dim() == 0:
+        return value.clone()
+    if func in _TAKES_HOST_INDICES:
+        _wait(func)
+        return value.clone()
+    raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu: {func}")
+
+
+@functools.cache
+def _aliases(func: Any) -> tuple[bool, list[str]]:
+    """Whether it returns views, and the names of the arguments that it writes."""
+    views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+    arguments = func._schema.arguments
+    return views, [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+_KNOWN: dict[Any, Any] = {}
+
+
+def _results(func: Any, args: Any, kwargs: Any) -> Any:
+    """What it returns, by torch's own rules for tensors without content; asked for once."""
+    key = func, _key(args), tuple(kwargs), _key(tuple(kwargs.values()))
+    if key not in _KNOWN:
+        with _plain_mode():
+            _KNOWN[key] = func(*_map(_meta, args), **_map(_meta, kwargs))
+    return _KNOWN[key]
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(one) for one in value)
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else (type(value), value)
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
+    with _plain_mode():
+        result = func(*args, **kwargs)
+        made = [one for one in _leaves(result) if isinstance(one, Tensor)] if outs else []
+        for out, one in zip(outs, made, strict=True):
+            out.copy_(one)
+
+
+def _ready(content: Tensor) -> CudaTensor:
+    out = _new(content)
+    out.content.copy_(content)
+    return out
+
+
+# Copies between host and device.
+
+
+def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(into, CudaTensor):
+        there = into.content
+        if isinstance(source, CudaTensor):
+            content = source.content
+        elif source.dim() == 0:
+            content = source.clone()
+        elif non_blocking and _is_pinned(source):
+            content = source  # read when the copy runs
+        else:
+            if not non_blocking:
+                _wait("a copy from the host")
+            content = source.clone()
+        _enqueue(lambda: _store(there, content))
+        return into
+    assert isinstance(source, CudaTensor)
+    content = source.content
+    if non_blocking and _is_pinned(into):
+        _enqueue(lambda: _store(into, content))
+    else:
+        _wait("a copy to the host")
+        _store(into, content)
+    return into
+
+
+def _to_copy(
+    source: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+    **_: object,
+) -> Tensor:
+    place = torch.device(device) if device is not None else source.device
+    like = torch.empty_like(
+        _plain(source), dtype=dtype, memory_format=memory_format or torch.preserve_format, device="meta"
+    )
+    if place.type == "cuda":
+        return _copy_(_new(like), source, non_blocking)
+    if non_blocking:  # torch makes what it copies to page-locked
+        into = PINNED.empty(like.shape, like.dtype)
+    else:
+        into = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return _copy_(into, source, non_blocking)
+
+
+# CUDA's own kernels of attention, which have no other place.
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    with _plain_mode():
+        wide = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+        scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if bias is not None:
+            scores = scores + bias
+        if causal:
+            rows, columns = scores.shape[-2:]
+            scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -math.inf)
+        lse = scores.logsumexp(-1)
+        return ((scores - lse[..., None]).exp() @ value.to(wide)).to(query.dtype), lse.float()
+
+
+def _attend(
+    query: Any, key: Any, value: Any, bias: Any, causal: bool, scale: float | None, rows: int
+) -> tuple[Tensor, Tensor]:
+    for one in (query, key, value):
+        assert isinstance(one, CudaTensor) and one.dim() == 4 and one.stride(-1) == 1, "as CUDA's kernel asks"
+    with _plain_mode():
+        out = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device="meta")
+        lse = torch.empty(*query.shape[:2], rows, dtype=torch.float32, device="meta")
+    made = _new(out), _new(lse)
+    there, contents = [one.content for one in made], _plain((query, key, value, bias))
+
+    def run() -> None:
+        for into, one in zip(there, _attention(*contents, causal, scale), strict=True):
+            _store(into[..., : one.shape[2]] if one.dim() == 3 else into, one)
+
+    _enqueue(run)
+    return made
+
+
+def _flash(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout: float = 0.0,
+    causal: bool = False,
+    debug: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention only supports fp16 and bf16")
+    return (
+        *_attend(query, key, value, None, causal, scale, query.shape[2]),
+        None,
+        None,
+        0,
+        0,
+        None,
+        None,
+        None,
+    )
+
+
+def _efficient(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    with_lse: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    if bias is not None:
+        assert bias.shape == (*query.shape[:3], key.shape[2]), "the bias has every head"
+        aligned = 16 // bias.itemsize if bias.dtype != torch.float32 else 4
+        assert all(stride % aligned == 0 for stride in bias.stride()[:-1]), "rows of the bias are aligned"
+        assert bias.dtype == query.dtype
+    padded = -(-query.shape[2] // 32) * 32
+    return *_attend(query, key, value, bias, causal, scale, padded), None, None
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy_,
+    aten._to_copy.default: _to_copy,
+    aten._scaled_dot_product_flash_attention.default: _flash,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._fused_sdp_choice.default: lambda *_, **__: 0,
+    aten.is_pinned.default: lambda *_: False,
+}
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")
+
+
+def _tensor(
+    data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+) -> Tensor:
+    made = _TENSOR(data, dtype=dtype, requires_grad=requires_grad)
+    if device is not None and torch.device(device).type != "cpu":
+        return made.to(device)
+    return made.pin_memory() if pin_memory else made
+
+
+_TENSOR = torch.tensor
+_RUN = threading.Thread.run
+
+
+def _thread_run(thread: threading.Thread) -> None:
+    with MODE:
+        _RUN(thread)
+
+
+@contextmanager
+def _device(device: object) -> Iterator[None]:
+    yield
+
+
+def _set(name: str) -> Callable[..., None]:
+    def put(value: Any, *_: object) -> None:
+        setattr(CARD, name, value)
+
+    return put
+
+
+def _reset_peak(device: object = None) -> None:
+    CARD.peak = CARD.allocated
+
+
+def install(schedule: str = "late", seed: int = 0) -> None:
+    """From now on this process sees one CUDA device; what has looked before does not know."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is not known: use one of {', '.join(SCHEDULES)}")
+    CARD.schedule, CARD.random = schedule, random.Random(seed)
+    _set_guard()
+    properties = SimpleNamespace(
+        name="emulated", total_memory=MEMORY, uuid="0", major=8, minor=9, multi_processor_count=128
+    )
+    answers: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "get_device_name": lambda _=0: properties.name,
+        "get_device_properties": lambda _=0: properties,
+        "get_device_capability": lambda _=0: (properties.major, properties.minor),
+        "mem_get_info": lambda _=0: (MEMORY - CARD.allocated, MEMORY),
+        "memory_allocated": lambda _=0: CARD.allocated,
+        "memory_reserved": lambda _=0: CARD.allocated,
+        "max_memory_allocated": lambda _=0: CARD.peak,
+        "max_memory_reserved": lambda _=0: CARD.peak,
+        "reset_peak_memory_stats": _reset_peak,
+        "empty_cache": lambda: None,
+        "get_per_process_memory_fraction": lambda _=0: CARD.fraction,
+        "set_per_process_memory_fraction": _set("fraction"),
+        "set_sync_debug_mode": _set("sync_debug"),
+        "get_sync_debug_mode": lambda: CARD.sync_debug,
+        "synchronize": CARD.synchronize,
+        "current_stream": current_stream,
+        "default_stream": lambda _=0: _DEFAULT,
+        "stream": _in_stream,
+        "device": _device,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": _captured,
+        "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: _thread.graph is not None,
+        "default_generators": (torch.Generator(),),
+        "_sleep": lambda cycles: _enqueue(lambda: None),
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=PINNED.register, cudaHostUnregister=PINNED.unregister
+        ),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.tensor, torch.Generator = _tensor, _Generator  # type: ignore[assignment, misc]
+    threading.Thread.run = _thread_run  # type: ignore[method-assign]
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `Module.to` makes new parameters
+    MODE.__enter__()
+
+
+def _set_guard() -> None:
+    packages = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(_GUARD)
+        given = [f"-I{packages / 'include'}", str(source), f"-L{packages / 'lib'}", "-lc10"]
+        subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", "-o", str(library), *given], check=True)
+        ctypes.CDLL(str(library)).set_guard()

@@ -1,0 +1,140 @@
+"""The emulated device itself: what a missing wait would do on a card, it does here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from small_engine import PARAMS, PROMPT
+from test_streaming_engine import small_llm
+
+from cpu_kv.cuda_link import _CudaTicket
+from offload_rt import passes
+from offload_rt.host import Arriving
+from offload_rt.model import NotANumber
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("EMULATED_CUDA" not in os.environ, reason="of the emulated device alone"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _late() -> Iterator[None]:
+    from emulated_cuda import CARD
+
+    schedule, CARD.schedule = CARD.schedule, "late"
+    yield
+    CARD.schedule = schedule
+
+
+def ones(count: int = 8) -> torch.Tensor:
+    return torch.ones(count, device=CUDA)
+
+
+def test_another_stream_sees_garbage_unless_it_waits() -> None:
+    made, other = ones(), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        early = made + 1
+        other.wait_stream(torch.cuda.default_stream())
+        right = made + 1
+    other.synchronize()
+    assert early.isnan().all() and right.tolist() == [2.0] * 8
+
+
+def test_an_event_covers_what_was_enqueued_before_it() -> None:
+    made, other = ones(), torch.cuda.Stream()
+    event = torch.cuda.Event()
+    event.record()
+    made.add_(1)
+    with torch.cuda.stream(other):
+        event.wait()
+        seen = made.clone()
+    other.synchronize()
+    assert seen.tolist() == [1.0] * 8 and made.tolist() == [2.0] * 8
+
+
+def test_the_host_reads_and_overwrites_too_early() -> None:
+    there, back = ones(), torch.zeros(8, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    assert back.tolist() == [0.0] * 8, "it has not arrived"
+    torch.cuda.current_stream().synchronize()
+    assert back.tolist() == [1.0] * 8
+    source = torch.zeros(8, pin_memory=True)
+    there.copy_(source, non_blocking=True)
+    source.fill_(5)
+    assert there.tolist() == [5.0] * 8, "the copy reads what stands there when it runs"
+    pageable = torch.zeros(8)
+    there.copy_(pageable, non_blocking=True)
+    pageable.fill_(5)
+    assert there.tolist() == [0.0] * 8, "pageable memory is read at once"
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_given_back_is_another_tensors(recorded: bool) -> None:
+    other, made = torch.cuda.Stream(), ones()
+    other.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(other):
+        seen = made + 1
+    if recorded:
+        made.record_stream(other)
+    del made
+    ones().sum().item()
+    other.synchronize()
+    assert seen.tolist() == [2.0] * 8 if recorded else seen.isnan().all()
+
+
+def test_what_waits_is_refused_where_nothing_may() -> None:
+    made = ones()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for wait in (
+            made.sum().item,
+            made.cpu,
+            made.nonzero,
+            lambda: made[made > 0],
+            lambda: bool(made[0] > 0),
+        ):
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                wait()
+        torch.zeros(8, pin_memory=True).copy_(made, non_blocking=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made.sum().item()
+    with pytest.raises(RuntimeError, match="same device"):
+        made + torch.ones(8)
+
+
+def test_a_graph_computes_what_stands_there_when_it_is_replayed() -> None:
+    graph, made = torch.cuda.CUDAGraph(), ones()
+    with torch.cuda.graph(graph):
+        doubled = made * 2
+    assert doubled.isnan().all()
+    made.fill_(3)
+    graph.replay()
+    assert doubled.tolist() == [6.0] * 8
+
+
+@pytest.mark.parametrize("missing", ["copies", "compute", "results"])
+def test_a_wait_that_is_missing_changes_what_is_written(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_llm(CUDA, "retrieval", resident_tokens=32, cpu_tokens=48) as llm:
+        expected = llm.generate(PROMPT, PARAMS).tokens
+        assert llm.rerun(PARAMS).tokens == expected
+        if missing == "copies":
+            monkeypatch.setattr(_CudaTicket, "wait", lambda ticket: None)
+        elif missing == "compute":
+            monkeypatch.setattr(passes, "_finish_compute", lambda caches: None)
+        else:
+            monkeypatch.setattr(Arriving, "wait", lambda arriving: arriving._there)
+        try:
+            found = llm.rerun(PARAMS).tokens
+        except NotANumber:
+            found = []
+        monkeypatch.undo()
+    assert found != expected
