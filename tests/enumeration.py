@@ -27,7 +27,7 @@ from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.drafting.verifier import Order, Sampling, Verifier
 from offload_rt.heads import Head
 from offload_rt.layers import LayerPlan
 from offload_rt.pace import Pace, RoundTimes
@@ -377,7 +377,7 @@ class Parts:
         def compose(sampling: Sampling) -> Verifier:
             cache = FullTokenCache()
             drafter = below(self, cache, sampling)
-            return Verifier("full", self.target, cache, drafter, sampling, _no_cost)
+            return Verifier("full", self.target, cache, drafter, sampling, _order(None))
 
         return compose
 
@@ -399,29 +399,32 @@ def target_over(
     view: str,
     below: Level = nothing,
     shape: DraftShape = CHAIN,
-    plan: LayerPlan | None = None,
-    first_plan: LayerPlan | None = None,
+    *plans: LayerPlan | None,
 ) -> Level:
     """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        verifier = Verifier(view, parts.target, cache, drafter, sampling, _no_cost, plan, first_plan)
-        return ModelDrafter(verifier, shape)
+        orders = map(_order, plans or (None,))
+        return ModelDrafter(view, parts.target, cache, drafter, sampling, *orders, below=shape)
 
     return level
 
 
-def small_model(plan: LayerPlan | None = None, first_plan: LayerPlan | None = None) -> Level:
+def small_model(*plans: LayerPlan) -> Level:
     """The small model over a cache of its own."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        verifier = Verifier("small", parts.small, cache, Drafter(), sampling, _no_cost, plan, first_plan)
-        return SmallModelDrafter(verifier, cache)
+        orders = map(_order, plans or (None,))
+        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *orders)
 
     return level
+
+
+def _order(plan: LayerPlan | None) -> Order:
+    return Order(plan, _no_cost)
 
 
 def _no_cost(length: int, queries: int) -> float:

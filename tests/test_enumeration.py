@@ -151,13 +151,8 @@ def tree(text: str, depth: int) -> DraftShape:
     return DraftShape.parse(text).deep(depth)
 
 
-def retrieved(
-    below: Level = nothing,
-    shape: DraftShape = CHAIN,
-    plan: LayerPlan | None = None,
-    first_plan: LayerPlan | None = None,
-) -> Level:
-    return target_over("retrieved", below, shape, plan, first_plan)
+def retrieved(below: Level = nothing, shape: DraftShape = CHAIN, *plans: LayerPlan | None) -> Level:
+    return target_over("retrieved", below, shape, *plans)
 
 
 class Stored(NGrams):
@@ -237,7 +232,7 @@ PLANS: dict[str, Build] = {
     "small model in groups, calibrated": (small_model(GROUPS, WHOLE), THREE),
     "small model in groups": (small_model(GROUPS), THREE),
     "small model in groups, tree": (small_model(GROUPS, WHOLE), tree("tree:2,2", 2)),
-    "retrieval without layers": (retrieved(plan=LayerPlan.parse("skip:1,2a", 4)), THREE),
+    "retrieval without layers": (retrieved(nothing, CHAIN, LayerPlan.parse("skip:1,2a", 4)), THREE),
 }
 
 

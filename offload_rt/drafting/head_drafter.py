@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +17,7 @@ from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.drafting.verifier import Order, Sampling
 from offload_rt.expectations import HEAD_ACCEPTANCE
 from offload_rt.heads import DEMO_HEAD, Head, load_head
 from offload_rt.host import to_device
@@ -136,14 +137,9 @@ class HeadDrafter(ModelDrafter):
 
     expected_acceptance = HEAD_ACCEPTANCE
 
-    def __init__(
-        self,
-        model: HeadModel,
-        sampling: Sampling,
-        nominal_pass_ms: Cost,
-    ) -> None:
+    def __init__(self, model: HeadModel, sampling: Sampling, cost: Cost) -> None:
         nothing = HeadStates(HiddenState(0, torch.empty(0)))
-        super().__init__(Verifier(HEAD, model, nothing, Drafter(), sampling, nominal_pass_ms))
+        super().__init__(HEAD, model, nothing, Drafter(), sampling, Order(None, cost))
         self.wants_hidden = True
         self._verified: HiddenState | None = None
 
@@ -156,7 +152,9 @@ class HeadDrafter(ModelDrafter):
         if known is None:
             return Proposal()
         # A draft keeps its states to itself: they are few, and others may begin at another state.
-        return ModelDrafter(self.verifier.over(HeadStates(known))).proposal(view, shape)
+        drafter = copy.copy(self)
+        drafter.cache = HeadStates(known)
+        return ModelDrafter.proposal(drafter, view, shape)
 
 
 class Heads:

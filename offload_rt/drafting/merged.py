@@ -43,8 +43,8 @@ class MergedDrafter(Drafter):
         self._source.observe(view, round)
         self._drafter.observe(view, round)
 
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
-        return self._drafter.nominal_ms(length, shape)
+    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
+        return self._drafter.nominal_draft_ms(length, shape)
 
 
 class MergedProposal(Proposal):
