@@ -561,7 +561,7 @@ def output_probs(
         ahead, clock: outcomes that are drafted for while a pass runs; None: no clock is asked.
     """
 
-    def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
+    def start(draws: ScriptedDraws) -> tuple[list[Text], Any]:
         text = Text(
             composition(Sampling(sampler, draws, stop_tokens)),
             prompt,
@@ -570,8 +570,7 @@ def output_probs(
             ahead,
             clock is not None,
         )
-        thread: Any = BackgroundAtOnce(draws, clock or (lambda drawn: False)) if ahead else None
-        return [text], Together(thread)
+        return [text], BackgroundAtOnce(draws, clock or (lambda drawn: False)) if ahead else None
 
     joint = joint_probs(start, lambda texts: texts[0].over or len(texts[0].output) >= count)
     probs: Probs = defaultdict(float)
@@ -581,7 +580,7 @@ def output_probs(
 
 
 def joint_probs(
-    start: Callable[[ScriptedDraws], tuple[list[Text], Together]], finished: Callable[[list[Text]], bool]
+    start: Callable[[ScriptedDraws], tuple[list[Text], Any]], finished: Callable[[list[Text]], bool]
 ) -> dict[tuple[tuple[int, ...], ...], float]:
     """The joint distribution of what several texts put out that are stepped together.
 
@@ -597,11 +596,11 @@ def joint_probs(
             script: list[int] | None = fixed
             while script is not None:
                 draws = ScriptedDraws(script, fixed=len(fixed))
-                texts, together = start(draws)
+                texts, thread = start(draws)
                 for _ in range(rounds):
-                    step(texts, together)
+                    step(texts, thread)
                 assert draws.taken == fixed
-                step(texts, together)
+                step(texts, thread)
                 weight = mass * draws.probability
                 if finished(texts):
                     ended[tuple(text.output for text in texts)] += weight
@@ -615,8 +614,9 @@ def joint_probs(
     return ended
 
 
-def step(texts: Sequence[Text], together: Together) -> None:
-    going = [text for text in texts if not text.over]
-    for result in together.run([round_of(text) for text in going]):
+def step(texts: Sequence[Text], thread: Any = None) -> None:
+    """One round of the texts that go on; `thread` is that of their background passes."""
+    going: list[Any] = [text for text in texts if not text.over]
+    for result in Together([round_of(text) for text in going], thread).run():
         if isinstance(result, Exception):
             raise result

@@ -37,7 +37,7 @@ from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.layers import LayerPlan
-from offload_rt.passes import Together, run_alone
+from offload_rt.passes import run_alone
 from offload_rt.sampling import Draws, Sampler
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
@@ -300,9 +300,9 @@ def test_drafts_are_accepted_and_rejected_alike() -> None:
         def accepted(draws: Draws, level: Level = level, shape: DraftShape = shape) -> tuple[int, int]:
             text = Text(parts.full(level)(Sampling(Sampler(1.0), draws)), PROMPT, 9, shape)
             stats = text.verifier.stats
-            step([text], Together())
+            step([text])
             if not stats.proposed:  # a head knows no hidden state before
-                step([text], Together())
+                step([text])
             return stats.accepted, stats.proposed
 
         for (kept, offered), weight in outcome_probs(accepted).items():
@@ -325,12 +325,12 @@ def test_a_batch_of_two_texts_of_which_one_ends_early(names: tuple[str, str], sa
     parts = Parts(seed=5, support=2)
     prompts, lengths = (PROMPT, PROMPT[2:5]), (3, 1)
 
-    def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
+    def start(draws: ScriptedDraws) -> tuple[list[Text], None]:
         texts = []
         for name, prompt, length in zip(names, prompts, lengths, strict=True):
             level, shape = ALL[name]
             texts.append(Text(parts.full(level)(Sampling(sampler, draws)), prompt, length, shape))
-        return texts, Together()
+        return texts, None
 
     joint = joint_probs(start, lambda texts: all(text.over for text in texts))
     first, second = (

@@ -114,7 +114,7 @@ def first_round(parts: Parts, max_tokens: int, depth: int, ahead: int) -> tuple[
     verifier = parts.full(COMPOSITIONS["retrieval"])(Sampling(Sampler(0.0), draws))
     text = Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), ahead=ahead)
     thread: Any = BackgroundAtOnce(draws, never)
-    (round,) = Together(thread).run([rounds.round_of(text)])
+    (round,) = Together([rounds.round_of(text)], thread).run()
     assert not isinstance(round, Exception), round
     return text, round
 
