@@ -80,7 +80,6 @@ class Pace:
     Args:
         verifier: the composition, for what it costs at nominal rates and usually yields.
         shape: what is drafted; its depth is 0 where that is chosen as it runs.
-        usual_acceptance: before anything has been seen.
         ahead: outcomes of a pass that are drafted for at most, while it runs in the background.
         step_down: False keeps drafting whatever it costs.
         clock: whether measured times may decide.
@@ -94,7 +93,6 @@ class Pace:
         self,
         verifier: Verifier,
         shape: DraftShape | None,
-        usual_acceptance: float = 0.0,
         *,
         ahead: int = 0,
         step_down: bool = True,
@@ -102,7 +100,7 @@ class Pace:
     ) -> None:
         self.ahead = ahead
         self._verifier = verifier
-        self.acceptance = RunningAcceptance(usual_acceptance)
+        self.acceptance = RunningAcceptance(verifier.drafter.expected_acceptance)
         self._clock = clock
         self._shape = shape or CHAIN
         self._depth: DraftDepth | None = None

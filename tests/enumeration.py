@@ -472,9 +472,7 @@ class Text:
         self.tokens = list(prompt)
         self.ready: Proposal | None = None
         self.accepted: list[bool] = []
-        self.pace = Pace(
-            verifier, shape if shape.depth else None, 0.5, ahead=ahead, step_down=False, clock=clock
-        )
+        self.pace = Pace(verifier, shape if shape.depth else None, ahead=ahead, step_down=False, clock=clock)
         self.pace.begin(len(prompt))
         self._start = len(prompt)
         self._max_tokens = max_tokens

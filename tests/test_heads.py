@@ -284,6 +284,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         changed(join_weight=torch.zeros(64, 64)),
         "join.weight is [64, 64] and should be [64, 128]",
     ),
+    "scalar": (changed(gate_weight=torch.tensor(1.0)), "gate.weight is [] and should be [1, 64]"),
     "inner": (changed(up_weight=torch.zeros(9, 64)), "up.weight is [9, 64] and should be [96, 64]"),
     "lacks": (changed(gate_weight=None), "gate.weight is missing"),
     "more": (changed(bias=torch.zeros(1)), "bias has no place in a head"),

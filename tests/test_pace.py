@@ -68,6 +68,7 @@ class Table:
     """A composition: a pass costs `PLAIN_MS`, and a drafted round `round_ms` at a text length."""
 
     drafter: Any = property(lambda self: self)
+    expected_acceptance = 0.9
 
     def __init__(self, round_ms: Callable[[int], float]) -> None:
         self._round_ms = round_ms
@@ -292,6 +293,7 @@ class Shapes:
     """Nominal costs: a pass of `pass_ms` and `query_ms` for each node, drafts of `step_ms` a level."""
 
     drafter: Any = property(lambda self: self)
+    expected_acceptance = 0.9
 
     def __init__(self, pass_ms: float, query_ms: float, step_ms: float) -> None:
         self.pass_ms = pass_ms
@@ -340,7 +342,7 @@ def test_it_learns_what_the_machine_takes() -> None:
 @pytest.mark.parametrize("clock", [True, False])
 def test_measured_times_count_where_a_clock_may_decide(clock: bool) -> None:
     shapes = Shapes(100.0, 1.0, 1.0)
-    subject = Pace(shapes, CHAIN, 0.9, step_down=False, clock=clock)
+    subject = Pace(shapes, CHAIN, step_down=False, clock=clock)
     subject.begin(100)
     for count in (8, 4, 8, 12):  # in 1 ms: a pass costs as little as a drafted token
         subject.observe(

@@ -225,9 +225,8 @@ class LevelGrowth(Growth):
         yield from self._arrive(draft.tokens)
         if len(self._logits) == len(self._levels):
             self._logits.append((yield from self.foresee()))
-        sampler, stats = self._verifier.sampling.sampler, self._verifier.stats
-        known, logits = draft.tokens.known, torch.cat(self._logits)
-        return (yield from chain_outcomes(sampler, stats, known, logits, most, acceptance))
+        logits = torch.cat(self._logits)
+        return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, most, acceptance))
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:

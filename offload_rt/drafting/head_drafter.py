@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class HeadStates:
         self.verified_length = known.length
         self.states = known.hidden[None]
         self.pending = self.states[:0]
-        self._new: NewTokens | None = None
+        self._new = NewTokens((), (), ())
 
     def begin(self, new: NewTokens) -> None:
         self._new = new
@@ -50,11 +50,8 @@ class HeadStates:
         raise RuntimeError("a head has no attention")
 
     def commit(self, kept: Sequence[int]) -> None:
-        if self._new is None:
-            raise RuntimeError("commit without a pass")
         self._new.hold(self.held, kept)
         self.states = torch.cat([self.states, self.pending[to_device(kept, self.states.device)]])
-        self._new = None
 
     def keep(self, entries: Sequence[int]) -> None:
         rows = to_device([0, *(1 + entry for entry in entries)], self.states.device)
@@ -80,7 +77,7 @@ class HeadModel:
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
         """One pass of new tokens of several texts: generation by generation, of all texts together."""
-        caches = [_states_of(part) for part in parts]
+        caches = [cast(HeadStates, part.cache) for part in parts]
         embedded = self.target.embed(torch.cat([part.ids(self.device) for part in parts]))[0]
         held = sum(len(cache.states) for cache in caches)
         rows = torch.cat([*(cache.states for cache in caches), embedded.new_empty(embedded.shape)])
@@ -102,11 +99,6 @@ class HeadModel:
         raise NotANumber(
             f"{self.name}: its logits are NaN with {self.dtype}; try a wider dtype, or train it anew"
         )
-
-
-def _states_of(part: Part) -> HeadStates:
-    assert isinstance(part.cache, HeadStates)
-    return part.cache
 
 
 def _generations(parts: Sequence[Part], held: int) -> list[tuple[list[int], list[int]]]:

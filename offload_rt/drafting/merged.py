@@ -48,31 +48,28 @@ class MergedDrafter(Drafter):
 
 
 class MergedProposal(Proposal):
-    """A proposal that is joined when it is complete; until then it is the model's alone."""
+    """The model's proposal, which is joined when it is complete."""
 
     def __init__(self, source: SourceDrafter, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
         self._source = source
         self._drawn = drawn
         self._view = view
         self._shape = shape
-        self._joined: Draft | None = None
 
     def step(self) -> Work[bool]:
         return self._drawn.step()
 
     def complete(self) -> Work[Draft]:
-        if self._joined is None:
-            draft = yield from self._drawn.complete()
-            found = self._source.continuations(self._view, self._shape.depth)
-            if found:  # what is there already is not proposed twice, so the host must know it
-                draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
-                likeliest = heaviest(found, CHAIN.deep(self._shape.depth)).tokens.known
-                draft = joined(draft, likeliest)
-            self._joined = draft
-        return self._joined
+        draft = yield from self._drawn.complete()
+        found = self._source.continuations(self._view, self._shape.depth)
+        if not found:
+            return draft
+        # What is there already is not proposed twice, so the host must know it.
+        draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
+        return joined(draft, heaviest(found, CHAIN.deep(self._shape.depth)).tokens.known)
 
     def draft(self) -> Draft:
-        return self._drawn.draft() if self._joined is None else self._joined
+        return self._drawn.draft()
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
         return self._drawn.outcomes(most, acceptance)

@@ -145,10 +145,9 @@ class Rounds(Proposal):
         return Draft(tokens, forest([len(chain) for chain in self._chains]), probs)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        tokens, verifier = self._chains[0], self._verifier
+        tokens = self._chains[0]
         if not tokens or len(self._chains) > 1:
             return []
-        last = LevelGrowth(verifier, self._view.extended(tokens), CHAIN)
+        last = LevelGrowth(self._verifier, self._view.extended(tokens), CHAIN)
         logits = torch.cat([*self._logits, (yield from last.foresee())])
-        sampler, stats = verifier.sampling.sampler, verifier.stats
-        return (yield from chain_outcomes(sampler, stats, tokens, logits, most, acceptance))
+        return (yield from chain_outcomes(self._verifier, tokens, logits, most, acceptance))
