@@ -1,7 +1,7 @@
 """How much to draft, when to step down, what to draft ahead: the only reader of clocks and of acceptance.
 
 A verification costs hardly more for many tokens than for one, but the chance that the last of them is
-accepted falls with each. `DraftDepth` picks what yields the most tokens a second. Speculation that yields
+accepted falls with each. `ShapeChoice` picks what yields the most tokens a second. Speculation that yields
 fewer than plain decoding steps down to it for a while, then tries again, with longer breaks each time
 (`StepDown`); where it is not expected to pay (a short text), decoding begins with such a break.
 
@@ -99,13 +99,11 @@ class Pace:
         clock: bool = True,
     ) -> None:
         self.ahead = ahead
-        self._verifier = verifier
         self.acceptance = RunningAcceptance(verifier.drafter.expected_acceptance)
+        shapes = [CHAIN] if shape is None else shape.candidates()
+        self._choice = ShapeChoice(verifier, shapes, self.acceptance, ahead=clock and ahead > 0)
+        self._verifier = verifier
         self._clock = clock
-        self._shape = shape or CHAIN
-        self._depth: DraftDepth | None = None
-        if shape is not None and shape.depth == 0:
-            self._depth = DraftDepth(verifier, shape, self.acceptance, ahead=clock and ahead > 0)
         self.breaks = StepDown(verifier, watches=step_down and shape is not None, clock=clock)
         self._length = 0
         self._rounds = 0
@@ -113,16 +111,13 @@ class Pace:
     def begin(self, length: int) -> None:
         """A text of `length` tokens is about to be continued."""
         self._length = length
-        self.breaks.begin(length, self._wanted())
-
-    def _wanted(self) -> DraftShape:
-        return self._shape if self._depth is None else self._depth.choose(self._length)
+        self.breaks.begin(length, self._choice.best(length))
 
     def shape(self, room: int) -> DraftShape:
         """What to draft in the next round, at most `room` tokens deep; of no depth for a plain one."""
         if self.breaks.plain():
             return CHAIN
-        wanted = self._wanted()
+        wanted = self._choice.best(self._length)
         return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance.rates)
 
     def outcomes(self, length: int) -> int:
@@ -132,7 +127,7 @@ class Pace:
         """
         if self._clock or not self.ahead:
             return self.ahead
-        shape = self._wanted()
+        shape = self._choice.best(length)
         pass_ms = self._verifier.nominal_pass_ms(length, shape.size)
         draft_ms = self._verifier.drafter.nominal_draft_ms(length, shape)
         return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms > 0.0 else self.ahead
@@ -148,9 +143,8 @@ class Pace:
         self.acceptance.observe(round.tries)
         self.breaks.observe(length, len(round.tokens), times)
         # The first round pays for memory that is touched for the first time.
-        if self._clock and self._depth is not None and self._rounds > 1:
-            self._depth.observe_pass(length, times.proposed, times.pass_ms + times.verdict_ms)
-            self._depth.observe_draft(length, times.drawn, times.draft_ms + times.ahead_ms)
+        if self._clock and self._rounds > 1:
+            self._choice.observe(length, times)
 
 
 class RunningAcceptance:
@@ -184,32 +178,33 @@ class RunningAcceptance:
                 self._counts[rank] = (FORGETTING * stood + accepted, FORGETTING * fell + rejected)
 
 
-class DraftDepth:
-    """Chooses the depth of a draft, or its shape too, round by round.
+class ShapeChoice:
+    """Chooses the shape of a draft, round by round.
 
     Args:
         verifier: for costs of passes and drafts by their shapes.
-        shape: whose depth is chosen; `auto`: chains and grown trees compete.
         ahead: drafts are made while the pass before runs, where its outcome is guessed.
     """
 
     def __init__(
         self,
         verifier: Verifier,
-        shape: DraftShape,
+        shapes: Sequence[DraftShape],
         acceptance: RunningAcceptance,
         *,
         ahead: bool = False,
     ) -> None:
         self._verifier = verifier
+        self._shapes = shapes
         self._acceptance = acceptance
         self._ahead = ahead
-        self._shapes = shape.candidates()
         self._passes: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # nominal, measured
         self._drafts: deque[tuple[float, float]] = deque(maxlen=MEMORY)
 
-    def choose(self, length: int) -> DraftShape:
+    def best(self, length: int) -> DraftShape:
         """What to draft below a text of `length` tokens."""
+        if len(self._shapes) == 1:
+            return self._shapes[0]
         rates = self._acceptance.rates
         measured_ms = _fitted(self._passes, self._verifier.nominal_pass_ms(length, 0))
         # A draft is steps of one cost each: its time is proportional to its depth.
@@ -226,15 +221,15 @@ class DraftDepth:
 
         return max(self._shapes, key=tokens_per_ms)
 
-    def observe_pass(self, length: int, nodes: int, ms: float) -> None:
-        """A verification of `nodes` drafted tokens took `ms`."""
-        self._passes.append((self._verifier.nominal_pass_ms(length, nodes), ms))
-
-    def observe_draft(self, length: int, levels: int, ms: float) -> None:
-        """Drafting so many levels took `ms`."""
-        nominal = self._verifier.drafter.nominal_draft_ms(length, self._shapes[0].deep(levels))
+    def observe(self, length: int, times: RoundTimes) -> None:
+        """A round below a text of `length` tokens is over."""
+        if len(self._shapes) == 1:
+            return
+        nominal = self._verifier.nominal_pass_ms(length, times.proposed)
+        self._passes.append((nominal, times.pass_ms + times.verdict_ms))
+        nominal = self._verifier.drafter.nominal_draft_ms(length, self._shapes[0].deep(times.drawn))
         if nominal > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
-            self._drafts.append((nominal, ms))
+            self._drafts.append((nominal, times.draft_ms + times.ahead_ms))
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:

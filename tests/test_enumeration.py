@@ -332,7 +332,7 @@ def test_a_batch_of_two_texts_of_which_one_ends_early(names: tuple[str, str], sa
             texts.append(Text(parts.full(level)(Sampling(sampler, draws)), prompt, length, shape))
         return texts, None
 
-    joint = joint_probs(start, lambda texts: all(text.over for text in texts))
+    joint = joint_probs(start, lambda texts: all(text.ended for text in texts))
     first, second = (
         own_probs(parts.target, sampler, prompt, length)
         for prompt, length in zip(prompts, lengths, strict=True)

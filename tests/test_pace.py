@@ -28,10 +28,10 @@ from offload_rt.pace import (
     LONGEST_BREAK,
     MARGIN,
     WINDOW,
-    DraftDepth,
     Pace,
     RoundTimes,
     RunningAcceptance,
+    ShapeChoice,
 )
 
 DRAFT = 8
@@ -44,11 +44,13 @@ def round_of(tokens: int) -> Round:
     return Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, torch.empty(0))
 
 
-def times(asked: int, ms: float, nominal_ms: float, *, proposed: int | None = None) -> RoundTimes:
+def times(
+    asked: int, ms: float, nominal_ms: float, *, proposed: int | None = None, draft_ms: float = 0.0
+) -> RoundTimes:
     return RoundTimes(
         started=0.0,
         ms=ms,
-        draft_ms=0.0,
+        draft_ms=draft_ms,
         pass_ms=ms,
         ahead_ms=0.0,
         verdict_ms=0.0,
@@ -166,13 +168,6 @@ def test_a_clear_loss_is_seen_sooner(cost: float, rounds: int) -> None:
     subject = pace(clock=False)
     counts = drive(subject, WINDOW + 2, tokens=3, cost=3 * PLAIN_MS * cost, clock=False)
     assert runs(counts)[0] == (DRAFT, 1 + rounds)  # the first round is not judged
-
-
-def test_the_first_round_is_not_judged() -> None:
-    subject = pace(clock=True)
-    observe(subject, subject.shape(1000).depth, 1, 1e9, NAN)
-    drive(subject, 50, tokens=4, cost=2 * PLAIN_MS, clock=True)
-    assert subject.breaks.steps_down == 0
 
 
 def test_a_plain_round_is_measured_though_the_second_one_was_drafted_ahead_of() -> None:
@@ -317,24 +312,24 @@ def best(shapes: Shapes, acceptance: float) -> int:
     return max(DRAFT_LENGTHS, key=rate)
 
 
-def depth(shapes: Shapes, acceptance: float, *, ahead: bool = False) -> DraftDepth:
-    return DraftDepth(shapes, CHAIN, RunningAcceptance(acceptance), ahead=ahead)
+def depth(shapes: Shapes, acceptance: float, *, ahead: bool = False) -> ShapeChoice:
+    return ShapeChoice(shapes, CHAIN.candidates(), RunningAcceptance(acceptance), ahead=ahead)
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
 @pytest.mark.parametrize("step_ms", [0.1, 1.0, 10.0])
 def test_before_anything_is_seen_shapes_decide(step_ms: float, acceptance: float) -> None:
     shapes = Shapes(100.0, 1.0, step_ms)
-    assert depth(shapes, acceptance).choose(0).depth == best(shapes, acceptance)
+    assert depth(shapes, acceptance).best(0).depth == best(shapes, acceptance)
 
 
 def test_it_learns_what_the_machine_takes() -> None:
     nominal, true = Shapes(100.0, 1.0, 1.0), Shapes(40.0, 3.0, 0.5)
     subject = depth(nominal, 0.9)
     for count in (4, 8, 12, 4, 16, 6, 12, 8) * 4:
-        subject.observe_pass(0, count, true.nominal_pass_ms(0, count))
-        subject.observe_draft(0, count, true.nominal_draft_ms(0, CHAIN.deep(count)))
-    chosen = DRAFT_LENGTHS.index(subject.choose(0).depth)
+        draft_ms = true.nominal_draft_ms(0, CHAIN.deep(count))
+        subject.observe(0, times(count, true.nominal_pass_ms(0, count), NAN, draft_ms=draft_ms))
+    chosen = DRAFT_LENGTHS.index(subject.best(0).depth)
     assert abs(chosen - DRAFT_LENGTHS.index(best(true, 0.9))) <= 1
     assert best(true, 0.9) != best(nominal, 0.9)
 
@@ -368,15 +363,15 @@ def test_it_learns_how_many_are_accepted() -> None:
 def test_a_draft_that_is_hidden_is_as_deep_as_the_pass() -> None:
     shapes = Shapes(100.0, 0.0, 10.0)
     alone, ahead = depth(shapes, 0.97), depth(shapes, 0.97, ahead=True)
-    assert alone.choose(0).depth * 10.0 > 100.0 >= ahead.choose(0).depth * 10.0
+    assert alone.best(0).depth * 10.0 > 100.0 >= ahead.best(0).depth * 10.0
 
 
 @pytest.mark.parametrize(("query_ms", "kind"), [(0.0, "grown"), (20.0, "chain")])
 def test_a_tree_is_drafted_where_wide_passes_cost_little(query_ms: float, kind: str) -> None:
     """As over a link, where a pass takes as long for 64 tokens as for 4."""
     shapes = Shapes(100.0, query_ms, 4.0)
-    subject = DraftDepth(shapes, DraftShape.parse("auto"), RunningAcceptance(0.85))
-    chosen = subject.choose(0)
+    subject = ShapeChoice(shapes, DraftShape.parse("auto").candidates(), RunningAcceptance(0.85))
+    chosen = subject.best(0)
     assert chosen.kind == kind
     if kind == "grown":
         assert chosen.size >= 32
@@ -398,9 +393,8 @@ def test_a_draft_that_costs_nothing_by_its_shapes() -> None:
     shapes = Shapes(1.0, 0.01, 0.0)
     subject = depth(shapes, 0.3)
     for _ in range(3):
-        subject.observe_pass(0, 4, shapes.nominal_pass_ms(0, 4))
-        subject.observe_draft(0, 4, 0.1)
-    assert subject.choose(0).depth == best(shapes, 0.3)
+        subject.observe(0, times(4, shapes.nominal_pass_ms(0, 4), NAN, draft_ms=0.1))
+    assert subject.best(0).depth == best(shapes, 0.3)
 
 
 def test_lookup_chooses_its_depth_by_the_clock(target: PreTrainedModel) -> None:

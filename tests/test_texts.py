@@ -55,7 +55,7 @@ def text_of(drafter: Oracle, depth: int, max_tokens: int, stop_tokens: Collectio
 
 
 def run(*texts: Text) -> None:
-    while not all(text.over for text in texts):
+    while not all(text.ended for text in texts):
         step(texts)
 
 
@@ -100,7 +100,7 @@ def test_the_text_grows_by_a_round_and_the_drafter_is_told() -> None:
     text = text_of(drafter, 4, 9)
     run(text)
     # Two accepted, the third corrected; then four accepted and one more; then one alone.
-    assert text.accepted == [True, True, False, True, True, True, True, False, False]
+    assert [times.accepted for times in text.rounds] == [2, 4, 0]
     assert [len(view) - len(PROMPT) for view in drafter.observed] == [3, 8, 9]
     assert text.full.verified_length == len(text.tokens) - 1  # all but the last token
 
