@@ -34,7 +34,7 @@ from enumeration import (
 from offload_rt.drafting.base import Drafter, Proposal, TokenView
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
+from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.layers import LayerPlan
 from offload_rt.passes import run_alone
@@ -160,15 +160,15 @@ class Stored(NGrams):
 
     FOUND = ((0, 1, 2), (3, 1), (3, 3, 3), (4, 0, 2), (2, 0))
 
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         return [one[:depth] for one in self.FOUND[len(view) % 2 :]]
 
 
-def source(made: Callable[[], Source]) -> Callable[..., SourceDrafter]:
-    return lambda parts, full, sampling: SourceDrafter("source", made())
+def source(kind: type[Source], *sizes: int) -> Callable[..., Source]:
+    return lambda parts, full, sampling: kind(*sizes)
 
 
-def merged(level: Level, beside: Callable[..., SourceDrafter]) -> Level:
+def merged(level: Level, beside: Callable[..., Source]) -> Level:
     """A source beside what a level drafts."""
     return lambda *given: MergedDrafter(level(*given), beside(*given))
 
@@ -177,9 +177,9 @@ def made_by(kind: type[TableDrafter]) -> Level:
     return lambda parts, full, sampling: kind(parts.small, sampling)
 
 
-lookup = source(lambda: NGrams(2, 1))
-suffixes = source(lambda: SuffixAutomaton(1))
-stored = source(lambda: Stored(2, 1))
+lookup = source(NGrams, 2, 1)
+suffixes = source(SuffixAutomaton, 1)
+stored = source(Stored, 2, 1)
 
 COMPOSITIONS: dict[str, Build] = {
     "plain": (nothing, CHAIN),

@@ -316,13 +316,6 @@ def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel
         assert llm.plain(SamplingParams(max_tokens=4)).tokens == llm.last_result.tokens
 
 
-def test_the_command_line_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", "--config", "heads", "--prompt", "It was", "--set", "head.path=none.safetensors"]
-    assert cli.main([*arguments, "-n", "4"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and "head none.safetensors: cannot be read" in err
-
-
 def test_nan_is_told() -> None:
     model = head_model()
     with pytest.raises(NotANumber, match="head: its logits are NaN"):

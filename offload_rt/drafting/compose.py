@@ -21,7 +21,7 @@ from offload_rt.drafting.head_drafter import HeadDrafter, Heads
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
+from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Order, Sampling, Verifier
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
@@ -67,15 +67,12 @@ def compose(parts: Parts) -> Verifier:
     return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, order)
 
 
-def _source(name: str, config: Config) -> SourceDrafter:
-    source: Source
+def _source(name: str, config: Config) -> Source:
     if name == DATASTORE:
-        source = open_datastore(config)
-    elif name == SUFFIX:
-        source = SuffixAutomaton(config.lookup.min_ngram)
-    else:
-        source = NGrams(config.lookup.max_ngram, config.lookup.min_ngram)
-    return SourceDrafter(name, source)
+        return open_datastore(config)
+    if name == SUFFIX:
+        return SuffixAutomaton(config.lookup.min_ngram)
+    return NGrams(config.lookup.max_ngram, config.lookup.min_ngram)
 
 
 def _selection(parts: Parts) -> Selection:

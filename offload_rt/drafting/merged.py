@@ -8,7 +8,7 @@ import torch
 
 from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import SourceDrafter, heaviest
+from offload_rt.drafting.sources import Source
 from offload_rt.host import to_device
 from offload_rt.passes import LevelStats, Read, Work
 from offload_rt.trees import ROOT, Tree
@@ -22,7 +22,7 @@ class MergedDrafter(Drafter):
     child may depend on everything that was drawn before it.
     """
 
-    def __init__(self, drafter: Drafter, source: SourceDrafter) -> None:
+    def __init__(self, drafter: Drafter, source: Source) -> None:
         self._drafter = drafter
         self._source = source
         self.wants_hidden = drafter.wants_hidden
@@ -50,7 +50,7 @@ class MergedDrafter(Drafter):
 class MergedProposal(Proposal):
     """The model's proposal, which is joined when it is complete."""
 
-    def __init__(self, source: SourceDrafter, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
+    def __init__(self, source: Source, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
         self._source = source
         self._drawn = drawn
         self._view = view
@@ -61,12 +61,12 @@ class MergedProposal(Proposal):
 
     def complete(self) -> Work[Draft]:
         draft = yield from self._drawn.complete()
-        found = self._source.continuations(self._view, self._shape.depth)
-        if not found:
+        found = self._source.proposal(self._view, CHAIN.deep(self._shape.depth)).draft()
+        if not len(found):
             return draft
         # What is there already is not proposed twice, so the host must know it.
         draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
-        return joined(draft, heaviest(found, CHAIN.deep(self._shape.depth)).tokens.known)
+        return joined(draft, found.tokens.known)
 
     def draft(self) -> Draft:
         return self._drawn.draft()

@@ -51,7 +51,7 @@ class ModelDrafter(Verifier, Drafter):
         if not shape.depth:
             return Proposal()
         if self.below.depth:
-            return Rounds(self, self.below, view, shape)
+            return Rounds(self, view, shape)
         kind = BestFirst if shape.kind == "grown" else LevelGrowth
         return kind(self, view, shape)
 
@@ -108,11 +108,10 @@ class SmallModelDrafter(ModelDrafter):
 class Rounds(Proposal):
     """A draft from rounds of a verifier that has a drafter of its own: a chain, or several side by side."""
 
-    def __init__(self, verifier: Verifier, below: DraftShape, view: TokenView, shape: DraftShape) -> None:
+    def __init__(self, verifier: ModelDrafter, view: TokenView, shape: DraftShape) -> None:
         if shape.kind not in ("chain", "sequences"):
             raise ValueError(f"rounds of a verifier yield chains, not {shape}")
         self._verifier = verifier
-        self._below = below
         self._view = view
         self._newest = view  # with the chain that is under way
         self._depth = shape.depth
@@ -130,8 +129,9 @@ class Rounds(Proposal):
                 return False
             chain, self._newest = [], self._view
             self._chains.append(chain)
-        depth = min(self._below.depth, self._depth - len(chain) - 1)
-        round = yield from self._verifier.round(self._newest, self._below.deep(depth))
+        below = self._verifier.below
+        depth = min(below.depth, self._depth - len(chain) - 1)
+        round = yield from self._verifier.round(self._newest, below.deep(depth))
         chain += round.tokens
         self._newest = self._newest.extended(round.tokens, round.hidden)
         self._logits.append(round.logits)
