@@ -105,19 +105,26 @@ class Pace:
         self._verifier = verifier
         self._clock = clock
         self.breaks = StepDown(verifier, watches=step_down and shape is not None, clock=clock)
+        self._best: DraftShape | None = None
         self._length = 0
         self._rounds = 0
 
     def begin(self, length: int) -> None:
         """A text of `length` tokens is about to be continued."""
         self._length = length
-        self.breaks.begin(length, self._choice.best(length))
+        self.breaks.begin(length, self._wanted())
+
+    def _wanted(self) -> DraftShape:
+        """What to draft where speculation pays: the same all through a round, so chosen once."""
+        if self._best is None:
+            self._best = self._choice.best(self._length)
+        return self._best
 
     def shape(self, room: int) -> DraftShape:
         """What to draft in the next round, at most `room` tokens deep; of no depth for a plain one."""
         if self.breaks.plain():
             return CHAIN
-        wanted = self._choice.best(self._length)
+        wanted = self._wanted()
         return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance.rates)
 
     def outcomes(self, length: int) -> int:
@@ -127,7 +134,7 @@ class Pace:
         """
         if self._clock or not self.ahead:
             return self.ahead
-        shape = self._choice.best(length)
+        shape = self._wanted()
         pass_ms = self._verifier.nominal_pass_ms(length, shape.size)
         draft_ms = self._verifier.drafter.nominal_draft_ms(length, shape)
         return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms > 0.0 else self.ahead
@@ -139,7 +146,7 @@ class Pace:
     def observe(self, length: int, round: Round, times: RoundTimes) -> None:
         """A round below a text of `length` tokens is over."""
         self._rounds += 1
-        self._length = length
+        self._length, self._best = length, None
         self.acceptance.observe(round.tries)
         self.breaks.observe(length, len(round.tokens), times)
         # The first round pays for memory that is touched for the first time.
