@@ -112,13 +112,12 @@ class Running:
     Attributes:
         passed: what it computed, once it is over.
         number: of this text's work.
-        started, ended: seconds of `time.perf_counter`; `ended` is known once it was asked for by `Finish`.
+        started: seconds of `time.perf_counter`.
     """
 
     passed: Future[Passed]
     number: int
     started: float
-    ended: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -126,8 +125,9 @@ class Running:
 
     @property
     def ms(self) -> float:
-        """How long it took."""
-        return 1e3 * (self.ended - self.started)
+        """How long it took, once it is over."""
+        _, ended = self.passed.result()
+        return 1e3 * (ended - self.started)
 
 
 Request = Forward | Read | Begin | Finish
@@ -298,13 +298,12 @@ class Together(Generic[T]):
 
     def _finish(self, asked: dict[int, Finish]) -> None:
         for number, request in asked.items():
-            running = request.running
             try:
-                outputs, running.ended = running.passed.result()
+                outputs, _ = request.running.passed.result()
             except Exception as error:
                 self._answer({number: error})
             else:
-                output = outputs[running.number]
+                output = outputs[request.running.number]
                 self._answer({number: output.error or output})
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
 from safetensors.torch import load_file, save_file
-from small_engine import LINKS, PARAMS, PROMPT, engine_overrides, passes_of
+from small_engine import LINKS, PARAMS, PROMPT, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
@@ -179,26 +179,6 @@ def test_greedy_tokens_are_those_of_plain_decoding(
         assert result.tokens == plain_tokens
         assert llm.rerun(PARAMS, "heads", overrides).tokens == plain_tokens
     assert result.levels[0].name == "head" and result.levels[0].proposed > 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("levels", [LEVELS["tree"], LEVELS["retrieved"]], ids=["tree", "retrieved"])
-def test_members_of_a_batch_are_their_single_runs(
-    target: PreTrainedModel,
-    file: Path,
-    levels: list[object],
-    temperature: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    passes = passes_of(monkeypatch, HeadModel)
-    prompts = [PROMPT, byte_ids(70, start=500), byte_ids(1)]
-    params = [SamplingParams(temperature, max_tokens=8 + 3 * seed, seed=seed) for seed in range(3)]
-    overrides = engine_overrides() | {"speculation.levels": levels, "head.path": str(file)}
-    with LLM.from_models(target, config="heads", overrides=overrides) as llm:
-        alone = [llm.generate(prompt, one).tokens for prompt, one in zip(prompts, params, strict=True)]
-        assert {len(counts) for counts, _ in passes} == {1}
-        assert [member.tokens for member in llm.generate(prompts, params)] == alone
-    assert max(len(counts) for counts, _ in passes) == 3
 
 
 def test_the_demo_head_is_often_right() -> None:

@@ -109,13 +109,11 @@ class Rounds(Proposal):
     """A draft from rounds of a verifier that has a drafter of its own: a chain, or several side by side."""
 
     def __init__(self, verifier: ModelDrafter, view: TokenView, shape: DraftShape) -> None:
-        if shape.kind not in ("chain", "sequences"):
-            raise ValueError(f"rounds of a verifier yield chains, not {shape}")
         self._verifier = verifier
         self._view = view
         self._newest = view  # with the chain that is under way
         self._depth = shape.depth
-        self._missing = shape.width(0) if shape.depth else 0  # chains that are not complete
+        self._missing = shape.width(0)  # chains that are not complete
         self._chains: list[list[int]] = [[]]
         self._probs: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -125,7 +123,7 @@ class Rounds(Proposal):
         stopped = any(token in stop_tokens for token in chain)
         if len(chain) >= self._depth or stopped:
             self._missing -= 1
-            if self._missing <= 0:
+            if self._missing <= 0:  # below, where a complete draft is asked again
                 return False
             chain, self._newest = [], self._view
             self._chains.append(chain)
