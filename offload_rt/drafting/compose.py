@@ -120,7 +120,8 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
         model.prepare(cache, recurring, each)
     entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room
     orders = [Order(each, pass_cost(model, entries, plan=each)) for each in plans]
-    kind, first = SmallModelDrafter if small else ModelDrafter, orders[1] if len(orders) > 1 else None
+    first = orders[1] if len(orders) > 1 else None
+    kind = SmallModelDrafter if small else ModelDrafter
     return kind(level.name, model, cache, below, parts.sampling, orders[0], first, shape)
 
 

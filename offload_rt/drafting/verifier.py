@@ -55,6 +55,7 @@ class Verifier:
     draft. It may also hold tokens that turned out otherwise: those are rolled back first.
 
     Attributes:
+        name: of the level.
         order: of layers.
         first_order: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
             verifier whose own is not (EasySpec's bonus calibration); None: the same.
@@ -84,7 +85,7 @@ class Verifier:
         return (yield from self.verdict(draft, verification.part, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
-        """The pass that verifies `draft`, behind what the cache lacks of the text; that is rolled back."""
+        """Rolls the cache back; the pass over what it lacks of the text, and over `draft`."""
         missing, held = self.roll_back(view), len(self.cache.held)
         behind = held + len(missing)
         parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
@@ -122,7 +123,7 @@ class Verifier:
         return Forward(self.model, Part(self.cache, new, rows, hidden), order.plan, self.stats)
 
     def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
-        """Decides what of a draft stands that ended `part`, and commits its KV. The host waits once."""
+        """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
         if probs is None:
