@@ -15,9 +15,9 @@ from torch import Tensor
 
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.verifier import Verification, Verifier
-from offload_rt.parts import Output
-from offload_rt.passes import Read, Work
+from offload_rt.drafting.verifier import Verifier
+from offload_rt.parts import Output, Part
+from offload_rt.passes import Forward, Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
 from offload_rt.verification import Draft
 
@@ -46,18 +46,18 @@ class HeldVerifier(Verifier):
 
         vars(self.drafter)["proposal"] = proposal
 
-    def verification(self, view: TokenView, draft: Draft) -> Verification:
+    def verification(self, view: TokenView, draft: Draft) -> Forward:
         self._length = len(view)
         self._begun.clear()
         return super().verification(view, draft)
 
-    def verdict(self, verification: Verification, output: Output) -> Work[Round]:
-        drafted = verification.draft.tokens
+    def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
+        drafted = draft.tokens
         drafted.arrive((yield Read(drafted.pending(), self.stats)))
         outcomes = [begun.part(self._length) for begun in self._begun]
         guesses = {len(tokens) - 1: tokens[-1] for tokens in outcomes}
         logits = self._held_logits(drafted.known, guesses, output.logits)
-        return (yield from super().verdict(verification, replace(output, logits=logits)))
+        return (yield from super().verdict(draft, part, replace(output, logits=logits)))
 
     def _held_logits(self, drafted: Sequence[int], guesses: dict[int, int], logits: Tensor) -> Tensor:
         """Logits whose greedy choice after the text and after each drafted token is what the coins say."""

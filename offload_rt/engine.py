@@ -85,7 +85,6 @@ class Engine:
         self._thread: PassThread | None = None
         if not self._link.in_place:
             self._thread = PassThread(target.device, lambda: self.timeline)
-        self._together = Together(self._thread)
         self._shared = Shared(target, draft, self.store, self._link, backend, heads=self._heads)
         self._sessions: list[Session] = []
         self._lock = threading.RLock()
@@ -133,7 +132,7 @@ class Engine:
         """One round of every session; their passes are one pass. What one raises is its result."""
         with self._lock:
             self._check_open()
-            return self._together.run([round_of(session) for session in sessions])
+            return Together([round_of(session) for session in sessions], self._thread).run()
 
     def stop(self, session: Session) -> None:
         """Ends what was begun for a text that nobody will ask for more of. Idempotent."""

@@ -83,7 +83,7 @@ def load_head(path: Path, target: CausalModel) -> Head:
             f"head {path}: {trained}, and {target.name} is another model (cosine similarity of hidden "
             f"states {likeness:.2f}): name one for it with head.path, or {TRAIN}"
         )
-    head = Head(target.hidden_size, len(weights.get("gate.weight", own)))
+    head = Head(target.hidden_size, weights.get("gate.weight", own).shape[:1].numel())
     if other := head.state_dict().keys() ^ weights.keys():
         wrong = "has no place in a head" if min(other) in weights else "is missing"
         raise UsageError(f"head {path}: {min(other)} {wrong}; {TRAIN}")

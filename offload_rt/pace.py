@@ -1,7 +1,7 @@
 """How much to draft, when to step down, what to draft ahead: the only reader of clocks and of acceptance.
 
 A verification costs hardly more for many tokens than for one, but the chance that the last of them is
-accepted falls with each. `DraftDepth` picks what yields the most tokens a second. Speculation that yields
+accepted falls with each. `ShapeChoice` picks what yields the most tokens a second. Speculation that yields
 fewer than plain decoding steps down to it for a while, then tries again, with longer breaks each time
 (`StepDown`); where it is not expected to pay (a short text), decoding begins with such a break.
 
@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Protocol
 
 import torch
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.verifier import Verifier
 from offload_rt.expectations import LATER_CHOICES
 from offload_rt.passes import Running
 
@@ -40,16 +40,6 @@ RIDGE = 0.01  # towards one ratio of measured to nominal cost for a pass's plain
 
 FORGETTING = 0.95  # of what was accepted, a verification
 PRIOR_TOKENS = 10.0  # weight of the usual acceptance against that of the text
-
-
-class Forecast(Protocol):
-    """What a composition costs at nominal rates and usually yields (see `drafting.verifier.Verifier`)."""
-
-    def nominal_ms(self, length: int, shape: DraftShape) -> float: ...
-
-    def nominal_pass_ms(self, length: int, nodes: int) -> float: ...
-
-    def expected_tokens(self, count: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -88,50 +78,54 @@ class Pace:
     """Sets the pace of one text.
 
     Args:
-        forecast: of the composition.
+        verifier: the composition, for what it costs at nominal rates and usually yields.
         shape: what is drafted; its depth is 0 where that is chosen as it runs.
-        usual_acceptance: before anything has been seen.
         ahead: outcomes of a pass that are drafted for at most, while it runs in the background.
         step_down: False keeps drafting whatever it costs.
         clock: whether measured times may decide.
+
+    Attributes:
+        acceptance: of drafted tokens, by what has been seen of the text.
+        breaks: in which speculation is given up for a while.
     """
 
     def __init__(
         self,
-        forecast: Forecast,
+        verifier: Verifier,
         shape: DraftShape | None,
-        usual_acceptance: float = 0.0,
         *,
         ahead: int = 0,
         step_down: bool = True,
         clock: bool = True,
     ) -> None:
         self.ahead = ahead
-        self._forecast = forecast
-        self._acceptance = RunningAcceptance(usual_acceptance)
+        self.acceptance = RunningAcceptance(verifier.drafter.expected_acceptance)
+        shapes = [CHAIN] if shape is None else shape.candidates()
+        self._choice = ShapeChoice(verifier, shapes, self.acceptance, ahead=clock and ahead > 0)
+        self._verifier = verifier
         self._clock = clock
-        self._shape = shape or CHAIN
-        self._depth: DraftDepth | None = None
-        if shape is not None and shape.depth == 0:
-            self._depth = DraftDepth(forecast, shape, self._acceptance, clock=clock, ahead=ahead > 0)
-        self._breaks = StepDown(forecast, watches=step_down and shape is not None, clock=clock)
+        self.breaks = StepDown(verifier, watches=step_down and shape is not None, clock=clock)
+        self._best: DraftShape | None = None
         self._length = 0
         self._rounds = 0
 
     def begin(self, length: int) -> None:
         """A text of `length` tokens is about to be continued."""
         self._length = length
-        self._breaks.begin(length, self._wanted())
+        self.breaks.begin(length, self._wanted())
 
     def _wanted(self) -> DraftShape:
-        return self._shape if self._depth is None else self._depth.choose(self._length)
+        """What to draft where speculation pays: the same all through a round, so chosen once."""
+        if self._best is None:
+            self._best = self._choice.best(self._length)
+        return self._best
 
     def shape(self, room: int) -> DraftShape:
         """What to draft in the next round, at most `room` tokens deep; of no depth for a plain one."""
-        if self._breaks.plain():
+        if self.breaks.plain():
             return CHAIN
         wanted = self._wanted()
-        return wanted.deep(max(0, min(wanted.depth, room)), self._acceptance.rates)
+        return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance.rates)
 
     def outcomes(self, length: int) -> int:
         """Outcomes of a pass over a text of `length` tokens to draft for while it runs.
@@ -141,39 +135,23 @@ class Pace:
         if self._clock or not self.ahead:
             return self.ahead
         shape = self._wanted()
-        pass_ms = self._forecast.nominal_pass_ms(length, shape.size)
-        draft_ms = self._forecast.nominal_ms(length, shape) - pass_ms
+        pass_ms = self._verifier.nominal_pass_ms(length, shape.size)
+        draft_ms = self._verifier.drafter.nominal_draft_ms(length, shape)
         return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms > 0.0 else self.ahead
 
     def over(self, running: Running) -> bool:
         """Whether a pass is over, so that no more drafts for its outcomes are begun."""
         return self._clock and running.done
 
-    @property
-    def acceptance(self) -> float:
-        """Chance that a drafted token is accepted, by what has been seen of the text."""
-        return self._acceptance.rate
-
-    @property
-    def steps_down(self) -> int:
-        """How often speculation was given up for a while."""
-        return self._breaks.steps_down
-
-    @property
-    def plain_tokens(self) -> int:
-        """Tokens that were decoded plainly because speculation did not pay."""
-        return self._breaks.plain_tokens
-
     def observe(self, length: int, round: Round, times: RoundTimes) -> None:
         """A round below a text of `length` tokens is over."""
         self._rounds += 1
-        self._length = length
-        self._acceptance.observe(round.tries)
-        self._breaks.observe(length, len(round.tokens), times)
+        self._length, self._best = length, None
+        self.acceptance.observe(round.tries)
+        self.breaks.observe(length, len(round.tokens), times)
         # The first round pays for memory that is touched for the first time.
-        if self._depth is not None and self._rounds > 1:
-            self._depth.observe_pass(length, times.proposed, times.pass_ms + times.verdict_ms)
-            self._depth.observe_draft(length, times.drawn, times.draft_ms + times.ahead_ms)
+        if self._clock and self._rounds > 1:
+            self._choice.observe(length, times)
 
 
 class RunningAcceptance:
@@ -207,43 +185,41 @@ class RunningAcceptance:
                 self._counts[rank] = (FORGETTING * stood + accepted, FORGETTING * fell + rejected)
 
 
-class DraftDepth:
-    """Chooses the depth of a draft, or its shape too, round by round.
+class ShapeChoice:
+    """Chooses the shape of a draft, round by round.
 
     Args:
-        forecast: costs of passes and drafts by their shapes.
-        shape: whose depth is chosen; `auto`: chains and grown trees compete.
-        clock: whether measured times count, or nominal ones alone.
+        verifier: for costs of passes and drafts by their shapes.
         ahead: drafts are made while the pass before runs, where its outcome is guessed.
     """
 
     def __init__(
         self,
-        forecast: Forecast,
-        shape: DraftShape,
+        verifier: Verifier,
+        shapes: Sequence[DraftShape],
         acceptance: RunningAcceptance,
         *,
-        clock: bool,
         ahead: bool = False,
     ) -> None:
-        self._forecast = forecast
+        self._verifier = verifier
+        self._shapes = shapes
         self._acceptance = acceptance
-        self._clock = clock
-        self._ahead = ahead and clock
-        self._shapes = shape.candidates()
+        self._ahead = ahead
         self._passes: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # nominal, measured
         self._drafts: deque[tuple[float, float]] = deque(maxlen=MEMORY)
 
-    def choose(self, length: int) -> DraftShape:
+    def best(self, length: int) -> DraftShape:
         """What to draft below a text of `length` tokens."""
+        if len(self._shapes) == 1:
+            return self._shapes[0]
         rates = self._acceptance.rates
-        measured_ms = _fitted(self._passes, self._forecast.nominal_pass_ms(length, 0))
+        measured_ms = _fitted(self._passes, self._verifier.nominal_pass_ms(length, 0))
         # A draft is steps of one cost each: its time is proportional to its depth.
         draft_ratio = _ratio(self._drafts)
 
         def tokens_per_ms(shape: DraftShape) -> float:
-            pass_ms = measured_ms(self._forecast.nominal_pass_ms(length, shape.size))
-            draft_ms = draft_ratio * self._draft_ms(length, shape)
+            pass_ms = measured_ms(self._verifier.nominal_pass_ms(length, shape.size))
+            draft_ms = draft_ratio * self._verifier.drafter.nominal_draft_ms(length, shape)
             round_ms = pass_ms + draft_ms
             if self._ahead and shape.kind == "chain":  # what may follow a tree is not guessed
                 guessed = rates[0] ** (shape.depth + 1)
@@ -252,19 +228,15 @@ class DraftDepth:
 
         return max(self._shapes, key=tokens_per_ms)
 
-    def observe_pass(self, length: int, nodes: int, ms: float) -> None:
-        """A verification of `nodes` drafted tokens took `ms`."""
-        if self._clock:
-            self._passes.append((self._forecast.nominal_pass_ms(length, nodes), ms))
-
-    def observe_draft(self, length: int, levels: int, ms: float) -> None:
-        """Drafting so many levels took `ms`."""
-        nominal = self._draft_ms(length, self._shapes[0].deep(levels))
-        if self._clock and nominal > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
-            self._drafts.append((nominal, ms))
-
-    def _draft_ms(self, length: int, shape: DraftShape) -> float:
-        return self._forecast.nominal_ms(length, shape) - self._forecast.nominal_pass_ms(length, shape.size)
+    def observe(self, length: int, times: RoundTimes) -> None:
+        """A round below a text of `length` tokens is over."""
+        if len(self._shapes) == 1:
+            return
+        nominal = self._verifier.nominal_pass_ms(length, times.proposed)
+        self._passes.append((nominal, times.pass_ms + times.verdict_ms))
+        nominal = self._verifier.drafter.nominal_draft_ms(length, self._shapes[0].deep(times.drawn))
+        if nominal > 0.0:  # looking up costs nothing by its shapes: nothing to compare with
+            self._drafts.append((nominal, times.draft_ms + times.ahead_ms))
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:
@@ -300,13 +272,14 @@ class StepDown:
         clock: whether rounds are judged by measured time, or by their nominal costs.
 
     Attributes:
+        steps_down: how often speculation was given up.
         plain_tokens: decoded in breaks.
     """
 
-    def __init__(self, forecast: Forecast, *, watches: bool, clock: bool) -> None:
+    def __init__(self, verifier: Verifier, *, watches: bool, clock: bool) -> None:
         self.steps_down = 0
         self.plain_tokens = 0
-        self._forecast = forecast
+        self._verifier = verifier
         self._watches = watches
         self._clock = clock
         self._plain_ms: deque[float] = deque(maxlen=WINDOW)
@@ -321,8 +294,9 @@ class StepDown:
         """A text of `length` tokens is about to be continued, with such drafts."""
         if not self._watches:
             return
-        nominal = self._forecast.nominal_ms(length, shape) / self._forecast.expected_tokens(shape.depth)
-        if nominal > self._forecast.nominal_pass_ms(length, 0):
+        verifier = self._verifier
+        nominal = verifier.nominal_round_ms(length, shape) / verifier.expected_tokens(shape.depth)
+        if nominal > verifier.nominal_pass_ms(length, 0):
             self._break = FORESEEN_BREAK
             self._step_down()
 
@@ -377,6 +351,6 @@ class StepDown:
     def _loses(self, length: int) -> bool:
         """Whether the judged rounds take longer a token than plain ones."""
         quicker = sorted(self._judged)[: len(self._judged) - len(self._judged) // 4]
-        plain = median(self._plain_ms) if self._clock else self._forecast.nominal_pass_ms(length, 0)
+        plain = median(self._plain_ms) if self._clock else self._verifier.nominal_pass_ms(length, 0)
         margin = MARGIN if len(self._judged) >= WINDOW else CLEAR_MARGIN
         return fmean(quicker) > margin * plain * fmean(self._yields)

@@ -8,12 +8,13 @@ reads as if it were alone, and a batch needs no code of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from offload_rt.parts import Output, Part
 from offload_rt.timeline import Timeline
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Model(Protocol):
@@ -110,13 +112,12 @@ class Running:
     Attributes:
         passed: what it computed, once it is over.
         number: of this text's work.
-        started, ended: seconds of `time.perf_counter`; `ended` is known once it was asked for by `Finish`.
+        started: seconds of `time.perf_counter`.
     """
 
     passed: Future[Passed]
     number: int
     started: float
-    ended: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -124,8 +125,9 @@ class Running:
 
     @property
     def ms(self) -> float:
-        """How long it took."""
-        return 1e3 * (self.ended - self.started)
+        """How long it took, once it is over."""
+        _, ended = self.passed.result()
+        return 1e3 * (ended - self.started)
 
 
 Request = Forward | Read | Begin | Finish
@@ -185,74 +187,97 @@ def _finish_compute(caches: Sequence[FullCache]) -> None:
         cache.engine.finish_compute()
 
 
-class Together:
+class Together(Generic[T]):
     """Advances the work of any number of texts in step.
 
     Args:
         thread: where background passes run; None: they run at once, in the foreground.
     """
 
-    def __init__(self, thread: PassThread | None = None) -> None:
+    def __init__(self, works: Sequence[Work[T]], thread: PassThread | None = None) -> None:
+        self._works = works
         self._thread = thread
+        self._begun: list[FullCache] = []
+        self._asked: dict[int, Request] = {}  # by the number of the work that asks
+        self._results: list[Any] = [None] * len(works)
 
     @torch.inference_mode()
-    def run(self, works: Sequence[Work[T]]) -> list[T | Exception]:
+    def run(self) -> list[T | Exception]:
         """Runs all to their ends; what one raises is its result, and the others go on."""
-        progress = _Progress(works)
-        begun: list[FullCache] = []
         try:
-            while progress.asked:
-                forwards, reads = progress.of(Forward), progress.of(Read)
+            self._answer(dict.fromkeys(range(len(self._works))))
+            while self._asked:
+                forwards, reads = self._of(Forward), self._of(Read)
                 if forwards or reads:
-                    self._forward(progress, forwards)
-                    self._read(progress, reads)
-                elif begins := progress.of(Begin):
+                    self._forward(forwards)
+                    self._read(reads)
+                elif begins := self._of(Begin):
                     # All texts that verify in this step are here now: they are one pass.
-                    begun += [request.full for request in begins.values()]
-                    self._begin(progress, begins)
+                    self._begin(begins)
                 else:
-                    self._finish(progress, progress.of(Finish))
+                    self._finish(self._of(Finish))
         except BaseException:
-            for cache in begun:
+            for cache in self._begun:
                 cache.cancel()
-            if begun and self._thread is not None:
+            if self._begun and self._thread is not None:
                 self._thread.join()
             raise
         finally:
-            for work in works:
+            for work in self._works:
                 work.close()
-        return progress.results
+        return self._results
 
-    def _forward(self, progress: _Progress, asked: dict[int, Forward]) -> None:
+    def _of(self, kind: type[R]) -> dict[int, R]:
+        return {number: request for number, request in self._asked.items() if isinstance(request, kind)}
+
+    def _answer(self, answers: Mapping[int, Any]) -> None:
+        """Lets works go on to their next requests, or to their ends; an exception is raised in them."""
+        for number, answer in answers.items():
+            self._asked.pop(number, None)
+            work = self._works[number]
+            try:
+                request = work.throw(answer) if isinstance(answer, Exception) else work.send(answer)
+            except StopIteration as end:
+                self._results[number] = end.value
+            except Exception as error:
+                self._results[number] = error
+            else:
+                self._asked[number] = request
+
+    def _forward(self, asked: dict[int, Forward]) -> None:
         for model, plan, group in _by_model(asked):
             started = perf_counter()
             try:
                 outputs = model.forward([request.part for request in group.values()], plan)
             except Exception as error:
-                progress.fail(group, error)
+                self._answer(dict.fromkeys(group, error))
                 continue
             ms = 1e3 * (perf_counter() - started) / len(group)
-            for (number, request), output in zip(group.items(), outputs, strict=True):
+            for request in group.values():
                 request.stats.ms += ms
-                progress.answer(number, output.error or output)
+            self._answer(
+                {number: output.error or output for number, output in zip(group, outputs, strict=True)}
+            )
 
-    def _read(self, progress: _Progress, asked: dict[int, Read]) -> None:
+    def _read(self, asked: dict[int, Read]) -> None:
         if not asked:
             return
         started = perf_counter()
         try:
             read = iter(to_host(*(tensor for request in asked.values() for tensor in request.tensors)))
         except Exception as error:
-            progress.fail(asked, error)
+            self._answer(dict.fromkeys(asked, error))
             return
         ms = 1e3 * (perf_counter() - started) / len(asked)
-        for number, request in asked.items():
+        for request in asked.values():
             request.stats.ms += ms
             request.stats.host_reads += 1
-            progress.answer(number, [next(read) for _ in request.tensors])
+        self._answer({number: list(islice(read, len(one.tensors))) for number, one in asked.items()})
 
-    def _begin(self, progress: _Progress, asked: dict[int, Begin]) -> None:
+    def _begin(self, asked: dict[int, Begin]) -> None:
         forwards = {number: request.forward for number, request in asked.items()}
+        caches = [request.full for request in asked.values()]
+        self._begun += caches
 
         def forward() -> Outputs:
             outputs: Outputs = {}
@@ -263,25 +288,23 @@ class Together:
 
         started, passed = perf_counter(), Future[Passed]()
         if self._thread is not None:
-            passed = self._thread.start([request.full for request in asked.values()], forward)
+            passed = self._thread.start(caches, forward)
         else:
             try:
                 passed.set_result((forward(), perf_counter()))
             except Exception as error:
                 passed.set_exception(error)
-        for number in asked:
-            progress.answer(number, Running(passed, number, started))
+        self._answer({number: Running(passed, number, started) for number in asked})
 
-    def _finish(self, progress: _Progress, asked: dict[int, Finish]) -> None:
+    def _finish(self, asked: dict[int, Finish]) -> None:
         for number, request in asked.items():
-            running = request.running
             try:
-                outputs, running.ended = running.passed.result()
+                outputs, _ = request.running.passed.result()
             except Exception as error:
-                progress.answer(number, error)
+                self._answer({number: error})
             else:
-                output = outputs[running.number]
-                progress.answer(number, output.error or output)
+                output = outputs[request.running.number]
+                self._answer({number: output.error or output})
 
 
 def _by_model(
@@ -292,42 +315,9 @@ def _by_model(
         yield model, plan, {n: one for n, one in asked.items() if one.model is model and one.plan == plan}
 
 
-class _Progress:
-    """Where each text's work stands: what it asks for, or how it ended."""
-
-    def __init__(self, works: Sequence[Work[Any]]) -> None:
-        self._works = works
-        self.asked: dict[int, Request] = {}
-        self.results: list[Any] = [None] * len(works)
-        for number in range(len(works)):
-            self.answer(number, None)
-
-    def of(self, kind: type[T]) -> dict[int, T]:
-        """Requests of one kind, by the number of the work."""
-        return {number: request for number, request in self.asked.items() if isinstance(request, kind)}
-
-    def answer(self, number: int, answer: Any) -> None:
-        """Lets one work go on to its next request, or to its end; an exception is raised in it."""
-        self.asked.pop(number, None)
-        work = self._works[number]
-        try:
-            request = work.throw(answer) if isinstance(answer, Exception) else work.send(answer)
-        except StopIteration as end:
-            self.results[number] = end.value
-        except Exception as error:
-            self.results[number] = error
-        else:
-            self.asked[number] = request
-
-    def fail(self, numbers: Iterable[int], error: Exception) -> None:
-        """The same error for several."""
-        for number in numbers:
-            self.answer(number, error)
-
-
 def run_alone(work: Work[T]) -> T:
     """Runs one text's work, without background passes."""
-    (result,) = Together().run([work])
+    (result,) = Together([work]).run()
     if isinstance(result, Exception):
         raise result
     return result

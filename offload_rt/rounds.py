@@ -10,42 +10,16 @@ long it took: what has been drawn of it is kept, and the rest is drawn after the
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Protocol
 
-from offload_rt.caches.full import FullCache
-from offload_rt.drafting.base import Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.pace import Pace, RoundTimes
+from offload_rt.pace import RoundTimes
 from offload_rt.passes import Begin, Finish, Running, Work
-from offload_rt.timeline import Timeline
+from offload_rt.session import Session
 from offload_rt.verification import Draft
 
 
-class Text(Protocol):
-    """What a round needs of a text (see `session.Session`).
-
-    Attributes:
-        ready: a draft that was begun for the text as it is now.
-        room: how many more tokens it may grow by.
-    """
-
-    verifier: Verifier
-    full: FullCache
-    pace: Pace
-    timeline: Timeline
-    ready: Proposal | None
-
-    @property
-    def view(self) -> TokenView: ...
-
-    @property
-    def room(self) -> int: ...
-
-    def extend(self, round: Round, times: RoundTimes) -> None:
-        """Appends what a round yielded."""
-
-
-def round_of(text: Text) -> Work[Round]:
+def round_of(text: Session) -> Work[Round]:
     """Propose, begin, draft ahead, verdict, commit: one round of a text.
 
     The link needs no scheduling here: when a pass begins, the full cache opens the stream of the next one, so
@@ -65,14 +39,14 @@ def round_of(text: Text) -> Work[Round]:
     if outcomes:
         text.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
     verification = verifier.verification(view, draft)
-    running: Running = yield Begin(verification.forward, text.full)
+    running: Running = yield Begin(verification, text.full)
 
     ahead = yield from draft_ahead(text, proposal, running, outcomes)
     made = perf_counter()
     output = yield Finish(running)
 
     both = perf_counter()
-    round = yield from verifier.verdict(verification, output)
+    round = yield from verifier.verdict(draft, verification.part, output)
     text.ready = ahead.get(tuple(round.tokens))
     verifier.stats.ms += running.ms
     done = perf_counter()
@@ -94,14 +68,16 @@ def round_of(text: Text) -> Work[Round]:
     return round
 
 
-def draft_ahead(text: Text, proposal: Proposal, running: Running, most: int) -> Work[dict[Outcome, Proposal]]:
+def draft_ahead(
+    text: Session, proposal: Proposal, running: Running, most: int
+) -> Work[dict[Outcome, Proposal]]:
     """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
     verifier, pace, view = text.verifier, text.pace, text.view
     made: dict[Outcome, Proposal] = {}
     if not (most and pace.shape(text.room - 2).depth) or pace.over(running):
         return made
     with text.timeline.span("draft", "ahead"):
-        for outcome in (yield from proposal.outcomes(most, pace.acceptance)):
+        for outcome in (yield from proposal.outcomes(most, pace.acceptance.rate)):
             shape = pace.shape(text.room - len(outcome) - 1)
             if not shape.depth:
                 continue

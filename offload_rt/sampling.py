@@ -6,7 +6,7 @@ one `Draws`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,26 +101,19 @@ class Draws(Protocol):
 
 
 class GeneratorDraws:
-    """Draws from explicit torch generators of one seed: the same seed repeats the same tokens."""
+    """Draws on one device from explicit generators of one seed: the same seed repeats the same tokens."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        places = {"cpu": torch.device("cpu"), torch.device(device).type: torch.device(device)}
-        self._tokens = _generators(places, seed)
-        self._coins = _generators(places, seed ^ 0x5DEECE66D)
+        self._tokens = torch.Generator(device).manual_seed(seed)
+        self._coins = torch.Generator(device).manual_seed(seed ^ 0x5DEECE66D)
 
     def categorical(self, probs: Tensor) -> Tensor:
-        return pick(probs, _uniforms(probs.shape[:-1], probs.device, self._tokens))
+        return pick(probs, _uniforms(probs.shape[:-1], self._tokens))
 
     def descend(self, tree: Tree, chances: Tensor) -> Tensor:
-        return tree.descend(_uniforms(chances.shape, chances.device, self._coins) < chances)
+        return tree.descend(_uniforms(chances.shape, self._coins) < chances)
 
 
-def _generators(places: Mapping[str, torch.device], seed: int) -> dict[str, torch.Generator]:
-    return {kind: torch.Generator(device=place).manual_seed(seed) for kind, place in places.items()}
-
-
-def _uniforms(
-    shape: Sequence[int], device: torch.device, generators: Mapping[str, torch.Generator]
-) -> Tensor:
+def _uniforms(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """From [0, 1), in float64."""
-    return torch.rand(shape, dtype=torch.float64, device=device, generator=generators[device.type])
+    return torch.rand(shape, dtype=torch.float64, device=generator.device, generator=generator)

@@ -136,7 +136,6 @@ class Session:
         self.pace = Pace(
             self.verifier,
             shapes[-1] if shapes else None,
-            self.verifier.drafter.expected_acceptance,
             ahead=ahead,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.

@@ -91,9 +91,9 @@ class Writer:
         # A level's proposals are counted by the one above; the target over its full cache makes none.
         offered = [*((above.proposed, above.accepted) for above in stats[1:]), (0, 0)]
         notices = list(self._notices)
-        if session.pace.steps_down:
+        if session.pace.breaks.steps_down:
             notices.append(
-                f"{session.pace.plain_tokens} of {len(self._tokens)} tokens were decoded plainly, as "
+                f"{session.pace.breaks.plain_tokens} of {len(self._tokens)} tokens were decoded plainly, as "
                 "drafting them would have taken longer"
             )
         counters, on_gpu = session.engine.counters, target.device.type == "cuda"
@@ -131,7 +131,7 @@ class Writer:
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
             ),
-            plain_tokens=session.pace.plain_tokens,
+            plain_tokens=session.pace.breaks.plain_tokens,
             notices=notices,
             error=self._error,
         )

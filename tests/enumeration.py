@@ -2,11 +2,11 @@
 
 `output_probs` runs the program once for each path of choices, weighs what it puts out with the product of
 their probabilities, and so finds the distribution itself instead of samples from it. What is run is the real
-code: rounds, the verifiers, the drafters, the rules of acceptance, the driver that advances many texts at
-once. Only what stands for a transformer is small: `TableModel`, whose logits are a fixed random function of
-the tokens it is shown, and caches that hold tokens in place of KV. The model sees the text through its cache
-alone, with the positions and ancestors that the verifier stated, so a wrong commit, rollback, position or
-mask shows as a wrong distribution.
+code: sessions, rounds, the verifiers, the drafters, the rules of acceptance, the driver that advances many
+texts at once. Only what stands for a transformer is small: `TableModel`, whose logits are a fixed random
+function of the tokens it is shown, and caches that hold tokens in place of KV. The model sees the text
+through its cache alone, with the positions and ancestors that the verifier stated, so a wrong commit,
+rollback, position or mask shows as a wrong distribution.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from torch import Tensor
 
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.held import HeldTokens
-from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.drafting.verifier import Order, Sampling, Verifier
 from offload_rt.heads import Head
 from offload_rt.layers import LayerPlan
-from offload_rt.pace import Pace, RoundTimes
+from offload_rt.pace import Pace
 from offload_rt.parts import Output, Part
-from offload_rt.passes import LevelStats, Outputs, Passed, Together, run_alone
+from offload_rt.passes import LevelStats, Outputs, Passed, Together
 from offload_rt.rounds import round_of
 from offload_rt.sampling import Draws, Sampler, choices
+from offload_rt.session import Continuation, Session
 from offload_rt.timeline import NO_TIMELINE
 from offload_rt.trees import ROOT, Tree
 
@@ -167,12 +168,9 @@ class TokenCache:
         return self.verified + [entry for at, entry in enumerate(behind) if sees >> at & 1]
 
     def commit(self, kept: Sequence[int]) -> None:
-        (new, pending), held = self._end_pass(), len(self.held)
-        place = {held + index: held + at for at, index in enumerate(kept)}
-        for index in kept:
-            self.speculative.append(pending[index])
-            parent = new.parents[index]
-            self.held.add(new.token(index), place.get(parent, parent))
+        new, pending = self._end_pass()
+        self.speculative += [pending[index] for index in kept]
+        new.hold(self.held, kept)
 
     def _end_pass(self) -> tuple[NewTokens, list[Entry]]:
         assert self.new is not None, "commit without a pass"
@@ -228,8 +226,7 @@ class FullTokenCache(TokenCache):
     def catch_up(self) -> None:
         pass
 
-    def prefill(self, tokens: Sequence[int]) -> None:
-        self.verified = list(enumerate(tokens))
+    def build_derived(self) -> None:
         for cache in self.derived:
             cache.verified = list(self.verified)
 
@@ -377,7 +374,7 @@ class Parts:
         def compose(sampling: Sampling) -> Verifier:
             cache = FullTokenCache()
             drafter = below(self, cache, sampling)
-            return Verifier("full", self.target, cache, drafter, sampling, _no_cost)
+            return Verifier("full", self.target, cache, drafter, sampling, _order(None))
 
         return compose
 
@@ -399,29 +396,32 @@ def target_over(
     view: str,
     below: Level = nothing,
     shape: DraftShape = CHAIN,
-    plan: LayerPlan | None = None,
-    first_plan: LayerPlan | None = None,
+    *plans: LayerPlan | None,
 ) -> Level:
     """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        verifier = Verifier(view, parts.target, cache, drafter, sampling, _no_cost, plan, first_plan)
-        return ModelDrafter(verifier, shape)
+        orders = map(_order, plans or (None,))
+        return ModelDrafter(view, parts.target, cache, drafter, sampling, *orders, below=shape)
 
     return level
 
 
-def small_model(plan: LayerPlan | None = None, first_plan: LayerPlan | None = None) -> Level:
+def small_model(*plans: LayerPlan) -> Level:
     """The small model over a cache of its own."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        verifier = Verifier("small", parts.small, cache, Drafter(), sampling, _no_cost, plan, first_plan)
-        return SmallModelDrafter(verifier, cache)
+        orders = map(_order, plans or (None,))
+        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *orders)
 
     return level
+
+
+def _order(plan: LayerPlan | None) -> Order:
+    return Order(plan, _no_cost)
 
 
 def _no_cost(length: int, queries: int) -> float:
@@ -448,10 +448,8 @@ class BackgroundAtOnce:
         return Begun()
 
 
-class Text:
-    """One text of the enumeration: what a session is to the runtime."""
-
-    timeline = NO_TIMELINE
+class Text(Session):
+    """A session whose caches hold tokens in place of KV, and whose pace learns nothing from its rounds."""
 
     def __init__(
         self,
@@ -462,48 +460,22 @@ class Text:
         ahead: int = 0,
         clock: bool = True,
     ) -> None:
+        self.timeline = NO_TIMELINE
+        self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.verifier = verifier
-        assert isinstance(verifier.cache, FullTokenCache)
         self.full: Any = verifier.cache
-        self.full.prefill(prompt[:-1])
-        self.tokens = list(prompt)
-        self.ready: Proposal | None = None
-        self.accepted: list[bool] = []
-        self.pace = Pace(
-            verifier, shape if shape.depth else None, 0.5, ahead=ahead, step_down=False, clock=clock
+        self.full.verified = list(enumerate(prompt[:-1]))
+        self.pace: Any = Pace(
+            verifier, shape if shape.depth else None, ahead=ahead, step_down=False, clock=clock
         )
-        self.pace.begin(len(prompt))
-        self._start = len(prompt)
-        self._max_tokens = max_tokens
-        self._ended = False
-        run_alone(verifier.drafter.prefill(self.view))
-
-    @property
-    def view(self) -> TokenView:
-        return TokenView(self.tokens)
+        self.pace.observe = lambda *given: None
+        self.ready, self.rounds, self._ended = None, [], False
+        self._continuation = Continuation(verifier.sampling, max_tokens)
+        self.take_prompt()
 
     @property
     def output(self) -> tuple[int, ...]:
-        return tuple(self.tokens[self._start :])
-
-    @property
-    def room(self) -> int:
-        return self._max_tokens - len(self.output)
-
-    @property
-    def over(self) -> bool:
-        return self._ended or self.room <= 0
-
-    def extend(self, round: Round, times: RoundTimes) -> None:
-        length = len(self.tokens)
-        self.tokens += round.tokens
-        self.verifier.drafter.observe(self.view, round)
-        self.accepted += [place < round.accepted for place in range(len(round.tokens))]
-        for place, token in enumerate(round.tokens):
-            if token in self.verifier.sampling.stop_tokens:
-                del self.tokens[length + place + 1 :]
-                self._ended = True
-                break
+        return tuple(self.tokens[self.prompt_tokens :])
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
@@ -558,7 +530,7 @@ def output_probs(
         ahead, clock: outcomes that are drafted for while a pass runs; None: no clock is asked.
     """
 
-    def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
+    def start(draws: ScriptedDraws) -> tuple[list[Text], Any]:
         text = Text(
             composition(Sampling(sampler, draws, stop_tokens)),
             prompt,
@@ -567,10 +539,9 @@ def output_probs(
             ahead,
             clock is not None,
         )
-        thread: Any = BackgroundAtOnce(draws, clock or (lambda drawn: False)) if ahead else None
-        return [text], Together(thread)
+        return [text], BackgroundAtOnce(draws, clock or (lambda drawn: False)) if ahead else None
 
-    joint = joint_probs(start, lambda texts: texts[0].over or len(texts[0].output) >= count)
+    joint = joint_probs(start, lambda texts: texts[0].ended or len(texts[0].output) >= count)
     probs: Probs = defaultdict(float)
     for (output,), weight in joint.items():
         probs[output[:count]] += weight
@@ -578,7 +549,7 @@ def output_probs(
 
 
 def joint_probs(
-    start: Callable[[ScriptedDraws], tuple[list[Text], Together]], finished: Callable[[list[Text]], bool]
+    start: Callable[[ScriptedDraws], tuple[list[Text], Any]], finished: Callable[[list[Text]], bool]
 ) -> dict[tuple[tuple[int, ...], ...], float]:
     """The joint distribution of what several texts put out that are stepped together.
 
@@ -594,11 +565,11 @@ def joint_probs(
             script: list[int] | None = fixed
             while script is not None:
                 draws = ScriptedDraws(script, fixed=len(fixed))
-                texts, together = start(draws)
+                texts, thread = start(draws)
                 for _ in range(rounds):
-                    step(texts, together)
+                    step(texts, thread)
                 assert draws.taken == fixed
-                step(texts, together)
+                step(texts, thread)
                 weight = mass * draws.probability
                 if finished(texts):
                     ended[tuple(text.output for text in texts)] += weight
@@ -612,8 +583,9 @@ def joint_probs(
     return ended
 
 
-def step(texts: Sequence[Text], together: Together) -> None:
-    going = [text for text in texts if not text.over]
-    for result in together.run([round_of(text) for text in going]):
+def step(texts: Sequence[Text], thread: Any = None) -> None:
+    """One round of the texts that go on; `thread` is that of their background passes."""
+    going = [text for text in texts if not text.ended]
+    for result in Together([round_of(text) for text in going], thread).run():
         if isinstance(result, Exception):
             raise result

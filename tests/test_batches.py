@@ -123,7 +123,7 @@ def test_a_member_that_fails_ends_alone(make: Any, cache: str, monkeypatch: pyte
         if steps == 2:
             drafter = sessions[0].verifier.drafter
             assert isinstance(drafter, ModelDrafter)
-            failing = sessions[0].full if cache == "full" else drafter.verifier.cache
+            failing = sessions[0].full if cache == "full" else drafter.cache
             monkeypatch.setattr(failing, "attend", broken)
         return step(engine, sessions)
 

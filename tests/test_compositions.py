@@ -111,15 +111,6 @@ def test_a_draft_that_sees_everything_is_accepted_to_its_end(
     assert accepted == [DEPTH] * (PARAMS.max_tokens // (DEPTH + 1))
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree:3,2", "sequences:3", "grown:12"])
-@pytest.mark.parametrize("levels", LEVELS)
-def test_nothing_is_drafted_where_one_token_is_left(
-    target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int], levels: str, shape: str
-) -> None:
-    result, _ = run(target, draft, LEVELS[levels](shape), params=SamplingParams(max_tokens=1))
-    assert result.tokens == plain_tokens[:1] and result.timings.draft_n == 0
-
-
 @pytest.mark.parametrize("shape", ["tree:3,2", "grown:12"])
 def test_trees_accept_more_than_chains(target: PreTrainedModel, draft: PreTrainedModel, shape: str) -> None:
     (chains, _), (trees, _) = (run(target, draft, LEVELS["draft"](kind)) for kind in ("chain", shape))

@@ -34,10 +34,10 @@ from enumeration import (
 from offload_rt.drafting.base import Drafter, Proposal, TokenView
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
+from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.layers import LayerPlan
-from offload_rt.passes import Together, run_alone
+from offload_rt.passes import run_alone
 from offload_rt.sampling import Draws, Sampler
 from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
@@ -151,13 +151,8 @@ def tree(text: str, depth: int) -> DraftShape:
     return DraftShape.parse(text).deep(depth)
 
 
-def retrieved(
-    below: Level = nothing,
-    shape: DraftShape = CHAIN,
-    plan: LayerPlan | None = None,
-    first_plan: LayerPlan | None = None,
-) -> Level:
-    return target_over("retrieved", below, shape, plan, first_plan)
+def retrieved(below: Level = nothing, shape: DraftShape = CHAIN, *plans: LayerPlan | None) -> Level:
+    return target_over("retrieved", below, shape, *plans)
 
 
 class Stored(NGrams):
@@ -165,15 +160,15 @@ class Stored(NGrams):
 
     FOUND = ((0, 1, 2), (3, 1), (3, 3, 3), (4, 0, 2), (2, 0))
 
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         return [one[:depth] for one in self.FOUND[len(view) % 2 :]]
 
 
-def source(made: Callable[[], Source]) -> Callable[..., SourceDrafter]:
-    return lambda parts, full, sampling: SourceDrafter("source", made())
+def source(kind: type[Source], *sizes: int) -> Callable[..., Source]:
+    return lambda parts, full, sampling: kind(*sizes)
 
 
-def merged(level: Level, beside: Callable[..., SourceDrafter]) -> Level:
+def merged(level: Level, beside: Callable[..., Source]) -> Level:
     """A source beside what a level drafts."""
     return lambda *given: MergedDrafter(level(*given), beside(*given))
 
@@ -182,9 +177,9 @@ def made_by(kind: type[TableDrafter]) -> Level:
     return lambda parts, full, sampling: kind(parts.small, sampling)
 
 
-lookup = source(lambda: NGrams(2, 1))
-suffixes = source(lambda: SuffixAutomaton(1))
-stored = source(lambda: Stored(2, 1))
+lookup = source(NGrams, 2, 1)
+suffixes = source(SuffixAutomaton, 1)
+stored = source(Stored, 2, 1)
 
 COMPOSITIONS: dict[str, Build] = {
     "plain": (nothing, CHAIN),
@@ -237,7 +232,7 @@ PLANS: dict[str, Build] = {
     "small model in groups, calibrated": (small_model(GROUPS, WHOLE), THREE),
     "small model in groups": (small_model(GROUPS), THREE),
     "small model in groups, tree": (small_model(GROUPS, WHOLE), tree("tree:2,2", 2)),
-    "retrieval without layers": (retrieved(plan=LayerPlan.parse("skip:1,2a", 4)), THREE),
+    "retrieval without layers": (retrieved(nothing, CHAIN, LayerPlan.parse("skip:1,2a", 4)), THREE),
 }
 
 
@@ -305,9 +300,9 @@ def test_drafts_are_accepted_and_rejected_alike() -> None:
         def accepted(draws: Draws, level: Level = level, shape: DraftShape = shape) -> tuple[int, int]:
             text = Text(parts.full(level)(Sampling(Sampler(1.0), draws)), PROMPT, 9, shape)
             stats = text.verifier.stats
-            step([text], Together())
+            step([text])
             if not stats.proposed:  # a head knows no hidden state before
-                step([text], Together())
+                step([text])
             return stats.accepted, stats.proposed
 
         for (kept, offered), weight in outcome_probs(accepted).items():
@@ -330,14 +325,14 @@ def test_a_batch_of_two_texts_of_which_one_ends_early(names: tuple[str, str], sa
     parts = Parts(seed=5, support=2)
     prompts, lengths = (PROMPT, PROMPT[2:5]), (3, 1)
 
-    def start(draws: ScriptedDraws) -> tuple[list[Text], Together]:
+    def start(draws: ScriptedDraws) -> tuple[list[Text], None]:
         texts = []
         for name, prompt, length in zip(names, prompts, lengths, strict=True):
             level, shape = ALL[name]
             texts.append(Text(parts.full(level)(Sampling(sampler, draws)), prompt, length, shape))
-        return texts, Together()
+        return texts, None
 
-    joint = joint_probs(start, lambda texts: all(text.over for text in texts))
+    joint = joint_probs(start, lambda texts: all(text.ended for text in texts))
     first, second = (
         own_probs(parts.target, sampler, prompt, length)
         for prompt, length in zip(prompts, lengths, strict=True)

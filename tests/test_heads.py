@@ -11,7 +11,7 @@ import pytest
 import torch
 from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
 from safetensors.torch import load_file, save_file
-from small_engine import LINKS, PARAMS, PROMPT, engine_overrides, passes_of
+from small_engine import LINKS, PARAMS, PROMPT, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
@@ -181,26 +181,6 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert result.levels[0].name == "head" and result.levels[0].proposed > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("levels", [LEVELS["tree"], LEVELS["retrieved"]], ids=["tree", "retrieved"])
-def test_members_of_a_batch_are_their_single_runs(
-    target: PreTrainedModel,
-    file: Path,
-    levels: list[object],
-    temperature: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    passes = passes_of(monkeypatch, HeadModel)
-    prompts = [PROMPT, byte_ids(70, start=500), byte_ids(1)]
-    params = [SamplingParams(temperature, max_tokens=8 + 3 * seed, seed=seed) for seed in range(3)]
-    overrides = engine_overrides() | {"speculation.levels": levels, "head.path": str(file)}
-    with LLM.from_models(target, config="heads", overrides=overrides) as llm:
-        alone = [llm.generate(prompt, one).tokens for prompt, one in zip(prompts, params, strict=True)]
-        assert {len(counts) for counts, _ in passes} == {1}
-        assert [member.tokens for member in llm.generate(prompts, params)] == alone
-    assert max(len(counts) for counts, _ in passes) == 3
-
-
 def test_the_demo_head_is_often_right() -> None:
     text = "It was a cold evening, and the old man sat before the fire with his daughter. He had been to"
     overrides: dict[str, object] = {"speculation.levels": ["head"], "speculation.gamma2": 4}
@@ -284,6 +264,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         changed(join_weight=torch.zeros(64, 64)),
         "join.weight is [64, 64] and should be [64, 128]",
     ),
+    "scalar": (changed(gate_weight=torch.tensor(1.0)), "gate.weight is [] and should be [1, 64]"),
     "inner": (changed(up_weight=torch.zeros(9, 64)), "up.weight is [9, 64] and should be [96, 64]"),
     "lacks": (changed(gate_weight=None), "gate.weight is missing"),
     "more": (changed(bias=torch.zeros(1)), "bias has no place in a head"),
@@ -313,13 +294,6 @@ def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel
         with pytest.raises(UsageError, match="trained for demo"):
             llm.rerun(PARAMS, "heads")
         assert llm.plain(SamplingParams(max_tokens=4)).tokens == llm.last_result.tokens
-
-
-def test_the_command_line_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", "--config", "heads", "--prompt", "It was", "--set", "head.path=none.safetensors"]
-    assert cli.main([*arguments, "-n", "4"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and "head none.safetensors: cannot be read" in err
 
 
 def test_nan_is_told() -> None:

@@ -188,7 +188,7 @@ def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
         assert llm._last is not None
-        assert llm._last.pace.acceptance == seen.rate != SAME_MODEL_ACCEPTANCE
+        assert llm._last.pace.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
 
 
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(

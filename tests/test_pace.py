@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import groupby
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,10 @@ from offload_rt.pace import (
     LONGEST_BREAK,
     MARGIN,
     WINDOW,
-    DraftDepth,
     Pace,
     RoundTimes,
     RunningAcceptance,
+    ShapeChoice,
 )
 
 DRAFT = 8
@@ -43,11 +44,13 @@ def round_of(tokens: int) -> Round:
     return Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, torch.empty(0))
 
 
-def times(asked: int, ms: float, nominal_ms: float, *, proposed: int | None = None) -> RoundTimes:
+def times(
+    asked: int, ms: float, nominal_ms: float, *, proposed: int | None = None, draft_ms: float = 0.0
+) -> RoundTimes:
     return RoundTimes(
         started=0.0,
         ms=ms,
-        draft_ms=0.0,
+        draft_ms=draft_ms,
         pass_ms=ms,
         ahead_ms=0.0,
         verdict_ms=0.0,
@@ -64,20 +67,25 @@ def times(asked: int, ms: float, nominal_ms: float, *, proposed: int | None = No
 
 
 class Table:
-    """A forecast: a plain token costs `PLAIN_MS`, a drafted round `round_ms` at a text length."""
+    """A composition: a pass costs `PLAIN_MS`, and a drafted round `round_ms` at a text length."""
 
-    def __init__(self, round_ms: Callable[[int], float], tokens: float = 5.0) -> None:
+    drafter: Any = property(lambda self: self)
+    expected_acceptance = 0.9
+
+    def __init__(self, round_ms: Callable[[int], float]) -> None:
         self._round_ms = round_ms
-        self._tokens = tokens
 
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
+        return self.nominal_round_ms(length, shape) - PLAIN_MS
+
+    def nominal_round_ms(self, length: int, shape: DraftShape) -> float:
         return self._round_ms(length) if shape.depth else PLAIN_MS
 
     def nominal_pass_ms(self, length: int, nodes: int) -> float:
-        return self._round_ms(length) if nodes else PLAIN_MS
+        return PLAIN_MS
 
     def expected_tokens(self, count: int) -> float:
-        return 1.0 if count == 0 else self._tokens
+        return 5.0 if count else 1.0
 
 
 HOPEFUL = Table(lambda length: 2 * PLAIN_MS)
@@ -115,7 +123,7 @@ def test_it_keeps_drafting_while_that_pays(clock: bool) -> None:
     counts = drive(subject, 300, tokens=4, cost=2 * PLAIN_MS, clock=clock)
     # The clock needs to see one plain round, the second one; nominal costs are known.
     assert counts.count(0) == int(clock) and (not clock or counts[1] == 0)
-    assert (subject.steps_down, subject.plain_tokens) == (0, 0)
+    assert (subject.breaks.steps_down, subject.breaks.plain_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("clock", [True, False])
@@ -128,15 +136,15 @@ def test_it_steps_down_when_it_loses_and_takes_longer_breaks(clock: bool) -> Non
     assert breaks[:-1] == expected[:-1]  # the last one is cut by the end of the script
     trials = [length for count, length in runs(counts) if count > 0]
     assert set(trials[2:-1]) == {CLEAR_WINDOW}  # a loss as clear as this needs no whole window
-    assert subject.steps_down == len(breaks)
-    assert subject.plain_tokens == sum(breaks)
+    assert subject.breaks.steps_down == len(breaks)
+    assert subject.breaks.plain_tokens == sum(breaks)
 
 
 @pytest.mark.parametrize("clock", [True, False])
 def test_it_comes_back_when_speculation_pays_again(clock: bool) -> None:
     subject = pace(clock=clock)
     drive(subject, 200, tokens=1, cost=2 * PLAIN_MS, clock=clock)
-    assert subject.steps_down > 1
+    assert subject.breaks.steps_down > 1
     drive(subject, 1000, tokens=5, cost=2 * PLAIN_MS, clock=clock)
     counts = drive(subject, 100, tokens=5, cost=2 * PLAIN_MS, clock=clock)
     assert set(counts) == {DRAFT}
@@ -150,7 +158,7 @@ def test_it_comes_back_when_speculation_pays_again(clock: bool) -> None:
 def test_what_hardly_loses_is_noise(clock: bool, excess: float, steps: bool) -> None:
     subject = pace(clock=clock)
     drive(subject, 60, tokens=3, cost=3 * PLAIN_MS * (1 + excess), clock=clock)
-    assert (subject.steps_down > 0) == steps
+    assert (subject.breaks.steps_down > 0) == steps
 
 
 @pytest.mark.parametrize(
@@ -162,19 +170,12 @@ def test_a_clear_loss_is_seen_sooner(cost: float, rounds: int) -> None:
     assert runs(counts)[0] == (DRAFT, 1 + rounds)  # the first round is not judged
 
 
-def test_the_first_round_is_not_judged() -> None:
-    subject = pace(clock=True)
-    observe(subject, subject.shape(1000).depth, 1, 1e9, NAN)
-    drive(subject, 50, tokens=4, cost=2 * PLAIN_MS, clock=True)
-    assert subject.steps_down == 0
-
-
 def test_a_plain_round_is_measured_though_the_second_one_was_drafted_ahead_of() -> None:
     subject = pace(clock=True)
     observe(subject, subject.shape(1000).depth, 5, 2 * PLAIN_MS, NAN)
     observe(subject, DRAFT, 5, 2 * PLAIN_MS, NAN)  # its draft was ready, whatever was wanted
     assert drive(subject, 7, tokens=5, cost=2 * PLAIN_MS, clock=True) == [0, *[DRAFT] * 6]
-    assert subject.steps_down == 0
+    assert subject.breaks.steps_down == 0
 
 
 def test_a_loss_is_checked_against_plain_rounds_of_the_same_moment() -> None:
@@ -186,7 +187,7 @@ def test_a_loss_is_checked_against_plain_rounds_of_the_same_moment() -> None:
         drafted.append(subject.shape(1000).depth)
         observe(subject, drafted[-1], 2 if drafted[-1] else 1, 4 * PLAIN_MS, NAN)
     assert runs(drafted) == [(DRAFT, CLEAR_WINDOW), (0, CHECKS), (DRAFT, 1)]
-    assert subject.steps_down == 0
+    assert subject.breaks.steps_down == 0
 
 
 def test_one_slow_plain_round_is_not_the_cost_of_a_token() -> None:
@@ -195,7 +196,7 @@ def test_one_slow_plain_round_is_not_the_cost_of_a_token() -> None:
     for check in range(CHECKS):
         assert subject.shape(1000).depth == 0
         observe(subject, 0, 1, 1e6 if check == 1 else PLAIN_MS, NAN)
-    assert subject.steps_down == 1
+    assert subject.breaks.steps_down == 1
 
 
 def noisy_text(gain: float, seed: int) -> Pace:
@@ -222,7 +223,7 @@ def noisy_text(gain: float, seed: int) -> Pace:
 )
 def test_how_often_it_errs_on_a_noisy_machine(gain: float, least: int, most: int) -> None:
     """Of 200 texts. Three rounds against one plain round of before gave up 176 of those twice as fast."""
-    gave_up = sum(noisy_text(gain, seed).steps_down > 0 for seed in range(200))
+    gave_up = sum(noisy_text(gain, seed).breaks.steps_down > 0 for seed in range(200))
     assert least <= gave_up <= most
 
 
@@ -230,13 +231,13 @@ def test_how_often_it_errs_on_a_noisy_machine(gain: float, least: int, most: int
 def test_without_stepping_down_it_drafts_whatever_it_costs(clock: bool) -> None:
     subject = pace(clock=clock, step_down=False)
     assert drive(subject, 100, tokens=1, cost=1e6, clock=clock) == [DRAFT] * 100
-    assert subject.steps_down == 0
+    assert subject.breaks.steps_down == 0
 
 
 def test_a_plain_composition_has_nothing_to_watch() -> None:
     subject = pace(clock=True, draft=0)
     assert drive(subject, 50, tokens=1, cost=1e6, clock=True) == [0] * 50
-    assert (subject.steps_down, subject.plain_tokens) == (0, 0)
+    assert (subject.breaks.steps_down, subject.breaks.plain_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("clock", [True, False])
@@ -244,7 +245,7 @@ def test_it_begins_plainly_where_speculation_is_not_expected_to_pay(clock: bool)
     subject = pace(clock=clock, forecast=Table(lambda length: 5 * PLAIN_MS * 1.01))
     counts = drive(subject, FORESEEN_BREAK + 1, tokens=9, cost=2 * PLAIN_MS, clock=clock)
     assert counts == [0] * FORESEEN_BREAK + [DRAFT]
-    assert (subject.steps_down, subject.plain_tokens) == (1, FORESEEN_BREAK)
+    assert (subject.breaks.steps_down, subject.breaks.plain_tokens) == (1, FORESEEN_BREAK)
     hopeful = pace(clock=False, forecast=Table(lambda length: 5 * PLAIN_MS * 0.99))
     assert drive(hopeful, 3, tokens=9, cost=PLAIN_MS, clock=False) == [DRAFT] * 3
 
@@ -259,11 +260,7 @@ def test_it_foresees_by_the_length_of_the_text() -> None:
 
 @pytest.mark.parametrize(("round_ms", "outcomes"), [(1.2, 4), (1.4, 2), (2.0, 1), (2.1, 0)])
 def test_without_a_clock_no_more_is_drafted_ahead_than_a_pass_takes(round_ms: float, outcomes: int) -> None:
-    class Halves(Table):
-        def nominal_pass_ms(self, length: int, nodes: int) -> float:
-            return PLAIN_MS
-
-    forecast = Halves(lambda length: round_ms * PLAIN_MS)
+    forecast = Table(lambda length: round_ms * PLAIN_MS)
     for clock in (False, True):
         subject = Pace(forecast, CHAIN.deep(DRAFT), ahead=4, clock=clock)
         subject.begin(100)
@@ -281,7 +278,7 @@ def test_what_was_asked_for_and_not_found_is_no_plain_round() -> None:
     subject = pace(clock=False)
     for _ in range(1 + CLEAR_WINDOW):  # the first round is not judged
         subject.observe(100, round_of(1), times(DRAFT, NAN, 2 * PLAIN_MS, proposed=0))
-    assert subject.steps_down == 1
+    assert subject.breaks.steps_down == 1
 
 
 # ------------------------------------------------------------------------------ depth of drafts
@@ -289,6 +286,9 @@ def test_what_was_asked_for_and_not_found_is_no_plain_round() -> None:
 
 class Shapes:
     """Nominal costs: a pass of `pass_ms` and `query_ms` for each node, drafts of `step_ms` a level."""
+
+    drafter: Any = property(lambda self: self)
+    expected_acceptance = 0.9
 
     def __init__(self, pass_ms: float, query_ms: float, step_ms: float) -> None:
         self.pass_ms = pass_ms
@@ -298,57 +298,52 @@ class Shapes:
     def nominal_pass_ms(self, length: int, nodes: int) -> float:
         return self.pass_ms + self.query_ms * nodes
 
-    def draft_ms(self, depth: int) -> float:
-        return self.step_ms * depth
-
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
-        return self.nominal_pass_ms(length, shape.size) + self.draft_ms(shape.depth)
-
-    def expected_tokens(self, count: int) -> float:
-        raise AssertionError("of no matter for the depth")
+    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
+        return self.step_ms * shape.depth
 
 
 def best(shapes: Shapes, acceptance: float) -> int:
     """The depth with the most tokens a ms, by the definition."""
 
     def rate(count: int) -> float:
-        return expected_tokens(acceptance, count) / (
-            shapes.nominal_pass_ms(0, count) + shapes.draft_ms(count)
-        )
+        ms = shapes.nominal_pass_ms(0, count) + shapes.nominal_draft_ms(0, CHAIN.deep(count))
+        return expected_tokens(acceptance, count) / ms
 
     return max(DRAFT_LENGTHS, key=rate)
 
 
-def depth(shapes: Shapes, acceptance: float, *, clock: bool, ahead: bool = False) -> DraftDepth:
-    return DraftDepth(shapes, CHAIN, RunningAcceptance(acceptance), clock=clock, ahead=ahead)
+def depth(shapes: Shapes, acceptance: float, *, ahead: bool = False) -> ShapeChoice:
+    return ShapeChoice(shapes, CHAIN.candidates(), RunningAcceptance(acceptance), ahead=ahead)
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9, 0.97])
 @pytest.mark.parametrize("step_ms", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize("clock", [True, False])
-def test_before_anything_is_seen_shapes_decide(step_ms: float, acceptance: float, clock: bool) -> None:
+def test_before_anything_is_seen_shapes_decide(step_ms: float, acceptance: float) -> None:
     shapes = Shapes(100.0, 1.0, step_ms)
-    assert depth(shapes, acceptance, clock=clock).choose(0).depth == best(shapes, acceptance)
+    assert depth(shapes, acceptance).best(0).depth == best(shapes, acceptance)
 
 
 def test_it_learns_what_the_machine_takes() -> None:
     nominal, true = Shapes(100.0, 1.0, 1.0), Shapes(40.0, 3.0, 0.5)
-    subject = depth(nominal, 0.9, clock=True)
+    subject = depth(nominal, 0.9)
     for count in (4, 8, 12, 4, 16, 6, 12, 8) * 4:
-        subject.observe_pass(0, count, true.nominal_pass_ms(0, count))
-        subject.observe_draft(0, count, true.draft_ms(count))
-    chosen = DRAFT_LENGTHS.index(subject.choose(0).depth)
+        draft_ms = true.nominal_draft_ms(0, CHAIN.deep(count))
+        subject.observe(0, times(count, true.nominal_pass_ms(0, count), NAN, draft_ms=draft_ms))
+    chosen = DRAFT_LENGTHS.index(subject.best(0).depth)
     assert abs(chosen - DRAFT_LENGTHS.index(best(true, 0.9))) <= 1
     assert best(true, 0.9) != best(nominal, 0.9)
 
 
-def test_where_no_clock_may_decide_measured_times_count_for_nothing() -> None:
+@pytest.mark.parametrize("clock", [True, False])
+def test_measured_times_count_where_a_clock_may_decide(clock: bool) -> None:
     shapes = Shapes(100.0, 1.0, 1.0)
-    subject = depth(shapes, 0.9, clock=False)
-    for count in (4, 8, 12):
-        subject.observe_pass(0, count, NAN)
-        subject.observe_draft(0, count, NAN)
-    assert subject.choose(0).depth == best(shapes, 0.9)
+    subject = Pace(shapes, CHAIN, step_down=False, clock=clock)
+    subject.begin(100)
+    for count in (8, 4, 8, 12):  # in 1 ms: a pass costs as little as a drafted token
+        subject.observe(
+            100, Round([0], 0, 0, [], None, torch.empty(0)), times(count, 1.0 if clock else NAN, NAN)
+        )
+    assert (subject.shape(1000).depth == best(shapes, 0.9)) != clock
 
 
 def test_it_learns_how_many_are_accepted() -> None:
@@ -367,16 +362,16 @@ def test_it_learns_how_many_are_accepted() -> None:
 
 def test_a_draft_that_is_hidden_is_as_deep_as_the_pass() -> None:
     shapes = Shapes(100.0, 0.0, 10.0)
-    alone, ahead = depth(shapes, 0.97, clock=True), depth(shapes, 0.97, clock=True, ahead=True)
-    assert alone.choose(0).depth * 10.0 > 100.0 >= ahead.choose(0).depth * 10.0
+    alone, ahead = depth(shapes, 0.97), depth(shapes, 0.97, ahead=True)
+    assert alone.best(0).depth * 10.0 > 100.0 >= ahead.best(0).depth * 10.0
 
 
 @pytest.mark.parametrize(("query_ms", "kind"), [(0.0, "grown"), (20.0, "chain")])
 def test_a_tree_is_drafted_where_wide_passes_cost_little(query_ms: float, kind: str) -> None:
     """As over a link, where a pass takes as long for 64 tokens as for 4."""
     shapes = Shapes(100.0, query_ms, 4.0)
-    subject = DraftDepth(shapes, DraftShape.parse("auto"), RunningAcceptance(0.85), clock=True)
-    chosen = subject.choose(0)
+    subject = ShapeChoice(shapes, DraftShape.parse("auto").candidates(), RunningAcceptance(0.85))
+    chosen = subject.best(0)
     assert chosen.kind == kind
     if kind == "grown":
         assert chosen.size >= 32
@@ -396,11 +391,10 @@ def test_shapes() -> None:
 
 def test_a_draft_that_costs_nothing_by_its_shapes() -> None:
     shapes = Shapes(1.0, 0.01, 0.0)
-    subject = depth(shapes, 0.3, clock=True)
+    subject = depth(shapes, 0.3)
     for _ in range(3):
-        subject.observe_pass(0, 4, shapes.nominal_pass_ms(0, 4))
-        subject.observe_draft(0, 4, 0.1)
-    assert subject.choose(0).depth == best(shapes, 0.3)
+        subject.observe(0, times(4, shapes.nominal_pass_ms(0, 4), NAN, draft_ms=0.1))
+    assert subject.best(0).depth == best(shapes, 0.3)
 
 
 def test_lookup_chooses_its_depth_by_the_clock(target: PreTrainedModel) -> None:

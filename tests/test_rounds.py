@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def first_round(parts: Parts, max_tokens: int, depth: int, ahead: int) -> tuple[
     verifier = parts.full(COMPOSITIONS["retrieval"])(Sampling(Sampler(0.0), draws))
     text = Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), ahead=ahead)
     thread: Any = BackgroundAtOnce(draws, never)
-    (round,) = Together(thread).run([rounds.round_of(text)])
+    (round,) = Together([rounds.round_of(text)], thread).run()
     assert not isinstance(round, Exception), round
     return text, round
 
@@ -152,8 +153,9 @@ def test_likely_outcomes_by_hand() -> None:
     def outcomes(
         tokens: list[int], probs: torch.Tensor, most: int, acceptance: float, temperature: float = 0.0
     ) -> list[tuple[int, ...]]:
-        sampler, stats = Sampler(temperature), LevelStats("draft")
-        return run_alone(chain_outcomes(sampler, stats, tokens, probs.log(), most, acceptance))
+        drafter: Any = SimpleNamespace(sampling=Sampling(Sampler(temperature), ScriptedDraws()))
+        drafter.stats = LevelStats("draft")
+        return run_alone(chain_outcomes(drafter, tokens, probs.log(), most, acceptance))
 
     probs = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
     # The second token is doubted most; the third row says what would follow both.

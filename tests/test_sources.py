@@ -18,7 +18,7 @@ from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
 from offload_rt.drafting.merged import joined
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton, heaviest
+from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
 from offload_rt.loading import demo_model, load_tokenizer
 from offload_rt.passes import run_alone
@@ -60,13 +60,13 @@ def test_the_longest_end_that_occurred_is_found(
             most = min(longest, len(whole)) if ngrams else len(whole)
             places = (earlier(settled, whole[len(whole) - size :]) for size in range(most, shortest - 1, -1))
             allowed = [whole[at : at + depth] for at in next(filter(None, places), [])]
-            found = [list(one) for one in source.continuations(view, depth)]
+            found = [list(one) for one in source.find(view, depth)]
             assert len(found) == bool(allowed)
             assert not found or found[0] in (allowed[-1:] if ngrams else allowed)
 
 
 def test_where_nothing_is_asked_for_nothing_is_looked_up() -> None:
-    drafter = SourceDrafter("lookup", NGrams(3, 1))
+    drafter = NGrams(3, 1)
     run_alone(drafter.prefill(TokenView([1, 2, 1])))
     for depth, found in ((0, []), (2, [2, 1])):
         proposal = drafter.proposal(TokenView([1, 2, 1]), CHAIN.deep(depth))
@@ -77,12 +77,12 @@ def test_where_nothing_is_asked_for_nothing_is_looked_up() -> None:
 def test_an_automaton_follows_a_long_repetition() -> None:
     automaton, text = SuffixAutomaton(2), [*range(50), 99, *range(40)]
     automaton.extend(TokenView(text))
-    assert automaton.continuations(TokenView(text), 4) == [[40, 41, 42, 43]]
-    assert automaton.continuations(TokenView(text, [40, 41]), 3) == [[42, 43, 44]]
-    assert automaton.continuations(TokenView(text, [7]), 3) == []  # one token is too short an end
+    assert automaton.find(TokenView(text), 4) == [[40, 41, 42, 43]]
+    assert automaton.find(TokenView(text, [40, 41]), 3) == [[42, 43, 44]]
+    assert automaton.find(TokenView(text, [7]), 3) == []  # one token is too short an end
     automaton = SuffixAutomaton(2)
     automaton.extend(TokenView([5, 6, 7]))
-    assert automaton.continuations(TokenView([5, 6, 7], [5, 6]), 3) == [[7, 5, 6]]
+    assert automaton.find(TokenView([5, 6, 7], [5, 6]), 3) == [[7, 5, 6]]
 
 
 @given(TEXTS.filter(bool))
@@ -103,7 +103,7 @@ def test_a_datastore_finds_every_occurrence_of_the_longest_end(
     store: Path, texts: list[list[int]], asked: list[int]
 ) -> None:
     assert build(texts, byte_tokenizer(), store) == sum(map(len, texts))
-    found = Datastore(store, 6, 10**6).continuations(TokenView([], asked), 3)
+    found = Datastore(store, 6, 10**6).find(TokenView([], asked), 3)
     for size in range(min(6, len(asked)), 0, -1):
         end = asked[-size:]
         places = [
@@ -118,12 +118,12 @@ def test_a_datastore_finds_every_occurrence_of_the_longest_end(
 
 def test_an_end_that_nothing_follows_gives_way_to_a_shorter_one(store: Path) -> None:
     build([[1, 2, 3], [3, 4]], byte_tokenizer(), store)
-    assert Datastore(store, 4, 9).continuations(TokenView([1, 2, 3]), 2) == [[4]]
+    assert Datastore(store, 4, 9).find(TokenView([1, 2, 3]), 2) == [[4]]
 
 
 def test_a_few_of_many_occurrences_are_looked_at(store: Path) -> None:
     build([[8, value % 7] for value in range(700)], byte_tokenizer(), store)
-    found = Datastore(store, 4, 14).continuations(TokenView([8]), 2)
+    found = Datastore(store, 4, 14).find(TokenView([8]), 2)
     assert [one[0] for one in found] == [value for value in range(7) for _ in range(2)]
 
 

@@ -55,8 +55,8 @@ def text_of(drafter: Oracle, depth: int, max_tokens: int, stop_tokens: Collectio
 
 
 def run(*texts: Text) -> None:
-    while not all(text.over for text in texts):
-        step(texts, Together())
+    while not all(text.ended for text in texts):
+        step(texts)
 
 
 def first(token: int) -> int:
@@ -100,7 +100,7 @@ def test_the_text_grows_by_a_round_and_the_drafter_is_told() -> None:
     text = text_of(drafter, 4, 9)
     run(text)
     # Two accepted, the third corrected; then four accepted and one more; then one alone.
-    assert text.accepted == [True, True, False, True, True, True, True, False, False]
+    assert [times.accepted for times in text.rounds] == [2, 4, 0]
     assert [len(view) - len(PROMPT) for view in drafter.observed] == [3, 8, 9]
     assert text.full.verified_length == len(text.tokens) - 1  # all but the last token
 
@@ -127,10 +127,9 @@ class Broken(Oracle):
 
 def test_one_that_fails_ends_alone() -> None:
     texts = [text_of(Oracle(), 3, 8), text_of(Broken(), 3, 8)]
-    together = Together()
-    first_step = together.run([round_of(text) for text in texts])
+    first_step = Together([round_of(text) for text in texts]).run()
     assert not any(isinstance(result, Exception) for result in first_step)
-    fine, failed = together.run([round_of(text) for text in texts])
+    fine, failed = Together([round_of(text) for text in texts]).run()
     assert isinstance(failed, MemoryError) and not isinstance(fine, Exception)
     assert texts[0].output == CONTINUATION[:8] and texts[1].output == CONTINUATION[:4]
 
@@ -141,4 +140,4 @@ def test_an_interrupt_ends_all_and_is_passed_on() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Together().run([round_of(text_of(Interrupted(), 3, 8)), round_of(text_of(Oracle(), 3, 8))])
+        Together([round_of(text_of(one, 3, 8)) for one in (Interrupted(), Oracle())]).run()

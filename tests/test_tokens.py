@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def stats(self) -> LevelStats:
-        return self.drafter.verifier.stats
+        return self.drafter.stats
 
     def draft(self, shape: DraftShape) -> Draft:
         return run_alone(self.drafter.proposal(self.session.view, shape).complete())
@@ -135,7 +135,7 @@ def opened(
 def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> None:
     seen: set[int] = set()
     with opened(target, "naive") as setting:
-        cache, text = setting.drafter.verifier.cache, setting.session.tokens
+        cache, text = setting.drafter.cache, setting.session.tokens
         for _ in range(30):
             setting.passed.clear()
             held = cache.verified_length
@@ -153,7 +153,7 @@ def test_a_small_model_below_a_middle_level_does_too(target: PreTrainedModel) ->
     """Round after round of the middle level, before anything is verified."""
     seen = set()
     with opened(target, "triforce") as setting:
-        middle, view = setting.drafter.verifier, setting.session.view
+        middle, view = setting.drafter, setting.session.view
         due = 1
         for _ in range(20):
             setting.passed.clear()
@@ -182,15 +182,15 @@ def test_a_draft_is_not_waited_for(
         assert len(draft) == shape.size and not draft.tokens.arrived
         verifier, view = setting.verifier, setting.session.view
         verification = verifier.verification(view, draft)
-        (output,) = verifier.model.forward([verification.forward.part])
-        result = run_alone(verifier.verdict(verification, output))
+        (output,) = verifier.model.forward([verification.part])
+        result = run_alone(verifier.verdict(draft, verification.part, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them
         path = [draft.tokens.known.index(token) for token in result.tokens[:-1]]
         assert len(path) == result.accepted
         # What was accepted is in the drafter's cache: adopted, or found but for leaves, which nothing passed.
-        cache, text = setting.drafter.verifier.cache, view.extended(result.tokens[:-1])
+        cache, text = setting.drafter.cache, view.extended(result.tokens[:-1])
         found = cache.held.match(text.part(cache.verified_length))
         computed = result.accepted if config == "retrieval" else min(result.accepted, shape.depth - 1)
         assert cache.verified_length + len(found) == len(view) + computed
@@ -230,7 +230,7 @@ def test_what_another_draft_displaced_is_computed_in_one_pass(
 
 def test_greedy_siblings_differ_where_tokens_are_equally_likely(target: PreTrainedModel) -> None:
     with opened(target, "naive") as setting:
-        growth = LevelGrowth(setting.drafter.verifier, setting.session.view, DraftShape("tree", 1, (4,)))
+        growth = LevelGrowth(setting.drafter, setting.session.view, DraftShape("tree", 1, (4,)))
         logits = torch.randint(3, (200, 256), generator=torch.Generator().manual_seed(0)).float()
         offered = growth._offered(logits, 4)
     assert offered[:, 0].tolist() == logits.argmax(-1).tolist(), "the lowest id, as the verifier takes it"

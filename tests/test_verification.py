@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 import torch
@@ -52,10 +51,8 @@ def output(draft: Draft, verdict: Verdict) -> tuple[int, ...]:
     return (*(draft.tokens.known[node] for node in path), int(verdict.token))
 
 
-def drafted(
-    given_by: Distributions, draws: Draws, parents: Sequence[int], *, replacement: bool
-) -> tuple[Draft, list[tuple[int, ...]]]:
-    """A tree of this shape, sampled; and the text at each node. Where no token is left, a row of zeros."""
+def drafted(given_by: Distributions, draws: Draws, parents: Sequence[int], *, replacement: bool) -> Draft:
+    """A tree of this shape, sampled. Where no token is left, a row of zeros."""
     tokens: list[int] = []
     rows: list[Tensor] = []
     texts: list[tuple[int, ...]] = []
@@ -68,7 +65,15 @@ def drafted(
         rows.append(probs / probs.sum() if probs.sum() > 0 else probs)
         tokens.append(int(draws.categorical(rows[-1])))
         texts.append((*above, tokens[-1]))
-    return draft_of(tokens, parents, torch.stack(rows)), texts
+    return draft_of(tokens, parents, torch.stack(rows))
+
+
+def verified(given_by: Distributions, draft: Draft, draws: Draws) -> tuple[int, ...]:
+    """What a verifier that has its own distribution after the text at each node puts out."""
+    paths = [draft.tree.path(row) for row in range(1 + len(draft))]
+    texts = [tuple(draft.tokens.known[node] for node in path) for path in paths]
+    rows = torch.stack([given_by("verifier", text) for text in texts])
+    return output(draft, verify(draft, rows, draws))
 
 
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(
@@ -83,9 +88,7 @@ def test_sampled_trees_of_any_shape(seed: int, parents: list[int], replacement: 
     given_by = Distributions(seed)
 
     def run(draws: Draws) -> tuple[int, ...]:
-        draft, texts = drafted(given_by, draws, parents, replacement=replacement)
-        rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
-        return output(draft, verify(draft, rows, draws))
+        return verified(given_by, drafted(given_by, draws, parents, replacement=replacement), draws)
 
     assert_follows(given_by, outcome_probs(run))
 
@@ -96,11 +99,7 @@ def test_deterministic_trees_of_any_shape(seed: int, parents: list[int]) -> None
     """Even with siblings that bear the same token."""
     given_by, source = Distributions(seed), random.Random(seed)
     draft = draft_of([source.randrange(VOCABULARY) for _ in parents], parents)
-    texts: list[tuple[int, ...]] = []
-    for token, parent in zip(draft.tokens.known, parents, strict=True):
-        texts.append((*(texts[parent] if parent != ROOT else ()), token))
-    rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
-    assert_follows(given_by, outcome_probs(lambda draws: output(draft, verify(draft, rows, draws))))
+    assert_follows(given_by, outcome_probs(lambda draws: verified(given_by, draft, draws)))
 
 
 @given(
@@ -114,12 +113,8 @@ def test_joining_what_a_source_found_is_never_a_loss(seed: int, parents: list[in
     given_by = Distributions(seed)
 
     def run(draws: Draws, found: list[int]) -> int:
-        draft = joined(drafted(given_by, draws, parents, replacement=False)[0], found)
-        texts: list[tuple[int, ...]] = []
-        for token, parent in zip(draft.tokens.known, draft.tree.parents, strict=True):
-            texts.append((*(texts[parent] if parent != ROOT else ()), token))
-        rows = torch.stack([given_by("verifier", text) for text in [(), *texts]])
-        return len(output(draft, verify(draft, rows, draws)))
+        draft = joined(drafted(given_by, draws, parents, replacement=False), found)
+        return len(verified(given_by, draft, draws))
 
     alone, merged = (outcome_probs(lambda draws, found=found: run(draws, found)) for found in ([], chain))
     for least in range(2, 8):
@@ -215,21 +210,6 @@ def test_descending_is_a_walk_through_first_accepted_children(seed: int, nodes: 
     assert int(tree.descend(torch.tensor(accepted, dtype=torch.bool))) == node + 1
 
 
-def test_the_rule_on_the_device_by_integration() -> None:
-    """Over a grid of its uniform numbers, one draft after the other."""
-    proposal, probs = normalized([1, 2, 3, 4]), normalized([4, 1, 0, 5])
-    steps = 40
-    grid = [(step + 0.5) / steps for step in range(steps)]
-    found = [0.0] * VOCABULARY
-    for token, weight in enumerate(proposal.tolist()):
-        draft = Draft.chain([token], proposal[None])
-        for uniform, last in product(grid, grid):
-            verdict = verify(draft, probs.expand(2, -1), GivenUniforms([uniform], last))
-            found[output(draft, verdict)[0]] += weight / steps**2
-    assert found == pytest.approx(probs.tolist(), abs=1 / steps)
-    assert found[2] == 0
-
-
 # ------------------------------------------------------------------------------------ by hand
 
 
@@ -283,12 +263,6 @@ def test_a_greedy_verifier_walks_to_the_child_that_bears_its_token() -> None:
     assert greedy(11, 0, 13, 0, 0, 0, 0) == (11, 13)
     assert greedy(12, 0, 0, 0, 0, 0, 0) == (12,)
     assert int(verify_greedy(Draft(), torch.tensor([5])).token) == 5
-
-
-def test_siblings_are_tried_in_order_and_their_subtrees_skipped() -> None:
-    draft = draft_of([0, 2, 1], [ROOT, 0, ROOT], torch.eye(3, dtype=torch.float64)[[0, 2, 1]])
-    probs = torch.eye(3, dtype=torch.float64)[[1, 0, 0, 2]]  # wants 1, and after that 2
-    assert output(draft, verify(draft, probs, ScriptedDraws())) == (1, 2)
 
 
 def test_a_candidate_that_could_not_be_drawn_is_never_accepted() -> None:

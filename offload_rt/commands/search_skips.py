@@ -125,8 +125,7 @@ def _checked(arguments: argparse.Namespace) -> Config:
 def with_layers(base: Config, layers: str) -> Config:
     """`base`, whose last level drafts with other `layers`."""
     *below, last = base.speculation.levels
-    levels = (*below, replace(last, layers=layers))
-    return replace(base, speculation=replace(base.speculation, levels=levels))
+    return base.having("speculation.levels", (*below, replace(last, layers=layers)))
 
 
 def rate(

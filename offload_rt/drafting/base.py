@@ -157,6 +157,6 @@ class Drafter:
     def observe(self, view: TokenView, round: Round) -> None:
         """All of `view` is verified, its end by `round`; the full cache lacks the last token alone."""
 
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
         """Cost of a proposal at nominal rates, for a text of `length`, at the usual acceptance below."""
         return 0.0

@@ -21,8 +21,8 @@ from offload_rt.drafting.head_drafter import HeadDrafter, Heads
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import NGrams, Source, SourceDrafter, SuffixAutomaton
-from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
+from offload_rt.drafting.verifier import Order, Sampling, Verifier
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
 
@@ -63,19 +63,16 @@ def compose(parts: Parts) -> Verifier:
         if level.merge:
             drafter = MergedDrafter(drafter, _source(level.merge, parts.config))
         below = own
-    cost = pass_cost(parts.target, None, parts.full.engine.link.bytes_per_second)
-    return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, cost)
+    order = Order(None, pass_cost(parts.target, None, parts.full.engine.link.bytes_per_second))
+    return Verifier(TARGET_FULL, parts.target, parts.full, drafter, parts.sampling, order)
 
 
-def _source(name: str, config: Config) -> SourceDrafter:
-    source: Source
+def _source(name: str, config: Config) -> Source:
     if name == DATASTORE:
-        source = open_datastore(config)
-    elif name == SUFFIX:
-        source = SuffixAutomaton(config.lookup.min_ngram)
-    else:
-        source = NGrams(config.lookup.max_ngram, config.lookup.min_ngram)
-    return SourceDrafter(name, source)
+        return open_datastore(config)
+    if name == SUFFIX:
+        return SuffixAutomaton(config.lookup.min_ngram)
+    return NGrams(config.lookup.max_ngram, config.lookup.min_ngram)
 
 
 def _selection(parts: Parts) -> Selection:
@@ -106,27 +103,26 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
         model_of_head = parts.heads.of(config.head, parts.target)
         cost = head_cost(parts.target, model_of_head.head.weight_bytes)
         return HeadDrafter(model_of_head, parts.sampling, cost)
-    model = parts.draft if level.name == DRAFT_STREAMING else parts.target
-    if model is None:
-        raise ValueError(f"level {level.name} needs a draft model")
-    if level.name == DRAFT_STREAMING:
-        model = model.for_text(config.draft.sinks + config.draft.window, 0)  # it sees no more at a time
+    small = level.name == DRAFT_STREAMING
+    model = parts.target
+    if small:
+        assert parts.draft is not None  # levels without a model were left out (`Engine.available`)
+        model = parts.draft.for_text(config.draft.sinks + config.draft.window, 0)  # it sees no more at a time
     cache = _cache(level, model, parts)
     parts.caches.append(cache)
+    if not small:
+        parts.full.derived.append(cache)
     plan = model.layer_plan(level.layers)
-    first = LayerPlan.whole(model.layers) if plan is not None and level.calibrate else None
+    plans = [plan, LayerPlan.whole(model.layers)] if plan is not None and level.calibrate else [plan]
     # Of the text the last token is missing, and where all was accepted perhaps the one before it.
     recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
-    orders = (plan, first or plan)
-    for order in dict.fromkeys(orders):
-        model.prepare(cache, recurring, order)
+    for each in plans:
+        model.prepare(cache, recurring, each)
     entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room
-    costs = [pass_cost(model, entries, plan=order) for order in orders]
-    verifier = Verifier(level.name, model, cache, below, parts.sampling, costs[0], plan, first, costs[1])
-    if isinstance(cache, StreamingCache) and level.name == DRAFT_STREAMING:
-        return SmallModelDrafter(verifier, cache, shape)
-    parts.full.derived.append(cache)
-    return ModelDrafter(verifier, shape)
+    orders = [Order(each, pass_cost(model, entries, plan=each)) for each in plans]
+    first = orders[1] if len(orders) > 1 else None
+    kind = SmallModelDrafter if small else ModelDrafter
+    return kind(level.name, model, cache, below, parts.sampling, orders[0], first, shape)
 
 
 def _cache(

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload_rt.config import LONGEST_MATCH
+from offload_rt.config import DATASTORE, LONGEST_MATCH
 from offload_rt.drafting.base import TokenView
+from offload_rt.drafting.sources import Source
 from offload_rt.errors import UsageError
 from offload_rt.tensor_files import read_tensors, write_tensors
 
@@ -29,7 +30,7 @@ END = -1
 """A token between two texts: no match and no continuation crosses it."""
 
 
-class Datastore:
+class Datastore(Source):
     """Looks up the longest end of a text that occurs in the store.
 
     Args:
@@ -40,7 +41,10 @@ class Datastore:
         UsageError: the file is not there, torn, or no datastore.
     """
 
+    name = DATASTORE
+
     def __init__(self, path: Path, longest: int, occurrences: int) -> None:
+        super().__init__()
         self.path = path
         self._longest, self._occurrences = longest, occurrences
         stored, about = read_tensors(path, "datastore", KIND, f"build one: {BUILD}")
@@ -63,7 +67,7 @@ class Datastore:
     def extend(self, view: TokenView) -> None:
         """Nothing depends on the text."""
 
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         """Of the longest end that something follows."""
         asked = view.part(max(0, len(view) - self._longest))
         # What occurs with more tokens in front occurs with fewer.

@@ -76,7 +76,7 @@ class Growth(Proposal, ABC):
         held = self._verifier.cache.held
         text, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
-        if text and newest is not None and self._verifier.first_plan is not None:  # for the text alone
+        if text and newest is not None and self._verifier.first_order is not None:  # for the text alone
             yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, first=True)
             text = []
         start, behind = len(held), len(held) + len(text)
@@ -225,9 +225,8 @@ class LevelGrowth(Growth):
         yield from self._arrive(draft.tokens)
         if len(self._logits) == len(self._levels):
             self._logits.append((yield from self.foresee()))
-        sampler, stats = self._verifier.sampling.sampler, self._verifier.stats
-        known, logits = draft.tokens.known, torch.cat(self._logits)
-        return (yield from chain_outcomes(sampler, stats, known, logits, most, acceptance))
+        logits = torch.cat(self._logits)
+        return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, most, acceptance))
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.drafting.verifier import Order, Sampling
 from offload_rt.expectations import HEAD_ACCEPTANCE
 from offload_rt.heads import DEMO_HEAD, Head, load_head
 from offload_rt.host import to_device
@@ -40,7 +41,7 @@ class HeadStates:
         self.verified_length = known.length
         self.states = known.hidden[None]
         self.pending = self.states[:0]
-        self._new: NewTokens | None = None
+        self._new = NewTokens((), (), ())
 
     def begin(self, new: NewTokens) -> None:
         self._new = new
@@ -49,11 +50,8 @@ class HeadStates:
         raise RuntimeError("a head has no attention")
 
     def commit(self, kept: Sequence[int]) -> None:
-        if self._new is None:
-            raise RuntimeError("commit without a pass")
         self._new.hold(self.held, kept)
         self.states = torch.cat([self.states, self.pending[to_device(kept, self.states.device)]])
-        self._new = None
 
     def keep(self, entries: Sequence[int]) -> None:
         rows = to_device([0, *(1 + entry for entry in entries)], self.states.device)
@@ -79,7 +77,7 @@ class HeadModel:
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
         """One pass of new tokens of several texts: generation by generation, of all texts together."""
-        caches = [_states_of(part) for part in parts]
+        caches = [cast(HeadStates, part.cache) for part in parts]
         embedded = self.target.embed(torch.cat([part.ids(self.device) for part in parts]))[0]
         held = sum(len(cache.states) for cache in caches)
         rows = torch.cat([*(cache.states for cache in caches), embedded.new_empty(embedded.shape)])
@@ -101,11 +99,6 @@ class HeadModel:
         raise NotANumber(
             f"{self.name}: its logits are NaN with {self.dtype}; try a wider dtype, or train it anew"
         )
-
-
-def _states_of(part: Part) -> HeadStates:
-    assert isinstance(part.cache, HeadStates)
-    return part.cache
 
 
 def _generations(parts: Sequence[Part], held: int) -> list[tuple[list[int], list[int]]]:
@@ -136,14 +129,9 @@ class HeadDrafter(ModelDrafter):
 
     expected_acceptance = HEAD_ACCEPTANCE
 
-    def __init__(
-        self,
-        model: HeadModel,
-        sampling: Sampling,
-        nominal_pass_ms: Cost,
-    ) -> None:
+    def __init__(self, model: HeadModel, sampling: Sampling, cost: Cost) -> None:
         nothing = HeadStates(HiddenState(0, torch.empty(0)))
-        super().__init__(Verifier(HEAD, model, nothing, Drafter(), sampling, nominal_pass_ms))
+        super().__init__(HEAD, model, nothing, Drafter(), sampling, Order(None, cost))
         self.wants_hidden = True
         self._verified: HiddenState | None = None
 
@@ -156,7 +144,9 @@ class HeadDrafter(ModelDrafter):
         if known is None:
             return Proposal()
         # A draft keeps its states to itself: they are few, and others may begin at another state.
-        return ModelDrafter(self.verifier.over(HeadStates(known))).proposal(view, shape)
+        drafter = copy.copy(self)
+        drafter.cache = HeadStates(known)
+        return ModelDrafter.proposal(drafter, view, shape)
 
 
 class Heads:

@@ -8,7 +8,7 @@ import torch
 
 from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.sources import SourceDrafter, heaviest
+from offload_rt.drafting.sources import Source
 from offload_rt.host import to_device
 from offload_rt.passes import LevelStats, Read, Work
 from offload_rt.trees import ROOT, Tree
@@ -22,7 +22,7 @@ class MergedDrafter(Drafter):
     child may depend on everything that was drawn before it.
     """
 
-    def __init__(self, drafter: Drafter, source: SourceDrafter) -> None:
+    def __init__(self, drafter: Drafter, source: Source) -> None:
         self._drafter = drafter
         self._source = source
         self.wants_hidden = drafter.wants_hidden
@@ -43,36 +43,33 @@ class MergedDrafter(Drafter):
         self._source.observe(view, round)
         self._drafter.observe(view, round)
 
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
-        return self._drafter.nominal_ms(length, shape)
+    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
+        return self._drafter.nominal_draft_ms(length, shape)
 
 
 class MergedProposal(Proposal):
-    """A proposal that is joined when it is complete; until then it is the model's alone."""
+    """The model's proposal, which is joined when it is complete."""
 
-    def __init__(self, source: SourceDrafter, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
+    def __init__(self, source: Source, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
         self._source = source
         self._drawn = drawn
         self._view = view
         self._shape = shape
-        self._joined: Draft | None = None
 
     def step(self) -> Work[bool]:
         return self._drawn.step()
 
     def complete(self) -> Work[Draft]:
-        if self._joined is None:
-            draft = yield from self._drawn.complete()
-            found = self._source.continuations(self._view, self._shape.depth)
-            if found:  # what is there already is not proposed twice, so the host must know it
-                draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
-                likeliest = heaviest(found, CHAIN.deep(self._shape.depth)).tokens.known
-                draft = joined(draft, likeliest)
-            self._joined = draft
-        return self._joined
+        draft = yield from self._drawn.complete()
+        found = self._source.proposal(self._view, CHAIN.deep(self._shape.depth)).draft()
+        if not len(found):
+            return draft
+        # What is there already is not proposed twice, so the host must know it.
+        draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
+        return joined(draft, found.tokens.known)
 
     def draft(self) -> Draft:
-        return self._drawn.draft() if self._joined is None else self._joined
+        return self._drawn.draft()
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
         return self._drawn.outcomes(most, acceptance)

@@ -7,6 +7,8 @@ tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,57 +19,54 @@ from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
-from offload_rt.passes import LevelStats, Work
+from offload_rt.passes import Work
 from offload_rt.trees import forest
 from offload_rt.verification import Draft, Tokens
 
 
-class ModelDrafter(Drafter):
+@dataclass(eq=False)
+class ModelDrafter(Verifier, Drafter):
     """A model over a bounded cache that proposes to a dearer verifier.
 
-    What it reports is its verifier's own distribution: its tokens have it, however they were drafted. How
+    What it reports is its own distribution as a verifier: its tokens have it, however they were drafted. How
     many are proposed depends only on tokens already proposed, which leaves each one's distribution as
     reported (a stopping time).
 
-    Args:
+    Attributes:
         below: shape of the drafts that the level below proposes to each of its rounds; of no depth where
             there is no such level.
     """
 
+    below: DraftShape = CHAIN
     expected_acceptance = SAME_MODEL_ACCEPTANCE
 
-    def __init__(self, verifier: Verifier, below: DraftShape = CHAIN) -> None:
-        self.verifier = verifier
-        self.below = below
-        self.wants_hidden = verifier.drafter.wants_hidden
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        return self.verifier.levels
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.wants_hidden = self.drafter.wants_hidden
 
     def prefill(self, view: TokenView) -> Work[None]:
-        yield from self.verifier.drafter.prefill(view)
+        yield from self.drafter.prefill(view)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         if not shape.depth:
             return Proposal()
         if self.below.depth:
-            return Rounds(self.verifier, self.below, view, shape)
+            return Rounds(self, view, shape)
         kind = BestFirst if shape.kind == "grown" else LevelGrowth
-        return kind(self.verifier, view, shape)
+        return kind(self, view, shape)
 
     def observe(self, view: TokenView, round: Round) -> None:
         # A cache derived from the full one has adopted the verified KV already, and may hold what was
         # drafted ahead behind it.
-        self.verifier.drafter.observe(view, round)
+        self.drafter.observe(view, round)
 
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
         if self.below.depth:
-            rounds = shape.size / self.verifier.expected_tokens(self.below.depth)
-            return rounds * self.verifier.nominal_ms(length, self.below)
-        passed = self.verifier.nominal_pass_ms
-        first = passed(length, shape.per_pass - 1, first=True)
-        return first + (shape.depth - 1) * passed(length, shape.per_pass - 1) if shape.depth else 0.0
+            rounds = shape.size / self.expected_tokens(self.below.depth)
+            return rounds * self.nominal_round_ms(length, self.below)
+        orders = (self.first_order or self.order, self.order)
+        first, other = (order.cost(length, shape.per_pass) for order in orders)
+        return first + (shape.depth - 1) * other if shape.depth else 0.0
 
 
 class SmallModelDrafter(ModelDrafter):
@@ -79,45 +78,42 @@ class SmallModelDrafter(ModelDrafter):
 
     LEAD = 2
     expected_acceptance = SMALL_MODEL_ACCEPTANCE
+    cache: StreamingCache
 
-    def __init__(self, verifier: Verifier, cache: StreamingCache, below: DraftShape = CHAIN) -> None:
-        super().__init__(verifier, below)
-        self._cache = cache
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._known = 0  # length of the text when it was verified last
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
         # What follows the text that was known then was drafted, in another order of layers.
-        self.verifier.settle(view, len(view) if self.verifier.first_plan is None else self._known)
+        self.settle(view, len(view) if self.first_order is None else self._known)
         self._known = len(view)
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from super().prefill(view)
-        cache, read, self._known = self._cache, self.verifier.read, len(view)
+        cache, self._known = self.cache, len(view)
         cache.reset()
         end = len(view) - 1
         start = min(cache.sinks, end)
         if start:
-            yield from read(view.part(0, start))
+            yield from self.read(view.part(0, start))
         recent = max(start, end - (1 + self.LEAD) * cache.window)
         if recent > start:
             cache.skip(recent - start)
         for at in range(recent, end, cache.window):
-            yield from read(view.part(at, min(at + cache.window, end)))
+            yield from self.read(view.part(at, min(at + cache.window, end)))
 
 
 class Rounds(Proposal):
     """A draft from rounds of a verifier that has a drafter of its own: a chain, or several side by side."""
 
-    def __init__(self, verifier: Verifier, below: DraftShape, view: TokenView, shape: DraftShape) -> None:
-        if shape.kind not in ("chain", "sequences"):
-            raise ValueError(f"rounds of a verifier yield chains, not {shape}")
+    def __init__(self, verifier: ModelDrafter, view: TokenView, shape: DraftShape) -> None:
         self._verifier = verifier
-        self._below = below
         self._view = view
         self._newest = view  # with the chain that is under way
         self._depth = shape.depth
-        self._missing = shape.width(0) if shape.depth else 0  # chains that are not complete
+        self._missing = shape.width(0)  # chains that are not complete
         self._chains: list[list[int]] = [[]]
         self._probs: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -127,12 +123,13 @@ class Rounds(Proposal):
         stopped = any(token in stop_tokens for token in chain)
         if len(chain) >= self._depth or stopped:
             self._missing -= 1
-            if self._missing <= 0:
+            if self._missing <= 0:  # below, where a complete draft is asked again
                 return False
             chain, self._newest = [], self._view
             self._chains.append(chain)
-        depth = min(self._below.depth, self._depth - len(chain) - 1)
-        round = yield from self._verifier.round(self._newest, self._below.deep(depth))
+        below = self._verifier.below
+        depth = min(below.depth, self._depth - len(chain) - 1)
+        round = yield from self._verifier.round(self._newest, below.deep(depth))
         chain += round.tokens
         self._newest = self._newest.extended(round.tokens, round.hidden)
         self._logits.append(round.logits)
@@ -146,10 +143,9 @@ class Rounds(Proposal):
         return Draft(tokens, forest([len(chain) for chain in self._chains]), probs)
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        tokens, verifier = self._chains[0], self._verifier
+        tokens = self._chains[0]
         if not tokens or len(self._chains) > 1:
             return []
-        last = LevelGrowth(verifier, self._view.extended(tokens), CHAIN)
+        last = LevelGrowth(self._verifier, self._view.extended(tokens), CHAIN)
         logits = torch.cat([*self._logits, (yield from last.foresee())])
-        sampler, stats = verifier.sampling.sampler, verifier.stats
-        return (yield from chain_outcomes(sampler, stats, tokens, logits, most, acceptance))
+        return (yield from chain_outcomes(self._verifier, tokens, logits, most, acceptance))

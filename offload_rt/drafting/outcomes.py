@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from offload_rt.drafting.base import Outcome
+from offload_rt.drafting.verifier import Verifier
 from offload_rt.host import to_device
-from offload_rt.passes import LevelStats, Read, Work
+from offload_rt.passes import Read, Work
 from offload_rt.sampling import Sampler
 
 LIKELY = Sampler(temperature=1.0)  # how sure a greedy draft was of its tokens
@@ -20,12 +21,7 @@ def doubt_scale(doubts: Sequence[float], acceptance: float) -> float:
 
 
 def chain_outcomes(
-    sampler: Sampler,
-    stats: LevelStats,
-    tokens: Sequence[int],
-    logits: Tensor,
-    most: int,
-    acceptance: float,
+    drafter: Verifier, tokens: Sequence[int], logits: Tensor, most: int, acceptance: float
 ) -> Work[list[Outcome]]:
     """What a verification of a chain may yield, by the probabilities of the model that drafted it.
 
@@ -34,15 +30,15 @@ def chain_outcomes(
     rejected as `acceptance` says.
 
     Args:
-        stats: of the level that drafted it.
-        tokens: the chain.
+        tokens: the chain, drafted by `drafter`.
         logits: `[1 + tokens, vocabulary]`, before each token and after the last.
         most: how many outcomes at most.
     """
+    sampler = drafter.sampling.sampler
     probs = LIKELY.probs(logits) if sampler.greedy else sampler.probs(logits)
     best = probs.topk(min(2, probs.shape[-1]), dim=-1)
     chosen = probs[:-1].gather(1, to_device(tokens, probs.device)[:, None])[:, 0]
-    read = yield Read([chosen, best.indices, best.values], stats)
+    read = yield Read([chosen, best.indices, best.values], drafter.stats)
     sure, rivals, shares = (values.tolist() for values in read)
     doubts = [max(1.0 - p, 1e-6) for p in sure]
     scale = doubt_scale(doubts, acceptance)

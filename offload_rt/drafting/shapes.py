@@ -37,7 +37,7 @@ class DraftShape:
     - `tree`: fixed numbers of children at each depth, drawn without replacement.
     - `sequoia`: the tree that yields most of all with so many nodes, by how often children of each rank were
       accepted (see `sequoia.py`).
-    - `auto`: a chain or a grown tree, chosen round by round (see `pace.DraftDepth`).
+    - `auto`: a chain or a grown tree, chosen round by round (see `pace.ShapeChoice`).
     - `grown`: best first, where the draft's own probabilities promise most, a batch of nodes a pass
       (as EAGLE-2, arXiv 2406.16858, and SpecExec, arXiv 2406.02532).
 
@@ -121,7 +121,9 @@ class DraftShape:
         return max(map(sum, self.levels), default=0)
 
     def candidates(self) -> list[DraftShape]:
-        """Shapes to choose among where the depth, or more, is chosen as it runs."""
+        """Shapes to choose among as it runs: itself, where its depth is given."""
+        if self.depth:
+            return [self]
         kinds = [self]
         if self.kind == AUTO:
             kinds = [CHAIN, *(DraftShape("grown", nodes=nodes) for nodes in (16, 32, 64))]

@@ -5,11 +5,12 @@ Found, not drawn: such a draft is deterministic and reports no probabilities.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol
 
+from offload_rt.config import LOOKUP, SUFFIX
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import LOOKUP_ACCEPTANCE
@@ -18,24 +19,61 @@ from offload_rt.trees import ROOT, Tree
 from offload_rt.verification import Draft, Tokens
 
 
-class Source(Protocol):
-    """Where the end of a text is looked up."""
+class Source(Drafter, ABC):
+    """Proposes what a look-up of the text's end finds.
 
+    Attributes:
+        name: the level's, as in the config.
+    """
+
+    name: str
+    expected_acceptance = LOOKUP_ACCEPTANCE
+
+    def __init__(self) -> None:
+        self.stats = LevelStats(self.name)
+
+    @abstractmethod
     def extend(self, view: TokenView) -> None:
         """All of `view` is verified, and longer than it was."""
 
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+    @abstractmethod
+    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         """What followed occurrences of the longest end of `view` that occurs, `depth` tokens at most."""
 
+    @property
+    def levels(self) -> list[LevelStats]:
+        return [self.stats]
 
-class NGrams:
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from ()
+        self.extend(view)  # which is the prompt's time, not the level's
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        started = perf_counter()
+        self.extend(view)
+        self.stats.ms += 1e3 * (perf_counter() - started)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        if not shape.depth:
+            return Proposal()
+        started = perf_counter()
+        draft = heaviest(self.find(view, shape.depth), shape)
+        self.stats.passes += 1
+        self.stats.ms += 1e3 * (perf_counter() - started)
+        return Proposal(draft)
+
+
+class NGrams(Source):
     """Prompt look-up: the newest earlier occurrence of the text's last n-gram, the longest that occurs.
 
     Keeps, for each n, where each n-gram of the verified text last ended, so that a look-up costs the same
     at any length.
     """
 
+    name = LOOKUP
+
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        super().__init__()
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its newest occurrence
         self._indexed = 0
@@ -50,7 +88,7 @@ class NGrams:
                     self._ends[tuple(tokens[end - size : end])] = first + end
         self._indexed = len(view)
 
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         for size in self._sizes:
             end = self._ends.get(tuple(view.part(len(view) - size))) if size <= len(view) else None
             if end is not None:
@@ -58,7 +96,7 @@ class NGrams:
         return []
 
 
-class SuffixAutomaton:
+class SuffixAutomaton(Source):
     """An earlier occurrence of the longest end of the text that occurs in it, however long.
 
     The automaton of all substrings of the verified text (Blumer et al. 1985), built as the text grows. A
@@ -70,7 +108,10 @@ class SuffixAutomaton:
         shortest: what is shorter is no occurrence.
     """
 
+    name = SUFFIX
+
     def __init__(self, shortest: int) -> None:
+        super().__init__()
         self._shortest = shortest
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
@@ -116,7 +157,7 @@ class SuffixAutomaton:
             above = self._link[above]
         return copied
 
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
+    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         state, end = self._found
         length = self._longest[state]
         for token in view.part(self._text):  # speculation
@@ -126,46 +167,6 @@ class SuffixAutomaton:
             state = self._next[state].get(token, 0)
             length, end = (length + 1 if state else 0), self._end[state]
         return [view.part(end, end + depth)] if length >= self._shortest else []
-
-
-class SourceDrafter(Drafter):
-    """Proposes what a source finds, without a model.
-
-    Args:
-        name: the level's, as in the config.
-    """
-
-    expected_acceptance = LOOKUP_ACCEPTANCE
-
-    def __init__(self, name: str, source: Source) -> None:
-        self._source = source
-        self.stats = LevelStats(name)
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        return [self.stats]
-
-    def prefill(self, view: TokenView) -> Work[None]:
-        yield from ()
-        self._source.extend(view)  # which is the prompt's time, not the level's
-
-    def observe(self, view: TokenView, round: Round) -> None:
-        started = perf_counter()
-        self._source.extend(view)
-        self.stats.ms += 1e3 * (perf_counter() - started)
-
-    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        return Proposal(heaviest(self.continuations(view, shape.depth), shape))
-
-    def continuations(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
-        """See `Source`."""
-        if not depth:
-            return []
-        started = perf_counter()
-        found = self._source.continuations(view, depth)
-        self.stats.passes += 1
-        self.stats.ms += 1e3 * (perf_counter() - started)
-        return found
 
 
 def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft:

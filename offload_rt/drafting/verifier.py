@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -36,84 +35,62 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """A pass over a draft that is about to run: first what the cache lacks of the text, then the draft.
+class Order:
+    """An order of layers, and what passes in it cost.
 
     Attributes:
-        missing: how many tokens of the text come before the draft.
+        plan: None: as the model does it.
+        cost: at nominal rates.
     """
 
-    draft: Draft
-    missing: int
-    forward: Forward
+    plan: LayerPlan | None
+    cost: Cost
 
 
+@dataclass(eq=False)
 class Verifier:
     """A model over a cache, with a drafter that proposes to it.
 
     The cache may lag behind the text it is given: what it lacks goes through the model in front of the
     draft. It may also hold tokens that turned out otherwise: those are rolled back first.
 
-    Args:
-        nominal_pass_ms: cost of a pass by (text length, new tokens), at nominal rates.
-        plan: order of layers; None: as the model does it.
-        first_plan: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
-            verifier whose own is not (EasySpec's bonus calibration); None: its own.
-        nominal_first_ms: cost of a pass in that order; None: the same.
+    Attributes:
+        name: of the level.
+        order: of layers.
+        first_order: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
+            verifier whose own is not (EasySpec's bonus calibration); None: the same.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: Model,
-        cache: Cache,
-        drafter: Drafter,
-        sampling: Sampling,
-        nominal_pass_ms: Cost,
-        plan: LayerPlan | None = None,
-        first_plan: LayerPlan | None = None,
-        nominal_first_ms: Cost | None = None,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.drafter = drafter
-        self.sampling = sampling
-        self.plan = plan
-        self.first_plan = first_plan
-        self.stats = LevelStats(name)
-        self._nominal_pass_ms = nominal_pass_ms
-        self._nominal_first_ms = nominal_first_ms or nominal_pass_ms
+    name: str
+    model: Model
+    cache: Cache
+    drafter: Drafter
+    sampling: Sampling
+    order: Order
+    first_order: Order | None = None
+
+    def __post_init__(self) -> None:
+        self.stats = LevelStats(self.name)
 
     @property
     def levels(self) -> list[LevelStats]:
         """Statistics of all levels up to this one, the cheapest first."""
         return [*self.drafter.levels, self.stats]
 
-    def over(self, cache: Cache) -> Verifier:
-        """The same over another cache; they count together."""
-        other = copy.copy(self)
-        other.cache = cache
-        return other
-
     def round(self, view: TokenView, shape: DraftShape) -> Work[Round]:
         """One verification of a draft of `shape` below the last token of `view`."""
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
-        output = yield verification.forward
-        return (yield from self.verdict(verification, output))
+        output = yield verification
+        return (yield from self.verdict(draft, verification.part, output))
 
-    def verification(self, view: TokenView, draft: Draft) -> Verification:
-        """The pass that verifies `draft`; the cache is rolled back to the text."""
+    def verification(self, view: TokenView, draft: Draft) -> Forward:
+        """Rolls the cache back; the pass over what it lacks of the text, and over `draft`."""
         missing, held = self.roll_back(view), len(self.cache.held)
         behind = held + len(missing)
-        forward = self.forward(
-            [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)],
-            missing,
-            draft.tokens,
-            rows=1 + len(draft),
-            hidden=self.drafter.wants_hidden,
-        )
-        return Verification(draft, len(missing), forward)
+        parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
+        hidden = self.drafter.wants_hidden
+        return self.forward(parents, missing, draft.tokens, rows=1 + len(draft), hidden=hidden)
 
     def roll_back(self, view: TokenView) -> list[int]:
         """Lets the cache forget what is not on the way to the text's last token; returns what it lacks."""
@@ -140,14 +117,14 @@ class Verifier:
         """
         new = NewTokens.below(self.cache.held, parents, known, drawn)
         length = self.cache.verified_length + max(new.depths)
-        self.stats.nominal_ms += self.nominal_pass_ms(length, new.count - 1, first=first)
+        order = self.first_order if first and self.first_order else self.order
+        self.stats.nominal_ms += order.cost(length, new.count)
         self.stats.passes += 1
-        plan = self.first_plan if first else None
-        return Forward(self.model, Part(self.cache, new, rows, hidden), plan or self.plan, self.stats)
+        return Forward(self.model, Part(self.cache, new, rows, hidden), order.plan, self.stats)
 
-    def verdict(self, verification: Verification, output: Output) -> Work[Round]:
-        """Decides what of the draft stands, and commits its KV. The host waits once."""
-        draft, logits, sampler = verification.draft, output.logits, self.sampling.sampler
+    def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
+        """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
+        logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
         if probs is None:
             chosen = choices(logits)
@@ -160,10 +137,10 @@ class Verifier:
         )
         draft.tokens.arrive(drawn)
         if nan:
-            self.model.raise_nan(verification.forward.part)
+            self.model.raise_nan(part)
         path = draft.tree.path(int(row))
         tokens = [*(draft.tokens.known[node] for node in path), int(token)]
-        self.cache.commit([*range(verification.missing), *(verification.missing + node for node in path)])
+        self.cache.commit([*range(missing), *(missing + node for node in path)])
         self.stats.proposed += len(draft)
         self.stats.accepted += len(path)
         rows: Tensor | slice = slice(1 + len(path))
@@ -206,15 +183,15 @@ class Verifier:
         """
         self.cache.keep([])
         known = Draft(Tokens(drawn.tokens.known), drawn.tree)
-        self.model.raise_nan(self.verification(view, known).forward.part)
+        self.model.raise_nan(self.verification(view, known).part)
 
-    def nominal_ms(self, length: int, shape: DraftShape) -> float:
+    def nominal_round_ms(self, length: int, shape: DraftShape) -> float:
         """Cost of a round with such a draft, at nominal rates and the usual acceptance below."""
-        return self.nominal_pass_ms(length, shape.size) + self.drafter.nominal_ms(length, shape)
+        return self.nominal_pass_ms(length, shape.size) + self.drafter.nominal_draft_ms(length, shape)
 
-    def nominal_pass_ms(self, length: int, nodes: int, *, first: bool = False) -> float:
-        """Cost of verifying so many drafted tokens, or of a draft's first pass over them."""
-        return (self._nominal_first_ms if first else self._nominal_pass_ms)(length, nodes + 1)
+    def nominal_pass_ms(self, length: int, nodes: int) -> float:
+        """Cost of verifying so many drafted tokens."""
+        return self.order.cost(length, nodes + 1)
 
     def expected_tokens(self, count: int) -> float:
         """What a round that verifies a chain of `count` tokens usually yields."""
