@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from offload_rt.machine.doctor import Report
 from offload_rt.machine.hardware import GIB, Gpu
 from offload_rt.machine.inventory import Card
-from offload_rt.machine.measuring_gpu import LinkFigures
+from offload_rt.machine.measuring import LinkFigures
 
 LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one PCIe lane in one direction, by generation, before the packets' own overhead."""
