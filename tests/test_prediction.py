@@ -320,3 +320,10 @@ def test_a_draft_over_the_full_kv_waits_for_the_cpu() -> None:
     assert predictor.drafted_ahead(verification, draft.ms) >= draft.ms + verification.cpu_attention
     entries = page + SharedCache.PORTION + SPECULATIVE_ENTRIES
     assert plan(asked).gpus[0]["shared_cache"] == entries * token_bytes
+
+
+def test_a_level_that_is_left_out_shapes_no_draft() -> None:
+    """Without the small model, what is below it drafts for the full cache: a tree of 32 nodes."""
+    levels = [{"model": "datastore", "draft": "grown:32"}, "draft:streaming"]
+    asked = request({"speculation.levels": levels, "datastore.path": "any"}, "naive", draft=None)
+    assert asked.levels == ("datastore",) and list(asked.draft_sizes) == [32]

@@ -56,6 +56,14 @@ class Gpu:
     to_host_rate: float
     launch_ms: float
 
+    def read_ms(self, size: float) -> float:
+        """Of reading so many bytes of its memory."""
+        return size / self.memory_rate / 1e6
+
+    def compute_ms(self, flops: float) -> float:
+        """Of so many floating-point operations."""
+        return flops / self.compute_rate / 1e9
+
 
 @dataclass(frozen=True)
 class AttentionRate:
@@ -90,6 +98,14 @@ class Host:
     link_beside_attention: float
     launch_ms: float
     threads: int
+
+    def read_ms(self, size: float) -> float:
+        """Of reading so many bytes of memory."""
+        return size / self.memory_rate / 1e6
+
+    def compute_ms(self, flops: float) -> float:
+        """Of so many floating-point operations."""
+        return flops / self.compute_rate / 1e6
 
 
 @dataclass(frozen=True)

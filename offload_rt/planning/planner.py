@@ -201,23 +201,18 @@ def _candidates(
     """
     context, page = request.context, request.config.store.page
     resident, cpu = request.given_resident, request.given_cpu
-    if request.in_place:
-        yield at(0, context)
-    elif cpu is not None:
+    if cpu is not None:
         if resident is None:
             resident = min(capacity, context - cpu)
             resident -= resident % page if cpu else 0
         yield at(resident, min(cpu, context - resident))
-    else:
-        most = capacity if resident is None else resident
-        yield at(most, 0)
-        yield from _lowest(range(1, -(-(context - most) // page)), lambda pages: at(most, pages * page))
-        # Nothing is streamed.
-        if resident is not None:
-            yield at(resident, context - resident)
-        else:
-            pages = range(capacity // page + 1)
-            yield from _lowest(pages, lambda n: at(n * page, context - n * page))
+        return
+    most = capacity if resident is None else resident
+    yield at(most, 0)
+    yield from _lowest(range(page, context - most, page), lambda attended: at(most, attended))
+    # Nothing is streamed.
+    kept = range(0, most + 1, page) if resident is None else range(resident, resident + 1)
+    yield from _lowest(kept, lambda tokens: at(tokens, context - tokens))
 
 
 def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
@@ -225,7 +220,8 @@ def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime
     if len(places) <= FEW_PAGES:
         yield from map(at, places)
     else:
-        yield at(places[bisect_left(places[:-1], True, key=lambda n: at(n).ms <= at(n + 1).ms)])
+        rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
+        yield at(places[rises])
 
 
 # What comes nearest.

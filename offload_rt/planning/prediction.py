@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
-from offload_rt.machine.hardware import AttentionRate, Gpu
+from offload_rt.machine.hardware import AttentionRate, Gpu, Host
 from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape
 from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
@@ -58,8 +58,9 @@ class Predictor:
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
         self.target, self.host = request.target, request.hardware.host
+        self.processor: Gpu | Host = self.host  # what decodes
         if not request.in_place:
-            self.gpu = request.hardware.joined_gpu
+            self.processor = self.gpu = request.hardware.joined_gpu
 
     @property
     def outcomes(self) -> range:
@@ -74,33 +75,45 @@ class Predictor:
 
         The target is split over all GPUs, another model runs on the first one.
         """
-        host, split = self.host, shape is self.target
         flops, kv_bytes = 2 * queries * shape.step_parameters, entries * shape.token_bytes
         if self.request.in_place:
-            products = max(shape.step_bytes / host.memory_rate, flops / host.compute_rate)
-            attention = kv_bytes / attention_rate(host.attention, queries * shape.group)
-            return Work((products + attention) / 1e6, shape.layers * host.launch_ms)
+            products = max(self.host.read_ms(shape.step_bytes), self.host.compute_ms(flops))
+            attention = self._cpu_attention(shape, entries, queries)
+            return Work(products + attention, shape.layers * self.host.launch_ms)
+        split = shape is self.target
         gpu = self.gpu if split else self.request.hardware.gpus[0]
-        reading = (shape.step_bytes + kv_bytes) / gpu.memory_rate / 1e6
-        computing = flops / gpu.compute_rate / 1e9
-        reducing = 2 * shape.layers * ALL_REDUCE_MS if split and self.request.parts > 1 else 0.0
-        launching = shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1)
-        return Work(max(reading, computing) + reducing, launching)
+        busy = max(gpu.read_ms(shape.step_bytes + kv_bytes), gpu.compute_ms(flops))
+        if split and self.request.parts > 1:
+            busy += 2 * shape.layers * ALL_REDUCE_MS
+        return Work(busy, shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1))
 
     def draft(self, gamma: int) -> Work:
         """Drafting `gamma` tokens for the full cache, through all levels below it."""
         shape, levels = self.request.shape, self.request.levels
         if shape.given_nodes and levels[0] not in SOURCES:  # several nodes a step, drafted by the one level
-            return self._level_step(0, shape.per_pass) * shape.depth
-        return self._drafting(len(levels) - 1, gamma)
+            return self._level_step(levels[0], shape.per_pass) * shape.depth
+        token = Work()  # of a level, whose steps verify what the level below it drafts
+        for index, level in enumerate(levels):
+            below = self.request.speculation.gamma1 if index else 0
+            if level not in SOURCES:
+                step = self._level_step(level, below + 1) + token * below
+                token = step * (1 / self._step_tokens(index))
+        return token * gamma
 
-    def _level_step(self, index: int, queries: int) -> Work:
+    def _step_tokens(self, index: int) -> float:
+        """Tokens that a step of a level is expected to yield."""
+        if index == 0:
+            return 1.0
+        below = self.request.levels[index - 1]
+        return expected_tokens(self.request.acceptance(below), self.request.speculation.gamma1)
+
+    def _level_step(self, level: str, queries: int) -> Work:
         """A pass of one level's model over its own cache."""
-        request, level, kept = self.request, self.request.levels[index], self.config.draft
+        request, kept = self.request, self.config.draft
         if level == HEAD:
             return self.step(head_shape(self.target), queries)
         if level == TARGET_SHARED:  # the CPU attends to all of the text
-            over_text = self._cpu_attention(request.context, queries)
+            over_text = self._cpu_attention(self.target, request.context, queries)
             if not request.in_place:
                 over_text /= self.host.attention_beside_link
                 over_text += self.target.layers * self._exchange_ms(queries)
@@ -108,21 +121,6 @@ class Predictor:
         shape = request.draft if level == DRAFT_STREAMING else None
         entries = request.retrieved_entries if level == TARGET_RETRIEVED else kept.sinks + kept.window
         return self.step(shape or self.target, queries, min(entries, request.context), graph=True)
-
-    def _drafting(self, index: int, count: int) -> Work:
-        """`count` tokens of one level, which itself verifies what the level below it drafts."""
-        if index < 0 or count == 0 or self.request.levels[index] in SOURCES:
-            return Work()
-        below = self.config.speculation.gamma1 if index > 0 else 0
-        step = self._level_step(index, below + 1)
-        return (step + self._drafting(index - 1, below)) * (count / self._step_tokens(index))
-
-    def _step_tokens(self, index: int) -> float:
-        """Tokens that a step of a level is expected to yield."""
-        if index == 0:
-            return 1.0
-        below = self.request.levels[index - 1]
-        return expected_tokens(self.request.acceptance(below), self.config.speculation.gamma1)
 
     def dense(self, queries: int) -> Work:
         """The target's work in a pass of `queries` tokens, besides attention over the context."""
@@ -143,10 +141,10 @@ class Predictor:
             link, link_ahead, memory_ahead = self._link_lane(placement, dense, queries)
         if placement.cpu_tokens:
             beside_link = host.attention_beside_link if placement.streamed_tokens else 1.0
-            attending = self._cpu_attention(placement.cpu_tokens, queries) / beside_link
+            attending = self._cpu_attention(self.target, placement.cpu_tokens, queries) / beside_link
             cpu = dense.ms + attending + self.target.layers * self._exchange_ms(queries)
         if moved := placement.streamed_bytes + placement.cpu_attended_bytes:
-            memory = moved / host.memory_rate / 1e6 + self._dense_layer(dense)
+            memory = host.read_ms(moved) + self._dense_layer(dense)
         own = self._attention(placement.resident_tokens + placement.streamed_tokens, queries)
         return PassTime(placement, gamma, dense, own, link, cpu, memory, link_ahead, memory_ahead)
 
@@ -173,19 +171,18 @@ class Predictor:
         # However much is there already, each layer has to be computed.
         link_ahead = max(0.0, min(filled / rate - edges, link - dense.ms - layer))
         filled_bytes = min(filled, placement.streamed_bytes)
-        return link, link_ahead, max(0.0, filled_bytes / host.memory_rate / 1e6 - edges)
+        return link, link_ahead, max(0.0, host.read_ms(filled_bytes) - edges)
 
     def _attention(self, tokens: int, queries: int) -> float:
         """The processor that decodes over `tokens` of the context, wherever they come from."""
         if self.request.in_place:
-            return self._cpu_attention(tokens, queries)
+            return self._cpu_attention(self.target, tokens, queries)
         flops = self.target.layers * self.target.attention_flops * tokens * queries
-        kv_bytes = tokens * self.target.token_bytes
-        return max(kv_bytes / self.gpu.memory_rate / 1e6, flops / self.gpu.compute_rate / 1e9)
+        return max(self.gpu.read_ms(tokens * self.target.token_bytes), self.gpu.compute_ms(flops))
 
-    def _cpu_attention(self, tokens: int, queries: int) -> float:
-        rate = attention_rate(self.host.attention, queries * self.target.group)
-        return tokens * self.target.token_bytes / rate / 1e6
+    def _cpu_attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
+        rate = attention_rate(self.host.attention, queries * shape.group)
+        return tokens * shape.token_bytes / rate / 1e6
 
     def _exchange_ms(self, queries: int) -> float:
         """A layer's queries on their way to the CPU, and its results with their log-sum-exp back."""
@@ -196,16 +193,16 @@ class Predictor:
 
     def refresh(self) -> Refresh:
         """A refresh of the retrieved cache: scores or mean keys are read, entries are read and written."""
-        host, retrieval, token_bytes = self.host, self.config.retrieval, self.target.token_bytes
-        chunk_bytes = self.target.layers * self.target.kv_heads * SCORE_BYTES
+        retrieval, target = self.config.retrieval, self.target
+        chunk_bytes = target.layers * target.kv_heads * SCORE_BYTES
         if retrieval.select == "mean_keys":
-            chunk_bytes = token_bytes // 2
-        scoring = self.request.context // retrieval.chunk * chunk_bytes / host.memory_rate / 1e6
-        entries = retrieval.budget * token_bytes / 1e6
+            chunk_bytes = target.token_bytes // 2
+        scoring = self.host.read_ms(self.request.context // retrieval.chunk * chunk_bytes)
+        entries = retrieval.budget * target.token_bytes
+        copying = 2 * self.processor.read_ms(entries)
         if self.request.in_place:
-            copying = Work(2 * entries / host.memory_rate, self.target.layers * host.launch_ms)
-            return Refresh(copying, scoring, 0.0)
-        return Refresh(Work(2 * entries / self.gpu.memory_rate), scoring, entries / self.gpu.to_device_rate)
+            return Refresh(Work(copying, target.layers * self.host.launch_ms), scoring, 0.0)
+        return Refresh(Work(copying), scoring, entries / self.gpu.to_device_rate / 1e6)
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
@@ -296,14 +293,13 @@ class Predictor:
         products = 2 * (target.step_parameters - target.embedding_parameters) * tokens
         # Causal: half of all pairs. Of the last layer only the KV is needed.
         attention = (target.layers - 1) * target.attention_flops * tokens**2 / 2
-        launches = -(-tokens // self.config.prefill.chunk) * target.layers
+        attention /= PREFILL_ATTENTION_SHARE["cpu" if self.request.in_place else "gpu"]
+        computing = self.processor.compute_ms(products + attention)
+        launching = -(-tokens // self.config.prefill.chunk) * target.layers * self.processor.launch_ms
         if self.request.in_place:
-            flops = products + attention / PREFILL_ATTENTION_SHARE["cpu"]
-            return flops / self.host.compute_rate / 1e6 + launches * self.host.launch_ms
-        gpu = self.gpu
-        computing = (products + attention / PREFILL_ATTENTION_SHARE["gpu"]) / gpu.compute_rate / 1e9
+            return computing + launching
         if self.request.parts > 1:  # each GPU exchanges all hidden states
             exchanged = 2 * target.layers * tokens * target.hidden * target.dtype.itemsize
-            computing += exchanged / (gpu.to_host_rate / self.request.parts) / 1e6
-        writing = tokens * target.token_bytes / gpu.to_host_rate / 1e6
-        return max(computing, writing, launches * gpu.launch_ms)
+            computing += exchanged / (self.gpu.to_host_rate / self.request.parts) / 1e6
+        writing = tokens * target.token_bytes / self.gpu.to_host_rate / 1e6
+        return max(computing, writing, launching)
