@@ -34,25 +34,16 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Report:
-    """A machine: what was measured, and what the system says of it now, its free memory too.
+    """A machine: what was measured, and what the system says of it now, its free memory too."""
 
-    Attributes:
-        measured_at: ISO 8601 in UTC.
-        load_average: programs that were running just before.
-        links: what else is seen of the link of each of `hardware.gpus`.
-        cards: all graphics cards; those of `hardware.gpus` first.
-        versions: of the software that the rates depend on, by name; None: not there.
-        notices: what to know about the figures.
-    """
-
-    measured_at: str
-    load_average: float
+    measured_at: str  # ISO 8601 in UTC
+    load_average: float  # programs that were running just before
     hardware: Hardware
-    links: tuple[LinkFigures, ...]
+    links: tuple[LinkFigures, ...]  # what else is seen of the link of each of `hardware.gpus`
     host: HostFacts
-    cards: tuple[Card, ...]
-    versions: dict[str, str | None]
-    notices: tuple[str, ...]
+    cards: tuple[Card, ...]  # all graphics cards; those of `hardware.gpus` first
+    versions: dict[str, str | None]  # of the software that the rates depend on, by name; None: not there
+    notices: tuple[str, ...]  # what to know about the figures
 
     def to_json(self) -> dict[str, object]:
         return {"format": FORMAT, **asdict(self)}

@@ -217,19 +217,13 @@ def measure_host(available: int, copy: Callable[[], None] | None, on_progress: P
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What is seen of a link besides the rates to plan with.
+    """What is seen of a link besides the rates to plan with."""
 
-    Attributes:
-        to_device_rate_both, to_host_rate_both: GB/s of pinned copies, both ways at once.
-        generation, width: PCIe while copying; None where the driver does not say.
-        pinned: the memory copied from and to was page-locked; False: that was refused.
-    """
-
-    to_device_rate_both: float
+    to_device_rate_both: float  # GB/s of pinned copies, both ways at once
     to_host_rate_both: float
-    generation: int | None
+    generation: int | None  # PCIe while copying; None where the driver does not say
     width: int | None
-    pinned: bool
+    pinned: bool  # the memory copied from and to was page-locked; False: that was refused
 
 
 class PinnedCopies:

@@ -54,25 +54,18 @@ Memory = dict[str, int]
 class PlanRequest:
     """What is to run, and on what.
 
-    Attributes:
-        draft: the small model; None leaves out the config's level for it.
-        config: composition and sizes; the planner chooses γ2 where it is 0, and shares that are -1.
-        context, new_tokens: of the prompt, and to make room for after it.
-        same_model_acceptance: of a token the target drafts over a smaller cache.
-        small_model_acceptance: of a token the small model drafts.
-
     Raises:
         UsageError: for values out of range, and for models or cards that do not go together.
     """
 
     target: ModelShape
-    draft: ModelShape | None
-    config: Config
-    context: int
-    new_tokens: int
+    draft: ModelShape | None  # the small model; None leaves out the config's level for it
+    config: Config  # the planner chooses γ2 where it is 0, and shares that are -1
+    context: int  # tokens of the prompt
+    new_tokens: int  # to make room for after it
     hardware: Hardware
-    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE
-    small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE
+    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
+    small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -182,20 +175,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of the context lie or are attended; the same in every layer.
+    """Where the tokens of the context lie or are attended; the same in every layer."""
 
-    Attributes:
-        resident_tokens: the first ones, kept on the GPU.
-        cpu_tokens: the next ones, attended by the CPU.
-        streamed_tokens: the rest, which crosses the link for every pass.
-        ring_buffers, segment_tokens: of the staging ring.
-    """
-
-    resident_tokens: int
-    cpu_tokens: int
-    streamed_tokens: int
-    ring_buffers: int
-    segment_tokens: int
+    resident_tokens: int  # the first ones, kept on the GPU
+    cpu_tokens: int  # the next ones, attended by the CPU
+    streamed_tokens: int  # the rest, which crosses the link for every pass
+    ring_buffers: int  # of the staging ring
+    segment_tokens: int  # of each of its buffers
     shape: ModelShape
 
     @property

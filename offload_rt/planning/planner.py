@@ -40,7 +40,7 @@ NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: tak
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times in ms; `plain_ms_per_token` is that of the fastest plan without speculation."""
+    """Times in ms."""
 
     pass_ms: float
     draft_ms: float
@@ -49,25 +49,18 @@ class Prediction:
     ms_per_token: float
     prefill_ms: float
     bottleneck: str
-    plain_ms_per_token: float
+    plain_ms_per_token: float  # of the fastest plan without speculation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where, and what that costs.
+    """What goes where, and what that costs."""
 
-    Attributes:
-        request: with the retrieval budget that fits, and on a GPU with where refreshes take their entries.
-        gamma: tokens of a draft, γ2.
-        refusal: why it does not fit, and the nearest plans that do; None where it fits.
-        predicted: None where it does not fit.
-    """
-
-    request: PlanRequest
+    request: PlanRequest  # with the budget that fits, and on a GPU with where refreshes take their entries
     placement: Placement
-    gamma: int
-    refusal: str | None
-    predicted: Prediction | None
+    gamma: int  # tokens of a draft, γ2
+    refusal: str | None  # why it does not fit, and the nearest plans that do; None where it fits
+    predicted: Prediction | None  # None where it does not fit
     assumptions: tuple[str, ...]
 
     @property

@@ -27,42 +27,26 @@ class Work:
 
 @dataclass(frozen=True)
 class Refresh:
-    """ms of a refresh of the retrieved cache.
+    """ms of a refresh of the retrieved cache."""
 
-    Attributes:
-        work: of the processor that decodes.
-        scoring: the host reads scores or mean keys of all chunks, in a thread of its own.
-        link: of sending all entries.
-    """
-
-    work: Work
-    scoring: float
-    link: float
+    work: Work  # of the processor that decodes
+    scoring: float  # the host reads scores or mean keys of all chunks, in a thread of its own
+    link: float  # of sending all entries
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """ms of one pass over the full cache, lane by lane; without a GPU there is only the processor's lane.
-
-    Attributes:
-        gamma: drafted tokens that the pass verifies.
-        dense: the processor's work besides attention over the context.
-        attention: of that processor, over its share of the context.
-        link: until the last streamed segment is attended.
-        cpu_attention: until the CPU's share of the last layer is merged.
-        host_memory: links and CPU read what they send and attend, at the rate of the host's memory.
-        link_ahead, host_memory_ahead: how much of these may happen before the pass, into the ring.
-    """
+    """ms of one pass over the full cache, lane by lane; without a GPU there is only the processor's lane."""
 
     placement: Placement
-    gamma: int
-    dense: Work
-    attention: float
-    link: float = 0.0
-    cpu_attention: float = 0.0
-    host_memory: float = 0.0
-    link_ahead: float = 0.0
-    host_memory_ahead: float = 0.0
+    gamma: int  # drafted tokens that the pass verifies
+    dense: Work  # the processor's work besides attention over the context
+    attention: float  # of that processor, over its share of the context
+    link: float = 0.0  # until the last streamed segment is attended
+    cpu_attention: float = 0.0  # until the CPU's share of the last layer is merged
+    host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
+    link_ahead: float = 0.0  # how much of `link` may happen before the pass, into the ring
+    host_memory_ahead: float = 0.0  # and of `host_memory`
 
     @property
     def processor(self) -> float:
@@ -97,27 +81,17 @@ class PassTime:
 
 @dataclass(frozen=True)
 class RoundTime:
-    """An expected round.
-
-    Attributes:
-        draft: all drafting for it.
-        tokens: expected, the verifier's own among them.
-        outcomes: how many verdicts are drafted for ahead of time.
-        hit_rate: share of rounds whose verdict is among them.
-        drafting: ms from the start of a pass until the first of these drafts is done.
-        refresh_share: share of rounds whose pass refreshes the retrieved cache.
-        refresh_ms: how much longer such a round takes.
-    """
+    """An expected round."""
 
     verification: PassTime
-    draft: Work
+    draft: Work  # all drafting for it
     ms: float
-    tokens: float
-    outcomes: int
-    hit_rate: float
-    drafting: float
-    refresh_share: float
-    refresh_ms: float
+    tokens: float  # expected, the verifier's own among them
+    outcomes: int  # how many verdicts are drafted for ahead of time
+    hit_rate: float  # share of rounds whose verdict is among them
+    drafting: float  # ms from the start of a pass until the first of these drafts is done
+    refresh_share: float  # share of rounds whose pass refreshes the retrieved cache
+    refresh_ms: float  # how much longer such a round takes
 
     @property
     def gamma(self) -> int:
