@@ -26,15 +26,11 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     """64 GiB over 25 GB/s, and a layer's weights and launches behind it."""
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
     assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
-    predictor = Predictor(request())
-    lanes = expected_round(predictor, 0).verification
-    assert lanes.placement.streamed_bytes == 64 * GIB
+    lanes = expected_round(Predictor(request()), 0).verification
+    assert lanes.placement.streamed_bytes == 64 * GIB and lanes.cpu_attention == 0
     layer = ((LLAMA.step_bytes - HEAD_BYTES) / 1000.0 / 1e6 + 32 * 0.3) / 32
     assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + layer)
     assert lanes.ms == pytest.approx(2_750, rel=0.01)
-    assert lanes.cpu_attention == 0
-    assert lanes.host_memory == pytest.approx(64 * GIB / 70e6 + layer)
-    assert lanes.processor == pytest.approx(32 * layer + HEAD_BYTES / 1000e6 + 64 * GIB / 1000e6)
 
 
 def test_a_pass_with_a_cpu_share() -> None:
