@@ -25,9 +25,8 @@ from offload_rt.machine.doctor import inspect
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.measuring import CPU, compute_rate
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.prediction import Predictor, attention_rate
+from offload_rt.planning.prediction import Predictor, Work, attention_rate
 from offload_rt.planning.shapes import ModelShape
-from offload_rt.planning.times import Work
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 ATTENTION_REPEATS = 7

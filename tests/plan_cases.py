@@ -16,9 +16,8 @@ from offload_rt.config import load_config, parse_override
 from offload_rt.machine.hardware import Hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
-from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.prediction import Predictor, RoundTime
 from offload_rt.planning.shapes import find_shape
-from offload_rt.planning.times import RoundTime
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)

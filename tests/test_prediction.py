@@ -15,9 +15,8 @@ from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
+from offload_rt.planning.prediction import Predictor, RoundTime, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
-from offload_rt.planning.times import RoundTime
 
 HEAD_BYTES = 32000 * 4096 * 2  # of the output head of Llama2-7B
 

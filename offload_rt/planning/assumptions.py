@@ -14,9 +14,9 @@ from offload_rt.planning.prediction import (
     GRAPH_LAUNCH_SHARE,
     PREFILL_ATTENTION_SHARE,
     RUNNER_UP_HITS,
+    RoundTime,
     attention_rate,
 )
-from offload_rt.planning.times import RoundTime
 
 
 def machine(request: PlanRequest) -> Iterator[str]:

@@ -28,8 +28,7 @@ from offload_rt.planning.placement import (
     ring_fits,
     shortage,
 )
-from offload_rt.planning.prediction import Predictor
-from offload_rt.planning.times import RoundTime
+from offload_rt.planning.prediction import Predictor, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 FEW_PAGES = 48  # of a share: every number of them is tried
