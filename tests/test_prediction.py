@@ -190,7 +190,7 @@ def test_a_round_by_hand() -> None:
     hits = first + second
     step = draft.ms / 16 * expected_tokens(0.5, 2)
     assert ahead.ms == pytest.approx(hits * lanes.ms + (1 - hits) * (waited + step / 2))
-    assert ahead.hit_rate == hits
+    assert sum(ahead.chances) == hits
     assert ahead.tokens == late.tokens == expected_tokens(0.92, 16)
     assert ahead.ms_per_token == ahead.ms / ahead.tokens
     assert lanes.placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
@@ -291,7 +291,7 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     found = expected_round(predictor, 64)
     assert found.draft.ms == pytest.approx(16 * one.ms)
     assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))
-    assert found.verification.gamma == 64 and found.hit_rate == 0
+    assert found.verification.gamma == 64 and found.chances == ()
     # A small model's tree takes that model's steps; where its depth is chosen as it runs, 4 nodes a step.
     levels = [{"model": "draft", "cache": "streaming", "draft": "grown:32"}]
     small = Predictor(request({"speculation.levels": levels}, "naive", context=50_000))

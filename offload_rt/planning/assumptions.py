@@ -79,11 +79,11 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iter
         drafted = f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
         drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"
     yield f"acceptance of a drafted token: {rates}; {drafted} yields {best.tokens:.2f} tokens"
-    if best.outcomes:
+    if chances := best.chances:
         yield (
-            f"while a pass streams the next round is drafted for its likeliest outcomes, {best.outcomes} of "
+            f"while a pass streams the next round is drafted for its likeliest outcomes, {len(chances)} of "
             "them in time (all accepted: α^γ·α; or rejected at one of the first tokens, with the runner-up "
-            f"right in {RUNNER_UP_HITS:.0%} of cases): {best.hit_rate:.0%} of rounds find their draft ready"
+            f"right in {RUNNER_UP_HITS:.0%} of cases): {sum(chances):.0%} of rounds find their draft ready"
         )
     elif not request.in_place:
         yield f"drafts are made between passes: {best.draft.ms:.1f} ms of a round"

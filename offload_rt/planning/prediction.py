@@ -109,9 +109,7 @@ class RoundTime:
     draft: Work  # all drafting for it
     ms: float
     tokens: float  # expected, the verifier's own among them
-    outcomes: int  # how many verdicts are drafted for ahead of time
-    hit_rate: float  # share of rounds whose verdict is among them
-    drafting: float  # ms from the start of a pass until the first of these drafts is done
+    chances: tuple[float, ...]  # of the verdicts that are drafted for ahead of time
     refresh_share: float  # share of rounds whose pass refreshes the retrieved cache
     refresh_ms: float  # how much longer such a round takes
 
@@ -321,32 +319,30 @@ class Predictor:
         if request.shape.given_nodes:
             tokens = request.shape.expected_tokens((acceptance, *LATER_CHOICES))
         chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
-        ms, drafting = self.round_ms(verification, draft, chances)
+        ms = self.round_ms(verification, draft, chances)
         share, longer = self.refresh_share(tokens), 0.0
         if share:
             refresh = self.refresh()
             if request.refreshes_from_stream:
                 cpu_share = verification.placement.cpu_tokens / request.context
                 refreshing = verification.refreshing(refresh, cpu_share)
-                longer = self.round_ms(refreshing, draft, chances)[0] - ms
+                longer = self.round_ms(refreshing, draft, chances) - ms
             else:  # between two passes
                 longer = refresh.work.ms + refresh.scoring + refresh.link
-        ms += share * longer
-        return RoundTime(verification, draft, ms, tokens, len(chances), sum(chances), drafting, share, longer)
+        return RoundTime(verification, draft, ms + share * longer, tokens, chances, share, longer)
 
-    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
-        """ms of a round, and until the first draft made ahead, by the `chances` of verdicts, is done."""
+    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> float:
+        """A round that is drafted ahead for verdicts of such chances; without a refresh."""
         if not chances:
-            return verification.after(draft.ms) + draft.ms, draft.ms
+            return verification.after(draft.ms) + draft.ms
         # A verdict that was not drafted for waits for the step under way (a pass or round of the level that
         # drafts), and then for its own draft.
         step = draft.ms * min(1.0, self._step_tokens(len(self.request.levels) - 1) / verification.gamma)
         late = draft.ms + step / 2
         ms = (1 - sum(chances)) * (verification.after(late) + late)
-        done = [self.drafted_ahead(verification, number * draft.ms) for number in range(1, len(chances) + 1)]
-        for chance, drafted in zip(chances, done, strict=True):
-            ms += chance * max(verification.ms, drafted)
-        return ms, done[0]
+        for number, chance in enumerate(chances, 1):
+            ms += chance * max(verification.ms, self.drafted_ahead(verification, number * draft.ms))
+        return ms
 
     def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
         """ms from a pass's start until `drafting` ms of drafts are done, made beside it and after it.
@@ -363,6 +359,7 @@ class Predictor:
     def bottleneck(self, best: RoundTime) -> str:
         """What would have to become faster first for a shorter round."""
         verification, draft, dense = best.verification, best.draft, best.verification.dense
+        drafted = self.drafted_ahead(verification, draft.ms) if best.chances else draft.ms
         if self.request.in_place:
             lanes = {
                 "cpu attention": verification.attention,
@@ -370,7 +367,7 @@ class Predictor:
                 "draft": draft.busy_ms,
                 "launch": dense.launch_ms + draft.launch_ms,
             }
-        elif best.drafting > verification.ms:
+        elif drafted > verification.ms:
             return "launch" if draft.launch_ms > draft.busy_ms else "draft"
         else:
             launches = dense.launch_ms > dense.busy_ms + verification.attention
