@@ -143,7 +143,7 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int,
     check_sums(planned)
     asked = planned.request
     predictor, page = Predictor(asked), asked.config.store.page
-    gamma = asked.longest_draft
+    (drafted,) = asked.drafts
     best = float("inf")
     first = asked.config.store.ring_buffers
     for ring in range(first, first + EXTRA_RING_BUFFERS + 1):
@@ -159,7 +159,7 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int,
             kept = most if resident >= 0 or cpu == 0 else min(most, left) // page * page
             places = {(kept, min(cpu, asked.context - kept))}
         for (kept, attended), outcomes in itertools.product(places, predictor.outcomes):
-            best = min(best, expected_round(predictor, gamma, kept, attended, outcomes, ring).ms_per_token)
+            best = min(best, expected_round(predictor, drafted, kept, attended, outcomes, ring).ms_per_token)
     assert planned.check().ms_per_token == pytest.approx(best, rel=1e-9)
     placement = planned.placement
     assert resident < 0 or placement.resident_tokens == min(resident, asked.context)

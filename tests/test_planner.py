@@ -56,6 +56,10 @@ def test_a_missing_draft_model_leaves_its_level_out() -> None:
     planned = plan(request(draft=None))
     assert planned.request.levels == ("target:retrieved",)
     assert any("no draft model" in said for said in planned.assumptions)
+    # Then what is below it drafts for the full cache.
+    levels = [{"model": "datastore", "draft": "grown:32"}, "draft:streaming"]
+    asked = request({"speculation.levels": levels, "datastore.path": "any"}, "naive", draft=None)
+    assert [(shape.kind, shape.size) for shape in asked.drafts] == [("grown", 32)]
     with pytest.raises(UsageError, match="naive drafts with a small model"):
         request(draft=None, config="naive")
 

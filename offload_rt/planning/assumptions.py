@@ -74,9 +74,10 @@ def reckoning(request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain
 def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
     rates = ", ".join(f"{level} {request.acceptance(level):.2f}" for level in request.levels)
     chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {LONGEST_DRAFT}"
-    drafted = f"gamma2 {best.gamma} ({chosen}), so that a round of 1 + α + … + α^γ"
-    if request.shape.given_nodes:
-        drafted = f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
+    shape = best.verification.drafted
+    drafted = f"gamma2 {shape.depth} ({chosen}), so that a round of 1 + α + … + α^γ"
+    if not request.drafts_chains:
+        drafted = f"trees of {shape.size} nodes in {shape.depth} steps, whose siblings save up to "
         drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"
     yield f"acceptance of a drafted token: {rates}; {drafted} yields {best.tokens:.2f} tokens"
     if chances := best.chances:
@@ -107,7 +108,7 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iter
 
 def _pass(request: PlanRequest, best: RoundTime) -> Iterator[str]:
     host, lanes = request.hardware.host, best.verification
-    queries = (best.gamma + 1) * request.target.group
+    queries = (lanes.gamma + 1) * request.target.group
     attended = f"{queries} queries a key head at {attention_rate(host.attention, queries):.1f} GB/s"
     if request.in_place:
         yield f"the CPU computes and drafts, one after the other, and attends {attended}"

@@ -24,7 +24,7 @@ from offload_rt.config import (
     Config,
     SpeculationConfig,
 )
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.shapes import AUTO, CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
     DRAFT_LENGTHS,
@@ -116,24 +116,26 @@ class PlanRequest:
         return max(1, len(self.hardware.gpus))
 
     @cached_property
-    def shape(self) -> DraftShape:
-        """Of the drafts for the full cache; a chain's depth is 0 where the planner chooses it."""
-        shape = self.speculation.shapes[-1] if self.levels else CHAIN
+    def drafts(self) -> tuple[DraftShape, ...]:
+        """Shapes of drafts for the full cache, to choose from: chains of any length unless one is given."""
+        if not self.levels:
+            return (CHAIN,)
+        shape = self.speculation.shapes[-1]
         if shape.given_nodes and not shape.depth:
             shape = shape.deep(max(1, shape.nodes // NODES_A_STEP))
-        return shape
+        return (shape,) if shape.depth else tuple(map(shape.deep, range(1, LONGEST_DRAFT + 1)))
 
     @property
-    def draft_sizes(self) -> range:
-        """How many tokens a pass may verify, to choose from; those of a tree may be given."""
-        given = self.shape.nodes or self.shape.depth
-        return range(given or 1, (given or LONGEST_DRAFT) + 1) if self.levels else range(1)
+    def drafts_chains(self) -> bool:
+        """Not trees, as far as that is known beforehand."""
+        return self.drafts[0].kind in ("chain", AUTO)
 
     @property
     def longest_draft(self) -> int:
         """Tokens of the longest draft that a pass may verify."""
+        longest = self.drafts[-1]
         merged = self.levels and self.speculation.levels[-1].merge  # as deep a chain again
-        return self.draft_sizes[-1] + ((self.shape.depth or LONGEST_DRAFT) if merged else 0)
+        return longest.size + (longest.depth if merged else 0)
 
     @property
     def given_resident(self) -> int | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
-from itertools import product, starmap
+from functools import cache, partial
+from itertools import chain, product, starmap
 from math import inf
 
 import torch
 
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.planning import assumptions
 from offload_rt.planning.placement import (
@@ -28,7 +29,7 @@ from offload_rt.planning.placement import (
     ring_fits,
     shortage,
 )
-from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 FEW_PAGES = 48  # of a share: every number of them is tried
@@ -140,7 +141,7 @@ def _plan(request: PlanRequest) -> Plan:
         plain_ms_per_token=_best_round(Predictor(fitting.having("speculation.levels", ()))).ms_per_token,
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
-    return Plan(fitting, best.verification.placement, best.gamma, None, predicted, said)
+    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, said)
 
 
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
@@ -164,19 +165,21 @@ def _best_round(predictor: Predictor) -> RoundTime:
     request, first = predictor.request, predictor.request.config.store.ring_buffers
     last = first + (0 if request.in_place else EXTRA_RING_BUFFERS)
     rings = [ring for ring in range(first, last + 1) if ring_fits(request, ring)]
-    verification = cache(predictor.verification)
 
-    def shortest(ring: int, gamma: int, outcomes: int) -> RoundTime:
-        draft = predictor.draft(gamma)
+    def shortest(ring: int, drafted: DraftShape) -> RoundTime:
+        draft, capacity = predictor.draft(drafted), resident_capacity(request, ring)
 
-        def at(resident: int, cpu: int) -> RoundTime:
-            placement = request.placement(resident, cpu, ring)
-            return predictor.round(verification(placement, gamma), draft, outcomes)
+        @cache
+        def verification(resident: int, cpu: int) -> PassTime:
+            return predictor.verification(request.placement(resident, cpu, ring), drafted)
 
-        return min(_candidates(request, resident_capacity(request, ring), at), key=lambda found: found.ms)
+        def at(outcomes: int, resident: int, cpu: int) -> RoundTime:
+            return predictor.round(verification(resident, cpu), draft, outcomes)
 
-    rounds = starmap(shortest, product(rings, request.draft_sizes, predictor.outcomes))
-    return min(rounds, key=lambda found: found.ms_per_token)
+        found = (_candidates(request, capacity, partial(at, outcomes)) for outcomes in predictor.outcomes)
+        return min(chain.from_iterable(found), key=lambda one: one.ms)
+
+    return min(starmap(shortest, product(rings, request.drafts)), key=lambda found: found.ms_per_token)
 
 
 def _candidates(

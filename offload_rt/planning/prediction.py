@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu, Host
 from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
@@ -61,7 +62,7 @@ class PassTime:
     """ms of one pass over the full cache, lane by lane; without a GPU there is only the processor's lane."""
 
     placement: Placement
-    gamma: int  # drafted tokens that the pass verifies
+    drafted: DraftShape  # that the pass verifies
     dense: Work  # the processor's work besides attention over the context
     attention: float  # of that processor, over its share of the context
     link: float = 0.0  # until the last streamed segment is attended
@@ -69,6 +70,11 @@ class PassTime:
     host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
     link_ahead: float = 0.0  # how much of `link` may happen before the pass, into the ring
     host_memory_ahead: float = 0.0  # and of `host_memory`
+
+    @property
+    def gamma(self) -> int:
+        """Tokens of the draft."""
+        return self.drafted.size
 
     @property
     def processor(self) -> float:
@@ -114,10 +120,6 @@ class RoundTime:
     refresh_ms: float  # how much longer such a round takes
 
     @property
-    def gamma(self) -> int:
-        return self.verification.gamma
-
-    @property
     def ms_per_token(self) -> float:
         return self.ms / self.tokens
 
@@ -159,8 +161,8 @@ class Predictor:
     def outcomes(self) -> range:
         """How many verdicts may be drafted for ahead of time; 0 alone where none are."""
         # What may follow a tree is not guessed.
-        speculates = self.request.levels and not self.request.in_place and not self.request.shape.given_nodes
-        ahead = self.config.offload.ahead if speculates else 0
+        guessed = self.request.levels and self.request.drafts_chains and not self.request.in_place
+        ahead = self.config.offload.ahead if guessed else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, graph: bool = False) -> Work:
@@ -180,10 +182,10 @@ class Predictor:
             busy += 2 * shape.layers * ALL_REDUCE_MS
         return Work(busy, shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1))
 
-    def draft(self, gamma: int) -> Work:
-        """Drafting `gamma` tokens for the full cache, through all levels below it."""
-        shape, levels = self.request.shape, self.request.levels
-        if shape.given_nodes and levels[0] not in SOURCES:  # several nodes a step, drafted by the one level
+    def draft(self, shape: DraftShape) -> Work:
+        """Drafting for the full cache, through all levels below it."""
+        levels = self.request.levels
+        if len(levels) == 1 and levels[0] not in SOURCES:  # several nodes a step
             return self._level_step(levels[0], shape.per_pass) * shape.depth
         token = Work()  # of a level, whose steps verify what the level below it drafts
         for index, level in enumerate(levels):
@@ -191,7 +193,7 @@ class Predictor:
             if level not in SOURCES:
                 step = self._level_step(level, below + 1) + token * below
                 token = step * (1 / self._step_tokens(index))
-        return token * gamma
+        return token * shape.size
 
     def _step_tokens(self, index: int) -> float:
         """Tokens that a step of a level is expected to yield."""
@@ -223,12 +225,12 @@ class Predictor:
         """Of `dense`, the output head behind the last layer."""
         return self.target.embedding_parameters / self.target.step_parameters * dense.busy_ms
 
-    def verification(self, placement: Placement, gamma: int) -> PassTime:
-        """A pass over the full cache with `gamma` drafted tokens behind the last one."""
-        host, queries = self.host, gamma + 1
+    def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
+        """A pass over the full cache with a draft behind the last token."""
+        host, queries = self.host, drafted.size + 1
         dense = self.dense(queries)
         if self.request.in_place:
-            return PassTime(placement, gamma, dense, self._attention(self.request.context, queries))
+            return PassTime(placement, drafted, dense, self._attention(self.request.context, queries))
         link = link_ahead = memory_ahead = cpu = memory = 0.0
         if placement.streamed_tokens:
             link, link_ahead, memory_ahead = self._link_lane(placement, dense, queries)
@@ -239,7 +241,7 @@ class Predictor:
         if moved := placement.streamed_bytes + placement.cpu_attended_bytes:
             memory = host.read_ms(moved) + self._dense_layer(dense)
         own = self._attention(placement.resident_tokens + placement.streamed_tokens, queries)
-        return PassTime(placement, gamma, dense, own, link, cpu, memory, link_ahead, memory_ahead)
+        return PassTime(placement, drafted, dense, own, link, cpu, memory, link_ahead, memory_ahead)
 
     def _dense_layer(self, dense: Work) -> float:
         return (dense.ms - self.head_ms(dense)) / self.target.layers
@@ -313,12 +315,10 @@ class Predictor:
         The likeliest comes first, until the pass is over. Drafting for fewer can be better: a verdict whose
         draft has only begun waits longer than one without.
         """
-        request, gamma = self.request, verification.gamma
+        request, drafted = self.request, verification.drafted
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
-        tokens = expected_tokens(acceptance, gamma)
-        if request.shape.given_nodes:
-            tokens = request.shape.expected_tokens((acceptance, *LATER_CHOICES))
-        chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
+        tokens = drafted.expected_tokens((acceptance, *LATER_CHOICES))
+        chances = outcome_chances(acceptance, drafted.depth)[: outcomes if drafted.depth else 0]
         ms = self.round_ms(verification, draft, chances)
         share, longer = self.refresh_share(tokens), 0.0
         if share:
