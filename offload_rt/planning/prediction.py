@@ -340,26 +340,26 @@ class Predictor:
         step = draft.ms * min(1.0, self._step_tokens(len(self.request.levels) - 1) / verification.gamma)
         late = draft.ms + step / 2
         ms = (1 - sum(chances)) * (verification.after(late) + late)
+        busy = self.busy_ms(verification)
         for number, chance in enumerate(chances, 1):
-            ms += chance * max(verification.ms, self.drafted_ahead(verification, number * draft.ms))
+            ms += chance * max(verification.ms, busy + number * draft.ms)
         return ms
 
-    def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
-        """ms from a pass's start until `drafting` ms of drafts are done, made beside it and after it.
+    def busy_ms(self, verification: PassTime) -> float:
+        """What a pass takes from drafting beside it.
 
-        The GPU works for the pass as well: counted as if it attended all of the context, so that no plan
-        looks better for attending less of it there.
+        The GPU is counted as if it attended all of the context, so that no plan looks better for attending
+        less of it there.
         """
-        attention = self._attention(self.request.context, verification.gamma + 1)
-        beside = verification.dense.busy_ms + attention
+        busy = verification.dense.busy_ms + self._attention(self.request.context, verification.gamma + 1)
         if TARGET_SHARED in self.request.levels:  # drafting waits for the CPU, which has a share of the pass
-            beside = max(beside, verification.cpu_attention)
-        return drafting + beside
+            busy = max(busy, verification.cpu_attention)
+        return busy
 
     def bottleneck(self, best: RoundTime) -> str:
         """What would have to become faster first for a shorter round."""
         verification, draft, dense = best.verification, best.draft, best.verification.dense
-        drafted = self.drafted_ahead(verification, draft.ms) if best.chances else draft.ms
+        drafted = draft.ms + (self.busy_ms(verification) if best.chances else 0.0)
         if self.request.in_place:
             lanes = {
                 "cpu attention": verification.attention,
