@@ -302,6 +302,9 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     assert small.draft(small.request.drafts[0]).ms == pytest.approx(4 * small_step.ms)
     unset = {"speculation.levels": levels, "speculation.gamma2": 0}
     assert [one.depth for one in request(unset, "naive", context=50_000).drafts] == [8]
+    # All nodes of fixed widths count.
+    fixed = {"speculation.levels": [levels[0] | {"draft": "tree:4,2"}], "speculation.gamma2": 3}
+    assert plan(request(fixed, "naive", context=50_000)).gamma == 4 + 8 + 8
     planned = plan(asked)
     assert planned.gamma == 64 and "trees of 64 nodes in 16 steps" in "".join(planned.assumptions)
 
