@@ -20,14 +20,14 @@ from bench import attention, inputs, report
 from bench.cases import IN_PLACE, Named
 from bench.rounds import RATIO, Row, alike, worst
 from offload_rt.attention import choose_backend
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.machine.doctor import inspect
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.measuring import CPU, compute_rate
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.prediction import Predictor, attention_rate
+from offload_rt.planning.prediction import Predictor, Work, attention_rate
 from offload_rt.planning.shapes import ModelShape
-from offload_rt.planning.times import Work
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 ATTENTION_REPEATS = 7
@@ -130,7 +130,6 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
     """What the planner says of one row, by the names in `PREDICTED`; None without its figures."""
     named, found = Named.parse(row["system"]), row["rounds"]
     config = named.config(record["options"])
-    gamma = config.speculation.gamma2 if config.speculation.levels else 0
     request = PlanRequest(
         _shape(record["shape"]),
         record["draft_shape"] and _shape(record["draft_shape"]),
@@ -152,7 +151,8 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         int(found["resident_tokens"]), int(found["cpu_tokens"]), config.store.ring_buffers
     )
     placement = replace(placement, streamed_tokens=int(found["streamed_tokens"]))  # full pages alone
-    verification, draft = predictor.verification(placement, gamma), predictor.draft(gamma)
+    drafted = request.drafts[-1]
+    verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)
     counts = (predictor.round(verification, draft, count) for count in predictor.outcomes)
     best = min(counts, key=lambda one: one.ms)
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.ms_per_token)
@@ -193,5 +193,5 @@ class MeasuredAlone(Predictor):
         attention = self.request.context * target.token_bytes / rate / 1e6
         return Work(max(0.0, self._pass_ms - attention) + self._late["verdict_ms"])
 
-    def draft(self, gamma: int) -> Work:
-        return Work(gamma * self._late["draft_token_ms"] if self.request.levels else 0.0)
+    def draft(self, shape: DraftShape) -> Work:
+        return Work(shape.size * self._late["draft_token_ms"] if self.request.levels else 0.0)

@@ -17,19 +17,12 @@ Cost = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Rates:
-    """Nominal rates of a device.
+    """Nominal rates of a device."""
 
-    Attributes:
-        launch_ms: of one layer's operations, however small.
-        memory: GB/s at which weights and bounded caches are read.
-        store: GB/s at which attention reads the full cache (the link, where there is one).
-        compute: GFLOP/s of attention and matrix products over a few tokens.
-    """
-
-    launch_ms: float
-    memory: float
-    store: float
-    compute: float
+    launch_ms: float  # of one layer's operations, however small
+    memory: float  # GB/s at which weights and bounded caches are read
+    store: float  # GB/s at which attention reads the full cache (the link, where there is one)
+    compute: float  # GFLOP/s of attention and matrix products over a few tokens
 
 
 NOMINAL = {

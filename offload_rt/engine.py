@@ -21,7 +21,7 @@ from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
-from offload_rt.planning.placement import PlanRequest, available_levels, check_positions, check_vocabulary
+from offload_rt.planning.placement import PlanRequest, available, check_positions, check_vocabulary
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.shapes import ModelShape, from_config
 from offload_rt.rounds import round_of
@@ -98,11 +98,10 @@ class Engine:
         """
         if HEAD in config.speculation.names:
             self._heads.of(config.head, self.target)
-        left = available_levels(config, self.draft is not None)
-        if left == config.speculation.levels:
-            return config
-        self._on_notice(f"no draft model: {' → '.join(level.name for level in left)} drafts alone")
-        return config.having("speculation.levels", left)
+        left = available(config, self.draft is not None)
+        if left != config:
+            self._on_notice(f"no draft model: {' → '.join(left.speculation.names)} drafts alone")
+        return left
 
     def open(
         self, prompt: Sequence[int], continuation: Continuation, shares: Shares | None = None

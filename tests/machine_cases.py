@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from offload_rt.machine import doctor, measuring, measuring_gpu
+from offload_rt.machine import measuring
 from offload_rt.machine.doctor import Report
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inventory import Card, HostFacts
-from offload_rt.machine.measuring_gpu import LinkFigures
+from offload_rt.machine.measuring import LinkFigures
 
 HOST = Host(
     memory_bytes=92 * GIB,
@@ -115,8 +115,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements that show only that they work."""
     for name in ("MEMORY_BYTES", "ATTENTION_BYTES", "COPY_BYTES"):
         monkeypatch.setattr(measuring, name, 2**20)
-    monkeypatch.setattr(doctor, "COPY_BYTES", 2**20)
     monkeypatch.setattr(measuring, "PRODUCT", (8, 64))
     monkeypatch.setattr(measuring, "LAYERS", 1)
     monkeypatch.setattr(measuring, "REPEATS", 1)
-    monkeypatch.setattr(measuring_gpu, "PRODUCT_WIDTH", 64)
+    monkeypatch.setattr(measuring, "PRODUCT_WIDTH", 64)

@@ -13,12 +13,12 @@ import torch
 from machine_cases import CARD, DESKTOP, HOST
 
 from offload_rt.config import load_config, parse_override
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
-from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.prediction import Predictor, RoundTime
 from offload_rt.planning.shapes import find_shape
-from offload_rt.planning.times import RoundTime
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)
@@ -44,11 +44,16 @@ def host(gpus: int = 1, **changes: Any) -> Hardware:
 
 
 def expected_round(
-    predictor: Predictor, gamma: int, resident: int = 0, cpu: int = 0, outcomes: int = 0, ring: int = 3
+    predictor: Predictor,
+    drafted: DraftShape,
+    resident: int = 0,
+    cpu: int = 0,
+    outcomes: int = 0,
+    ring: int = 3,
 ) -> RoundTime:
     """A round with so many tokens on the GPU and so many attended by the CPU."""
     placement = predictor.request.placement(resident, cpu, ring)
-    return predictor.round(predictor.verification(placement, gamma), predictor.draft(gamma), outcomes)
+    return predictor.round(predictor.verification(placement, drafted), predictor.draft(drafted), outcomes)
 
 
 def check_sums(planned: Plan) -> None:

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
 from offload_rt.drafting import sources
 from offload_rt.errors import UsageError
-from offload_rt.planning.prediction import Predictor
-from offload_rt.planning.times import RoundTime
+from offload_rt.planning.prediction import Predictor, RoundTime
 
 ASCII = 128
 PROMPT = byte_ids(100, vocabulary=ASCII)

@@ -145,7 +145,7 @@ def test_everything_without_a_card(folder: Path, tiny: None, monkeypatch: pytest
 def test_a_card_that_fails_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
 ) -> None:
-    monkeypatch.setattr(doctor, "PinnedCopies", Mock(side_effect=error))
+    monkeypatch.setattr(doctor.measuring, "PinnedCopies", Mock(side_effect=error))
     with pytest.raises(UsageError, match=r"GPU 0 \(NVIDIA GeForce RTX 4090\)") as refusal:
         inspect()
     assert told in str(refusal.value) and "more" not in str(refusal.value)
@@ -159,11 +159,11 @@ def test_copies_are_given_back_and_serve_the_processors_measurement(
     copies = made.PinnedCopies.return_value
     made.measure_gpu.return_value, made.measure_host.return_value = card, HEALTHY.hardware.host
     for name in ("PinnedCopies", "measure_gpu", "measure_host"):
-        monkeypatch.setattr(doctor, name, getattr(made, name))
+        monkeypatch.setattr(doctor.measuring, name, getattr(made, name))
     report = inspect()
     called = ["PinnedCopies", "measure_gpu", "measure_host", "PinnedCopies().close"]
     assert [name for name, *_ in made.mock_calls] == called
-    made.PinnedCopies.assert_called_once_with(torch.device("cuda:0"), 2**20)
+    made.PinnedCopies.assert_called_once_with(torch.device("cuda:0"), 23 * GIB)
     assert made.measure_host.call_args.args[1] == copies.copy
     assert report.hardware == HEALTHY.hardware and report.notices == ()
 

@@ -17,9 +17,8 @@ from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, engine
 from offload_rt.caches.places import Shares
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import RefreshFrom, load_config
+from offload_rt.config import load_config
 from offload_rt.engine import Engine
-from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import named_hardware
@@ -47,18 +46,28 @@ def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int,
         stream.close()
 
 
-def test_what_does_not_fit_is_refused_with_the_nearest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "available_memory", lambda: 40 * 2**30)
-    refused = planned(LLAMA, "retrieval", 131072, 256)
-    with pytest.raises(UsageError, match=r"at 131072 tokens does not fit: .* a context of \d+ tokens"):
-        refused.check()
-    # Models that are loaded already take nothing of what is still free.
+def test_models_that_are_loaded_take_nothing_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = LLAMA.weight_bytes
     monkeypatch.setattr(doctor, "available_memory", lambda: 30 * 2**30 - needed)
     assert not planned(LLAMA, "plain", 20_000, 256).fits
     assert planned(LLAMA, "plain", 20_000, 256, loaded_bytes=needed).fits
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines plan as if their target were on a card, and run on the CPU."""
+    given = Engine._plan
+
+    def planned(subject: Engine, *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(subject.target, "device", torch.device("cuda"))
+            return given(subject, *arguments)
+
+    monkeypatch.setattr(Engine, "_plan", planned)
+    monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[PlanRequest] = []
     made: list[Plan] = []
@@ -69,51 +78,36 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         made.append(plan(replace(request, target=LLAMA, context=80_000, new_tokens=256)))
         return made[-1:]
 
-    monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
     monkeypatch.setattr(engine, "ranked", of_a_large_one)
     overrides = {"store.segment_tokens": 1024}  # of which a deeper ring pays
     target = tiny_target("llama-gqa")
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         subject = llm._engine
-        (given_config,) = subject.configs
-        subject.target.device = torch.device("cuda")
+        (given,) = subject.configs
         config, shares = subject._plan(1000, 24)
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
-        assert config.speculation == given_config.speculation
+        assert config.speculation == given.speculation
         deeper = made[0].placement.ring_buffers
-        assert config.store.ring_buffers == deeper > given_config.store.ring_buffers
+        assert config.store.ring_buffers == deeper > given.store.ring_buffers
         assert shares.resident_tokens % config.store.page == shares.cpu_tokens % config.store.page == 0
         # What a config says is kept.
-        offload = replace(given_config.offload, resident_tokens=512, cpu_tokens=-1)
-        subject.configs = (replace(given_config, offload=offload),)
-        given = subject._plan(1000, 24)[1]
-        assert given.resident_tokens == 512 and given.cpu_tokens > shares.cpu_tokens
-        subject.configs = (replace(given_config, offload=replace(offload, cpu_tokens=256)),)
+        subject.configs = (given.having("offload.resident_tokens", 512),)
+        fewer = subject._plan(1000, 24)[1]
+        assert fewer.resident_tokens == 512 and fewer.cpu_tokens > shares.cpu_tokens
+        subject.configs = (subject.configs[0].having("offload.cpu_tokens", 256),)
         assert subject._plan(1000, 24)[1] == Shares(512, 256)
         assert len(asked) == 3, "also what is given has to fit"
-        subject.target.device = CPU
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("place", ["stream", "store"])
-def test_the_cache_is_refreshed_from_where_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch, place: RefreshFrom
-) -> None:
+def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def decided(requests: Iterable[PlanRequest]) -> list[Plan]:
         (request,) = requests
         assert request.config.offload.refresh_from == "auto"
         return [plan(request.having("offload.refresh_from", place))]
 
-    def as_on_a_gpu(subject: Engine, *arguments: Any) -> Any:
-        subject.target.device = torch.device("cuda")
-        try:
-            return given(subject, *arguments)
-        finally:
-            subject.target.device = CPU
-
-    given = Engine._plan
-    monkeypatch.setattr(Engine, "_plan", as_on_a_gpu)
-    monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
     monkeypatch.setattr(engine, "ranked", decided)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)

@@ -11,10 +11,10 @@ import torch
 from machine_cases import HEALTHY, assert_positive
 from machine_cases import tiny as tiny  # a fixture
 
-from offload_rt.machine import measuring, measuring_gpu
+from offload_rt.machine import measuring
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import read_cards
-from offload_rt.machine.measuring_gpu import LinkFigures
+from offload_rt.machine.measuring import LinkFigures
 
 
 @pytest.mark.usefixtures("tiny")
@@ -114,8 +114,8 @@ class FakeCopies:
 
 def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = FakeCopies()
-    monkeypatch.setattr(measuring_gpu, "link_now", lambda uuid: (4 if copies.flying else 1, 8))
-    to_device, to_host, figures = measuring_gpu.measure_link(copies, HEALTHY.cards[0])  # type: ignore[arg-type]
+    monkeypatch.setattr(measuring, "link_now", lambda uuid: (4 if copies.flying else 1, 8))
+    to_device, to_host, figures = measuring.measure_link(copies, HEALTHY.cards[0])  # type: ignore[arg-type]
     assert (to_device, to_host) == (20.0, 10.0)
     assert figures == LinkFigures(15.0, 5.0, generation=4, width=8, pinned=True)
     assert copies.flying == []
@@ -126,7 +126,8 @@ def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyP
 def test_a_card_is_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = read_cards()[0]
     device = torch.device("cuda:0")
-    copies = measuring_gpu.PinnedCopies(device, 2**24)
+    monkeypatch.setattr(measuring, "COPY_BYTES", 2**24)
+    copies = measuring.PinnedCopies(device, card.free_bytes)
     try:
         copies._sources.fill_(7)
         copies.copy()
@@ -136,8 +137,8 @@ def test_a_card_is_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None
         copies.to_host()()
         assert bool((copies._results == 9).all())
         monkeypatch.setattr(measuring, "MEMORY_BYTES", 2**26)
-        monkeypatch.setattr(measuring_gpu, "PRODUCT_WIDTH", 1024)
-        gpu, link = measuring_gpu.measure_gpu(card, copies, device, lambda *_: None)
+        monkeypatch.setattr(measuring, "PRODUCT_WIDTH", 1024)
+        gpu, link = measuring.measure_gpu(card, copies, device, lambda *_: None)
     finally:
         copies.close()
     assert_positive(gpu)

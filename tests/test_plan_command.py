@@ -77,12 +77,6 @@ def test_the_command_refuses_with_the_nearest_plan(run: Run) -> None:
     run(f"{flags} --context {nearest}")
 
 
-@pytest.mark.parametrize("card", ["rtx4090", "4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
-def test_a_card_may_be_written_in_any_usual_way(card: str, run: Run) -> None:
-    out, _ = run(f"--model qwen2.5-7b --draft qwen2.5-0.5b --context 8k --gpu '{card}'")
-    assert "rtx4090, 24.0 GiB" in out and "8,192 tokens of context" in out
-
-
 def test_a_draft_that_makes_it_slower_is_named(run: Run) -> None:
     flags = "--model llama3.1-8b --context 80000 --gpu rtx4090"
     plain, with_draft, without = (
@@ -117,12 +111,12 @@ def test_auto_is_the_fastest_of_all(run: Run) -> None:
 
 def test_flags_reach_the_plan(run: Run) -> None:
     out, _ = run(
-        "--model llama3.1-8b --draft llama3.2-1b --context 60000 --new-tokens 100 --gpu rtx3090 --gpus 2"
+        "--model llama3.1-8b --draft llama3.2-1b --context 60k --new-tokens 100 --gpu rtx3090 --gpus 2"
         " --link 12.5 --dram 60 --ram 128 --cpu-attention 33 --vram 20 --acceptance 0.85"
         " --draft-acceptance 0.6 --config triforce --set speculation.gamma2=7 --dtype float16 --no-ahead"
     )
     for said in (
-        *("float16, 60,000 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
+        *("float16, 61,440 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
         *("33.0 GB/s at 16", "target:retrieved 0.85", "draft:streaming 0.60", "gamma2 7 (as given)"),
         *("of 20.00 GiB", "2 GPUs share", "drafts are made between passes"),
     ):

@@ -56,6 +56,10 @@ def test_a_missing_draft_model_leaves_its_level_out() -> None:
     planned = plan(request(draft=None))
     assert planned.request.levels == ("target:retrieved",)
     assert any("no draft model" in said for said in planned.assumptions)
+    # Then what is below it drafts for the full cache.
+    levels = [{"model": "datastore", "draft": "grown:32"}, "draft:streaming"]
+    asked = request({"speculation.levels": levels, "datastore.path": "any"}, "naive", draft=None)
+    assert [(shape.kind, shape.size) for shape in asked.drafts] == [("grown", 32)]
     with pytest.raises(UsageError, match="naive drafts with a small model"):
         request(draft=None, config="naive")
 
@@ -194,6 +198,8 @@ def test_assumptions_tell_the_figures_they_rest_on() -> None:
 
 def test_named_machines() -> None:
     hardware = named_hardware("rtx4090")
+    for written in ("4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"):
+        assert named_hardware(written) == hardware
     (card,) = hardware.gpus
     assert card.memory_bytes == 24_564 * 2**20 and card.memory_rate == pytest.approx(0.9 * 1008)
     assert (card.to_device_rate, hardware.host.memory_rate, hardware.host.memory_bytes) == (25, 70, 92 * GIB)

@@ -11,13 +11,13 @@ from plan_cases import CONTEXT, JF68M, LLAMA, expected_round, gpu, request
 
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.shared import SharedCache
+from offload_rt.drafting.shapes import CHAIN
 from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
+from offload_rt.planning.prediction import Predictor, RoundTime, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
-from offload_rt.planning.times import RoundTime
 
 HEAD_BYTES = 32000 * 4096 * 2  # of the output head of Llama2-7B
 
@@ -26,15 +26,11 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     """64 GiB over 25 GB/s, and a layer's weights and launches behind it."""
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
     assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
-    predictor = Predictor(request())
-    lanes = expected_round(predictor, 0).verification
-    assert lanes.placement.streamed_bytes == 64 * GIB
+    lanes = expected_round(Predictor(request()), CHAIN).verification
+    assert lanes.placement.streamed_bytes == 64 * GIB and lanes.cpu_attention == 0
     layer = ((LLAMA.step_bytes - HEAD_BYTES) / 1000.0 / 1e6 + 32 * 0.3) / 32
     assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + layer)
     assert lanes.ms == pytest.approx(2_750, rel=0.01)
-    assert lanes.cpu_attention == 0
-    assert lanes.host_memory == pytest.approx(64 * GIB / 70e6 + layer)
-    assert lanes.processor == pytest.approx(32 * layer + HEAD_BYTES / 1000e6 + 64 * GIB / 1000e6)
 
 
 def test_a_pass_with_a_cpu_share() -> None:
@@ -44,7 +40,7 @@ def test_a_pass_with_a_cpu_share() -> None:
     """
     eight = replace(find_shape("llama3.1-8b", None), max_positions=2**18)
     predictor = Predictor(request(target=eight, draft=None))
-    lanes = expected_round(predictor, 4, CONTEXT // 4, CONTEXT // 4).verification
+    lanes = expected_round(predictor, CHAIN.deep(4), CONTEXT // 4, CONTEXT // 4).verification
     dense = eight.step_bytes / 1000e6 + 32 * 0.3
     layer = (dense - 128256 * 4096 * 2 / 1000e6) / 32
     assert lanes.link == pytest.approx(8 * GIB / (25 * 0.9) / 1e6 + layer)
@@ -56,7 +52,7 @@ def test_a_pass_with_a_cpu_share() -> None:
     assert lanes.processor == pytest.approx(dense + 12 * GIB / 1000e6)
     assert lanes.ms == max(lanes.link, lanes.cpu_attention)
     # Nothing is streamed: the CPU attends at its full rate, and nothing crosses the link.
-    alone = expected_round(predictor, 4, 0, CONTEXT).verification
+    alone = expected_round(predictor, CHAIN.deep(4), 0, CONTEXT).verification
     assert alone.cpu_attention == pytest.approx(dense + 16 * GIB / 37.5e6 + exchange) and alone.link == 0
 
 
@@ -69,7 +65,7 @@ def test_the_link_waits_where_the_ring_is_shallow() -> None:
     for ring in (2, 3):
         expected = max(32 * layer + dense, 32 * (dense + layer - (ring - 1) * segment))
         expected += HEAD_BYTES / 20e6 + 2 * 4096 * LLAMA.layer_token_bytes / 20e6 - ring * segment
-        assert expected_round(predictor, 0, ring=ring).verification.link == pytest.approx(expected)
+        assert expected_round(predictor, CHAIN, ring=ring).verification.link == pytest.approx(expected)
 
 
 def test_the_time_of_a_hierarchys_draft() -> None:
@@ -78,7 +74,7 @@ def test_the_time_of_a_hierarchys_draft() -> None:
     small = JF68M.step_bytes + 256 * JF68M.token_bytes
     middle = LLAMA.step_bytes + (4096 + 576) * LLAMA.token_bytes
     step = 2 * (small / 1e9 + 2 * 0.03) + middle / 1e9 + 32 * 0.03
-    assert predictor.draft(16).ms == pytest.approx(16 / 1.75 * step)
+    assert predictor.draft(CHAIN.deep(16)).ms == pytest.approx(16 / 1.75 * step)
 
 
 def test_a_draft_without_a_gpu() -> None:
@@ -88,7 +84,7 @@ def test_a_draft_without_a_gpu() -> None:
     small = JF68M.step_bytes / 70e6 + 256 * JF68M.token_bytes / 60e6 + 2 * 0.5
     middle = max(LLAMA.step_bytes / 70e6, 3 * 2 * LLAMA.step_parameters / 800e6)
     middle += (4096 + 576) * LLAMA.token_bytes / 20e6 + 32 * 0.5
-    assert predictor.draft(7).ms == pytest.approx(7 / 1.75 * (2 * small + middle))
+    assert predictor.draft(CHAIN.deep(7)).ms == pytest.approx(7 / 1.75 * (2 * small + middle))
 
 
 def test_many_tokens_are_bound_by_arithmetic() -> None:
@@ -167,7 +163,7 @@ def test_expected_tokens_and_outcomes_by_hand() -> None:
 
 def test_two_links_fill_their_rings_from_one_memory() -> None:
     predictor = Predictor(request(hardware=gpu(2)))
-    lanes = expected_round(predictor, 0).verification
+    lanes = expected_round(predictor, CHAIN).verification
     ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
     dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
     head = HEAD_BYTES / LLAMA.step_bytes * (dense - 32 * 0.3)
@@ -180,7 +176,7 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
 
 def test_a_round_by_hand() -> None:
     predictor = Predictor(request({"retrieval.refresh": "acceptance:0.5"}))  # how often is not foreseen
-    late = expected_round(predictor, 16)
+    late = expected_round(predictor, CHAIN.deep(16))
     lanes, draft = late.verification, late.draft
     segment = 4096 * LLAMA.layer_token_bytes
     ring = 3 * segment / 25e6
@@ -190,12 +186,12 @@ def test_a_round_by_hand() -> None:
     waited = lanes.link - ring + edges + draft.ms  # the link is the slowest lane even so
     assert late.ms == pytest.approx(waited)
     assert late.refresh_share == 0
-    ahead = expected_round(predictor, 16, outcomes=2)
+    ahead = expected_round(predictor, CHAIN.deep(16), outcomes=2)
     first, second = outcome_chances(0.92, 16)[:2]
     hits = first + second
     step = draft.ms / 16 * expected_tokens(0.5, 2)
     assert ahead.ms == pytest.approx(hits * lanes.ms + (1 - hits) * (waited + step / 2))
-    assert ahead.hit_rate == hits
+    assert sum(ahead.chances) == hits
     assert ahead.tokens == late.tokens == expected_tokens(0.92, 16)
     assert ahead.ms_per_token == ahead.ms / ahead.tokens
     assert lanes.placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
@@ -230,7 +226,9 @@ def test_a_round_with_a_refresh_by_hand() -> None:
     def longer(policy: str, resident: int = 0, cpu: int = 0, place: str = "stream") -> float:
         keys = {"retrieval.refresh": policy, "offload.refresh_from": place}
         rounds[policy], without = (
-            expected_round(Predictor(request(keys | {"retrieval.refresh": one})), 16, resident, cpu)
+            expected_round(
+                Predictor(request(keys | {"retrieval.refresh": one})), CHAIN.deep(16), resident, cpu
+            )
             for one in (policy, "acceptance:0.5")
         )
         assert without.refresh_share == 0
@@ -289,21 +287,24 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
 def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     """64 nodes in 16 steps of 4: siblings save half of the rejections, of three nodes in four."""
     asked = request({"offload.ahead": 4}, "trees", context=50_000, draft=None)
-    assert list(asked.draft_sizes) == [64] and asked.longest_draft == 64
+    assert [one.size for one in asked.drafts] == [64] and asked.longest_draft == 64
     predictor = Predictor(asked)
     assert list(predictor.outcomes) == [0], "nothing is drafted ahead of its verdict"
     one = predictor.step(asked.target, 4, 4096 + 208, graph=True)
-    found = expected_round(predictor, 64)
+    found = expected_round(predictor, asked.drafts[0])
     assert found.draft.ms == pytest.approx(16 * one.ms)
     assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))
-    assert found.verification.gamma == 64 and found.hit_rate == 0
+    assert found.verification.gamma == 64 and found.chances == ()
     # A small model's tree takes that model's steps; where its depth is chosen as it runs, 4 nodes a step.
     levels = [{"model": "draft", "cache": "streaming", "draft": "grown:32"}]
     small = Predictor(request({"speculation.levels": levels}, "naive", context=50_000))
     small_step = small.step(JF68M, 8, 256, graph=True)
-    assert small.draft(32).ms == pytest.approx(4 * small_step.ms)
+    assert small.draft(small.request.drafts[0]).ms == pytest.approx(4 * small_step.ms)
     unset = {"speculation.levels": levels, "speculation.gamma2": 0}
-    assert request(unset, "naive", context=50_000).shape.depth == 8
+    assert [one.depth for one in request(unset, "naive", context=50_000).drafts] == [8]
+    # All nodes of fixed widths count.
+    fixed = {"speculation.levels": [levels[0] | {"draft": "tree:4,2"}], "speculation.gamma2": 3}
+    assert plan(request(fixed, "naive", context=50_000)).gamma == 4 + 8 + 8
     planned = plan(asked)
     assert planned.gamma == 64 and "trees of 64 nodes in 16 steps" in "".join(planned.assumptions)
 
@@ -314,9 +315,9 @@ def test_a_draft_over_the_full_kv_waits_for_the_cpu() -> None:
     predictor = Predictor(asked)
     token_bytes, page = LLAMA.token_bytes, asked.config.store.page
     over_text = CONTEXT * token_bytes / 50.0 / 1e6 / HOST.attention_beside_link
-    draft, dense = predictor.draft(2), predictor.step(LLAMA, 1)
+    draft, dense = predictor.draft(CHAIN.deep(2)), predictor.step(LLAMA, 1)
     assert draft.ms == pytest.approx(2 * (over_text + dense.ms), rel=0.02)  # and the exchange of queries
-    verification = predictor.verification(asked.placement(0, CONTEXT // 2, 3), 2)
-    assert predictor.drafted_ahead(verification, draft.ms) >= draft.ms + verification.cpu_attention
+    verification = predictor.verification(asked.placement(0, CONTEXT // 2, 3), CHAIN.deep(2))
+    assert predictor.busy_ms(verification) == verification.cpu_attention
     entries = page + SharedCache.PORTION + SPECULATIVE_ENTRIES
     assert plan(asked).gpus[0]["shared_cache"] == entries * token_bytes

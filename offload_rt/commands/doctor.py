@@ -15,7 +15,7 @@ from offload_rt.machine.hardware import GIB, Gpu
 if TYPE_CHECKING:
     from offload_rt.machine.doctor import Report
     from offload_rt.machine.inventory import Card
-    from offload_rt.machine.measuring_gpu import LinkFigures
+    from offload_rt.machine.measuring import LinkFigures
 
 LABEL_WIDTH = 20
 LINE_WIDTH = 100

@@ -106,7 +106,7 @@ class DraftShape:
         """Whether its size is given, and not its depth."""
         return self.nodes > 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Nodes, at most."""
         if self.nodes:

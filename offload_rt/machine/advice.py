@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from offload_rt.machine.doctor import Report
 from offload_rt.machine.hardware import GIB, Gpu
 from offload_rt.machine.inventory import Card
-from offload_rt.machine.measuring_gpu import LinkFigures
+from offload_rt.machine.measuring import LinkFigures
 
 LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one PCIe lane in one direction, by generation, before the packets' own overhead."""
@@ -32,7 +32,7 @@ def without_kernel(why: str) -> str:
 
 def warnings(report: Report) -> tuple[str, ...]:
     """What is wrong with the machine, a line each, with the remedy; nothing where all is well."""
-    return (*_of_cards(report), *_of_processor(report), *_of_memory(report))
+    return (*_of_cards(report), *_of_host(report))
 
 
 def _of_cards(report: Report) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _of_card(gpu: Gpu, link: LinkFigures, card: Card) -> Iterator[str]:
         )
 
 
-def _of_processor(report: Report) -> Iterator[str]:
+def _of_host(report: Report) -> Iterator[str]:
     host = report.host
     if report.load_average > max(1.0, LOAD_SHARE * host.cores_of_machine):
         yield (
@@ -97,11 +97,7 @@ def _of_processor(report: Report) -> Iterator[str]:
         )
     if host.native_kernel != "built":
         yield without_kernel(host.native_kernel)
-
-
-def _of_memory(report: Report) -> Iterator[str]:
-    host, limit = report.host, report.host.memory_limit_bytes
-    total, available, lockable = host.total_bytes, host.available_bytes, report.hardware.host.lockable_bytes
+    limit, total, available = host.memory_limit_bytes, host.total_bytes, host.available_bytes
     if limit is not None and limit < total / 2:
         yield (
             f"the container may have {limit / GIB:.1f} of {total / GIB:.1f} GiB of memory; start it with more"
@@ -118,6 +114,7 @@ def _of_memory(report: Report) -> Iterator[str]:
             f"{host.swap_used_bytes / GIB:.1f} GiB of memory were moved out to disk; end programs that are"
             " not needed, or read them back (`sudo swapoff -a && sudo swapon -a`)"
         )
+    lockable = report.hardware.host.lockable_bytes
     if report.hardware.gpus and lockable < available / 2:
         yield (
             f"only {lockable / GIB:.2f} of {available / GIB:.1f} GiB of available memory may be page-locked;"

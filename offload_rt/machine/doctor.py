@@ -15,6 +15,7 @@ import torch
 from offload_rt.devices import CACHE_FOLDER, available_memory, cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
+from offload_rt.machine import measuring
 from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.machine.inventory import (
     Card,
@@ -24,8 +25,7 @@ from offload_rt.machine.inventory import (
     read_host,
     read_versions,
 )
-from offload_rt.machine.measuring import COPY_BYTES, Progress, measure_host, within
-from offload_rt.machine.measuring_gpu import LinkFigures, PinnedCopies, measure_gpu
+from offload_rt.machine.measuring import LinkFigures, Progress
 from offload_rt.native import SOURCES
 
 FORMAT = 2
@@ -34,25 +34,16 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Report:
-    """A machine: what was measured, and what the system says of it now, its free memory too.
+    """A machine: what was measured, and what the system says of it now, its free memory too."""
 
-    Attributes:
-        measured_at: ISO 8601 in UTC.
-        load_average: programs that were running just before.
-        links: what else is seen of the link of each of `hardware.gpus`.
-        cards: all graphics cards; those of `hardware.gpus` first.
-        versions: of the software that the rates depend on, by name; None: not there.
-        notices: what to know about the figures.
-    """
-
-    measured_at: str
-    load_average: float
+    measured_at: str  # ISO 8601 in UTC
+    load_average: float  # programs that were running just before
     hardware: Hardware
-    links: tuple[LinkFigures, ...]
+    links: tuple[LinkFigures, ...]  # what else is seen of the link of each of `hardware.gpus`
     host: HostFacts
-    cards: tuple[Card, ...]
-    versions: dict[str, str | None]
-    notices: tuple[str, ...]
+    cards: tuple[Card, ...]  # all graphics cards; those of `hardware.gpus` first
+    versions: dict[str, str | None]  # of the software that the rates depend on, by name; None: not there
+    notices: tuple[str, ...]  # what to know about the figures
 
     def to_json(self) -> dict[str, object]:
         return {"format": FORMAT, **asdict(self)}
@@ -125,9 +116,11 @@ def _measure(
             continue
         device, name = torch.device("cuda", card.device), f"GPU {card.device} ({card.name})"
         try:
-            with closing(PinnedCopies(device, within(COPY_BYTES, card.free_bytes))) as copies:
-                measured.append(measure_gpu(card, copies, device, on_progress))
-                processor = processor or measure_host(host.available_bytes, copies.copy, on_progress)
+            with closing(measuring.PinnedCopies(device, card.free_bytes)) as copies:
+                measured.append(measuring.measure_gpu(card, copies, device, on_progress))
+                processor = processor or measuring.measure_host(
+                    host.available_bytes, copies.copy, on_progress
+                )
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"{name}: {card.free_bytes / GIB:.1f} GiB of free memory are too few to measure it; end other"
@@ -138,7 +131,7 @@ def _measure(
                 f"{name} failed while it was measured: {str(error).splitlines()[0]}; check it and its driver"
                 " (nvidia-smi), or hide it with CUDA_VISIBLE_DEVICES"
             ) from error
-    processor = processor or measure_host(host.available_bytes, None, on_progress)
+    processor = processor or measuring.measure_host(host.available_bytes, None, on_progress)
     gpus, links = zip(*measured, strict=True) if measured else ((), ())
     return Hardware(processor, gpus, measured=True), links
 

@@ -38,23 +38,23 @@ CARDS = {  # memory in MiB as the driver reports it, its rate in GB/s, dense bf1
 
 @dataclass(frozen=True)
 class Gpu:
-    """One graphics card and its own link to host memory.
-
-    Attributes:
-        memory_bytes: what may be used: free memory where it was measured.
-        memory_rate: GB/s at which kernels read its memory.
-        compute_rate: TFLOP/s of dense bf16 matrix products.
-        to_device_rate, to_host_rate: GB/s of pinned copies, each direction alone.
-        launch_ms: of one decoder layer's operations over a few tokens, launched one by one.
-    """
+    """One graphics card and its own link to host memory."""
 
     name: str
-    memory_bytes: int
-    memory_rate: float
-    compute_rate: float
-    to_device_rate: float
+    memory_bytes: int  # what may be used: free memory where it was measured
+    memory_rate: float  # GB/s at which kernels read its memory
+    compute_rate: float  # TFLOP/s of dense bf16 matrix products
+    to_device_rate: float  # GB/s of pinned copies, this direction alone
     to_host_rate: float
-    launch_ms: float
+    launch_ms: float  # of one decoder layer's operations over a few tokens, launched one by one
+
+    def read_ms(self, size: float) -> float:
+        """Of reading so many bytes of its memory."""
+        return size / self.memory_rate / 1e6
+
+    def compute_ms(self, flops: float) -> float:
+        """Of so many floating-point operations."""
+        return flops / self.compute_rate / 1e9
 
 
 @dataclass(frozen=True)
@@ -67,42 +67,34 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Host:
-    """The processor and its memory.
+    """The processor and its memory."""
 
-    Attributes:
-        memory_bytes: what may be used: available memory where it was measured.
-        lockable_bytes: how much of it may be page-locked.
-        memory_rate: GB/s at which all its threads read memory.
-        compute_rate: GFLOP/s of float32 matrix products of many rows.
-        attention: at rising numbers of queries, bf16 KV, nothing else going on.
-        attention_beside_link: share of that rate left while the link copies at full rate.
-        link_beside_attention: share of the link's rate left meanwhile; both are measured as 1 without a link.
-        launch_ms: of one decoder layer's operations over a few tokens.
-        threads: that compute.
-    """
+    memory_bytes: int  # what may be used: available memory where it was measured
+    lockable_bytes: int  # how much of it may be page-locked
+    memory_rate: float  # GB/s at which all its threads read memory
+    compute_rate: float  # GFLOP/s of float32 matrix products of many rows
+    attention: tuple[AttentionRate, ...]  # at rising numbers of queries, bf16 KV, nothing else going on
+    attention_beside_link: float  # share of that rate left while the link copies at full rate
+    link_beside_attention: float  # of the link's rate, meanwhile; both are measured as 1 without a link
+    launch_ms: float  # of one decoder layer's operations over a few tokens
+    threads: int  # that compute
 
-    memory_bytes: int
-    lockable_bytes: int
-    memory_rate: float
-    compute_rate: float
-    attention: tuple[AttentionRate, ...]
-    attention_beside_link: float
-    link_beside_attention: float
-    launch_ms: float
-    threads: int
+    def read_ms(self, size: float) -> float:
+        """Of reading so many bytes of memory."""
+        return size / self.memory_rate / 1e6
+
+    def compute_ms(self, flops: float) -> float:
+        """Of so many floating-point operations."""
+        return flops / self.compute_rate / 1e6
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine; without `gpus` the CPU computes, and KV is attended where it lies.
-
-    Attributes:
-        measured: by doctor on this machine; False: named, or from data sheets.
-    """
+    """A machine; without `gpus` the CPU computes, and KV is attended where it lies."""
 
     host: Host
     gpus: tuple[Gpu, ...]
-    measured: bool
+    measured: bool  # by doctor on this machine; False: named, or from data sheets
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Hardware:

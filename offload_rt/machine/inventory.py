@@ -35,66 +35,44 @@ _LOWERED_LIMIT = 2**16
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Processor, memory and their limits; None where the system says nothing.
-
-    Attributes:
-        cores, cores_of_machine: processors that this program may run on, and all there are.
-        threads: that torch computes with.
-        instruction_sets: those of `INSTRUCTION_SETS` that it has.
-        native_kernel: "built", "switched off", "no compiler" or "build failed".
-        attention: name of the backend that attends on the CPU.
-        governor, energy_preference: of the first processor's clock.
-        memory_limit_bytes: what a container may have; None: all of it.
-        lock_limit_bytes: RLIMIT_MEMLOCK; None: unlimited.
-        swap_used_bytes: memory moved out to disk.
-    """
+    """Processor, memory and their limits; None where the system says nothing."""
 
     processor: str
-    cores: int
+    cores: int  # that this program may run on
     cores_of_machine: int
-    threads: int
-    instruction_sets: tuple[str, ...]
+    threads: int  # that torch computes with
+    instruction_sets: tuple[str, ...]  # those of `INSTRUCTION_SETS` that it has
     numa_nodes: int
-    native_kernel: str
-    attention: str
-    governor: str | None
+    native_kernel: str  # "built", "switched off", "no compiler" or "build failed"
+    attention: str  # name of the backend that attends on the CPU
+    governor: str | None  # of the first processor's clock
     energy_preference: str | None
     total_bytes: int
     available_bytes: int
-    memory_limit_bytes: int | None
-    lock_limit_bytes: int | None
-    swap_used_bytes: int
+    memory_limit_bytes: int | None  # what a container may have; None: all of it
+    lock_limit_bytes: int | None  # RLIMIT_MEMLOCK; None: unlimited
+    swap_used_bytes: int  # memory moved out to disk
 
 
 @dataclass(frozen=True)
 class Card:
-    """A graphics card; None where the driver does not say.
-
-    Attributes:
-        bus: its place, `domain:bus:device.function`.
-        device: its number in torch; None: torch does not see it.
-        link_generation, link_width: PCIe as it is now; an idle card lowers its generation.
-        link_generation_most, link_width_most: what the card can do, whatever slot it is in.
-        performance_state: from 0, full speed, to 15, idle.
-        power_limit_watts, power_default_watts: what it may draw, and what it came with.
-        attention: the backend that attends on it (see `attention.choose_backend`).
-    """
+    """A graphics card; None where the driver does not say."""
 
     name: str
     uuid: str
-    bus: str | None = None
-    device: int | None = None
+    bus: str | None = None  # its place, `domain:bus:device.function`
+    device: int | None = None  # its number in torch; None: torch does not see it
     total_bytes: int = 0
     free_bytes: int = 0
-    link_generation: int | None = None
-    link_generation_most: int | None = None
+    link_generation: int | None = None  # PCIe as it is now; an idle card lowers it
+    link_generation_most: int | None = None  # what the card can do, whatever slot it is in
     link_width: int | None = None
     link_width_most: int | None = None
     numa_node: int | None = None
-    performance_state: int | None = None
-    power_limit_watts: float | None = None
-    power_default_watts: float | None = None
-    attention: str | None = None
+    performance_state: int | None = None  # from 0, full speed, to 15, idle
+    power_limit_watts: float | None = None  # what it may draw
+    power_default_watts: float | None = None  # what it came with
+    attention: str | None = None  # the backend that attends on it (see `attention.choose_backend`)
 
 
 def read_host() -> HostFacts:

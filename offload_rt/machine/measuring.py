@@ -1,4 +1,4 @@
-"""Measures what the processor and its memory do: the figures of `hardware.Host`."""
+"""Measures what the processor and graphics cards do, and their links: the figures of `hardware.Hardware`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpu_kv import SlabAllocator
@@ -17,13 +21,17 @@ from offload_rt.attention import choose_backend, cpu_share_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
-from offload_rt.machine.hardware import AttentionRate, Host
+from offload_rt.machine.hardware import AttentionRate, Gpu, Host
+from offload_rt.machine.inventory import Card, link_now
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
 from offload_rt.weighing import Weighed
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
+
+Rate = Callable[[], float]
+"""Waits until copies that were enqueued have ended, and returns their GB/s."""
 
 ATTENTION_QUERIES = (1, 8, 16, 32)
 BESIDE_QUERIES = 8
@@ -35,6 +43,7 @@ MEMORY_BYTES = 2**30
 ATTENTION_BYTES = 2**29
 COPY_BYTES = 2**28
 PRODUCT = (512, 2048)  # rows and width of the matrix products on the processor
+PRODUCT_WIDTH = 8192  # on a card, of as many rows
 LAYERS = 8  # of the model that is launched
 REPEATS = 7
 
@@ -43,7 +52,8 @@ _CHUNK = 8
 _KV_HEADS = 4
 _ENTRIES = 256
 _PAGE = 256  # tokens, as in the store
-_COPIES_BESIDE = 4
+_COPIES = 4  # of one measurement of a link's rate, enqueued at once
+_COPIES_BESIDE = 4  # at least, beside attention
 
 
 def within(size: int, available: int) -> int:
@@ -203,3 +213,95 @@ def measure_host(available: int, copy: Callable[[], None] | None, on_progress: P
         on_progress("processor: attention beside copies", 4, total)
         shares = beside(kv, copy)
     return Host(0, 0, read, products, attention, *shares, launch, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """What is seen of a link besides the rates to plan with."""
+
+    to_device_rate_both: float  # GB/s of pinned copies, both ways at once
+    to_host_rate_both: float
+    generation: int | None  # PCIe while copying; None where the driver does not say
+    width: int | None
+    pinned: bool  # the memory copied from and to was page-locked; False: that was refused
+
+
+class PinnedCopies:
+    """A buffer on the card and one in page-locked memory for each direction; `close` gives them back.
+
+    `to_device` and `to_host` enqueue copies.
+
+    Args:
+        free: bytes of the card's memory.
+    """
+
+    def __init__(self, device: torch.device, free: int) -> None:
+        size = within(COPY_BYTES, free)
+        refusals: list[str] = []
+        self._device = device
+        self._slabs = SlabAllocator(pin=True, on_warning=refusals.append)
+        slabs = (self._slabs.allocate((size,), torch.uint8) for _ in range(2))
+        self._sources, self._results = (slab.result().zero_() for slab in slabs)
+        self.pinned = not refusals
+        self._inwards, self._outwards = torch.zeros(2, size, dtype=torch.uint8, device=device)
+        inwards, outwards = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.to_device = partial(_timed_copies, inwards, self._inwards, self._sources)
+        self.to_host = partial(_timed_copies, outwards, self._results, self._outwards)
+        torch.cuda.synchronize(device)  # the buffers were filled on another stream
+
+    def close(self) -> None:
+        """Idempotent."""
+        with suppress(RuntimeError):  # a card that has failed has said so before
+            torch.cuda.synchronize(self._device)
+        self._slabs.close()
+
+    def copy(self) -> None:
+        """Copies to the device; the host waits for them without holding up other threads."""
+        self.to_device()()
+
+
+def _timed_copies(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> Rate:
+    # Waiting for an event that does not block would keep a processor from attending.
+    began, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+    began.record(stream)
+    with torch.cuda.stream(stream):
+        for _ in range(_COPIES):
+            destination.copy_(source, non_blocking=True)
+    ended.record(stream)
+
+    def rate() -> float:
+        ended.synchronize()
+        return _COPIES * source.nbytes / float(began.elapsed_time(ended)) / 1e6
+
+    return rate
+
+
+def measure_link(copies: PinnedCopies, card: Card) -> tuple[float, float, LinkFigures]:
+    """GB/s to the device, GB/s to the host, each direction alone, and what else is seen of the link."""
+    copies.to_device()(), copies.to_host()()  # wakes the card
+    turns = []
+    for _ in range(REPEATS):
+        alone = copies.to_device()(), copies.to_host()()
+        inwards, outwards = copies.to_device(), copies.to_host()
+        turns.append((*alone, inwards(), outwards()))
+    busy = copies.to_device()
+    generation, width = link_now(card.uuid)
+    busy()
+    to_device, to_host, to_device_both, to_host_both = map(median, zip(*turns, strict=True))
+    return to_device, to_host, LinkFigures(to_device_both, to_host_both, generation, width, copies.pinned)
+
+
+def measure_gpu(
+    card: Card, copies: PinnedCopies, device: torch.device, on_progress: Progress
+) -> tuple[Gpu, LinkFigures]:
+    """All figures of the card that is torch's `device`; free memory is for the caller to fill in."""
+    name = f"GPU {device.index}"
+    on_progress(f"{name}: copies", 0, 3)
+    to_device, to_host, link = measure_link(copies, card)
+    on_progress(f"{name}: memory and matrix products", 1, 3)
+    size = within(MEMORY_BYTES, card.free_bytes)
+    read = memory_rate(device, size)
+    products = compute_rate(device, torch.bfloat16, PRODUCT_WIDTH, PRODUCT_WIDTH) / 1e3
+    on_progress(f"{name}: launches", 2, 3)
+    launch = launch_ms(device)
+    return Gpu(card.name, 0, read, products, to_device, to_host, launch), link

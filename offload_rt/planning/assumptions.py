@@ -14,9 +14,9 @@ from offload_rt.planning.prediction import (
     GRAPH_LAUNCH_SHARE,
     PREFILL_ATTENTION_SHARE,
     RUNNER_UP_HITS,
+    RoundTime,
     attention_rate,
 )
-from offload_rt.planning.times import RoundTime
 
 
 def machine(request: PlanRequest) -> Iterator[str]:
@@ -74,16 +74,17 @@ def reckoning(request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain
 def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
     rates = ", ".join(f"{level} {request.acceptance(level):.2f}" for level in request.levels)
     chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {LONGEST_DRAFT}"
-    drafted = f"gamma2 {best.gamma} ({chosen}), so that a round of 1 + α + … + α^γ"
-    if request.shape.given_nodes:
-        drafted = f"trees of {best.gamma} nodes in {request.shape.depth} steps, whose siblings save up to "
+    shape = best.verification.drafted
+    drafted = f"gamma2 {shape.depth} ({chosen}), so that a round of 1 + α + … + α^γ"
+    if not request.drafts_chains:
+        drafted = f"trees of {shape.size} nodes in {shape.depth} steps, whose siblings save up to "
         drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"
     yield f"acceptance of a drafted token: {rates}; {drafted} yields {best.tokens:.2f} tokens"
-    if best.outcomes:
+    if chances := best.chances:
         yield (
-            f"while a pass streams the next round is drafted for its likeliest outcomes, {best.outcomes} of "
+            f"while a pass streams the next round is drafted for its likeliest outcomes, {len(chances)} of "
             "them in time (all accepted: α^γ·α; or rejected at one of the first tokens, with the runner-up "
-            f"right in {RUNNER_UP_HITS:.0%} of cases): {best.hit_rate:.0%} of rounds find their draft ready"
+            f"right in {RUNNER_UP_HITS:.0%} of cases): {sum(chances):.0%} of rounds find their draft ready"
         )
     elif not request.in_place:
         yield f"drafts are made between passes: {best.draft.ms:.1f} ms of a round"
@@ -107,7 +108,7 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iter
 
 def _pass(request: PlanRequest, best: RoundTime) -> Iterator[str]:
     host, lanes = request.hardware.host, best.verification
-    queries = (best.gamma + 1) * request.target.group
+    queries = (lanes.gamma + 1) * request.target.group
     attended = f"{queries} queries a key head at {attention_rate(host.attention, queries):.1f} GB/s"
     if request.in_place:
         yield f"the CPU computes and drafts, one after the other, and attends {attended}"

@@ -22,9 +22,9 @@ from offload_rt.config import (
     TARGET_SHARED,
     TARGET_STREAMING,
     Config,
-    LevelConfig,
+    SpeculationConfig,
 )
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.shapes import AUTO, CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
     DRAFT_LENGTHS,
@@ -54,25 +54,18 @@ Memory = dict[str, int]
 class PlanRequest:
     """What is to run, and on what.
 
-    Attributes:
-        draft: the small model; None leaves out the config's level for it.
-        config: composition and sizes; the planner chooses γ2 where it is 0, and shares that are -1.
-        context, new_tokens: of the prompt, and to make room for after it.
-        same_model_acceptance: of a token the target drafts over a smaller cache.
-        small_model_acceptance: of a token the small model drafts.
-
     Raises:
         UsageError: for values out of range, and for models or cards that do not go together.
     """
 
     target: ModelShape
-    draft: ModelShape | None
-    config: Config
-    context: int
-    new_tokens: int
+    draft: ModelShape | None  # the small model; None leaves out the config's level for it
+    config: Config  # the planner chooses γ2 where it is 0, and shares that are -1
+    context: int  # tokens of the prompt
+    new_tokens: int  # to make room for after it
     hardware: Hardware
-    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE
-    small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE
+    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
+    small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -90,12 +83,17 @@ class PlanRequest:
             )
         if self.draft is not None:
             check_vocabulary(self.draft, target)
-        available_levels(self.config, self.draft is not None)  # refuses what drafts with nothing else
+        available(self.config, self.draft is not None)  # refuses what drafts with nothing else
+
+    @cached_property
+    def speculation(self) -> SpeculationConfig:
+        """The config's, with the levels that can be had."""
+        return available(self.config, self.draft is not None).speculation
 
     @cached_property
     def levels(self) -> tuple[str, ...]:
-        """The levels that can be had, from the cheapest to the dearest."""
-        return tuple(level.name for level in available_levels(self.config, self.draft is not None))
+        """Names of the levels that can be had, from the cheapest to the dearest."""
+        return self.speculation.names
 
     @property
     def retrieves(self) -> bool:
@@ -118,39 +116,39 @@ class PlanRequest:
         return max(1, len(self.hardware.gpus))
 
     @cached_property
-    def shape(self) -> DraftShape:
-        """Of the drafts for the full cache; a chain's depth is 0 where the planner chooses it."""
-        levels, depth = self.config.speculation.levels, self.config.speculation.gamma2
-        shape = levels[-1].shape if levels else CHAIN
-        if shape.given_nodes:
-            depth = depth or max(1, shape.nodes // NODES_A_STEP)
-        return shape.deep(depth)
+    def drafts(self) -> tuple[DraftShape, ...]:
+        """Shapes of drafts for the full cache, to choose from: chains of any length unless one is given."""
+        if not self.levels:
+            return (CHAIN,)
+        shape = self.speculation.shapes[-1]
+        if shape.given_nodes and not shape.depth:
+            shape = shape.deep(max(1, shape.nodes // NODES_A_STEP))
+        return (shape,) if shape.depth else tuple(map(shape.deep, range(1, LONGEST_DRAFT + 1)))
 
     @property
-    def draft_sizes(self) -> range:
-        """How many tokens a pass may verify, to choose from; those of a tree may be given."""
-        given = self.shape.nodes or self.config.speculation.gamma2
-        return range(given or 1, (given or LONGEST_DRAFT) + 1) if self.levels else range(1)
+    def drafts_chains(self) -> bool:
+        """Not trees, as far as that is known beforehand."""
+        return self.drafts[0].kind in ("chain", AUTO)
 
     @property
     def longest_draft(self) -> int:
         """Tokens of the longest draft that a pass may verify."""
-        levels = self.config.speculation.levels
-        merged = levels and levels[-1].merge  # as deep a chain again
-        return self.draft_sizes[-1] + ((self.shape.depth or LONGEST_DRAFT) if merged else 0)
+        longest = self.drafts[-1]
+        merged = self.levels and self.speculation.levels[-1].merge  # as deep a chain again
+        return longest.size + (longest.depth if merged else 0)
 
     @property
     def given_resident(self) -> int | None:
-        """Tokens that the config keeps on the GPU; None: the planner decides."""
-        return self._given(self.config.offload.resident_tokens)
+        """Tokens that have to be kept on the GPU; None: the planner decides."""
+        return 0 if self.in_place else self._given(self.config.offload.resident_tokens)
 
     @property
     def given_cpu(self) -> int | None:
-        """Tokens that the config lets the CPU attend; None: the planner decides."""
-        return self._given(self.config.offload.cpu_tokens)
+        """Tokens that the CPU has to attend; None: the planner decides."""
+        return self.context if self.in_place else self._given(self.config.offload.cpu_tokens)
 
     def _given(self, tokens: int) -> int | None:
-        return None if tokens < 0 or self.in_place else min(tokens, self.context)
+        return None if tokens < 0 else min(tokens, self.context)
 
     def acceptance(self, level: str) -> float:
         """Chance that a token drafted by `level` is accepted."""
@@ -179,20 +177,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of the context lie or are attended; the same in every layer.
+    """Where the tokens of the context lie or are attended; the same in every layer."""
 
-    Attributes:
-        resident_tokens: the first ones, kept on the GPU.
-        cpu_tokens: the next ones, attended by the CPU.
-        streamed_tokens: the rest, which crosses the link for every pass.
-        ring_buffers, segment_tokens: of the staging ring.
-    """
-
-    resident_tokens: int
-    cpu_tokens: int
-    streamed_tokens: int
-    ring_buffers: int
-    segment_tokens: int
+    resident_tokens: int  # the first ones, kept on the GPU
+    cpu_tokens: int  # the next ones, attended by the CPU
+    streamed_tokens: int  # the rest, which crosses the link for every pass
+    ring_buffers: int  # of the staging ring
+    segment_tokens: int  # of each of its buffers
     shape: ModelShape
 
     @property
@@ -247,11 +238,11 @@ def check_vocabulary(draft: ModelShape | CausalModel, target: ModelShape | Causa
         )
 
 
-def available_levels(config: Config, small_model: bool) -> tuple[LevelConfig, ...]:
-    """The config's levels, from the cheapest to the dearest, without that of a small model if there is none.
+def available(config: Config, small_model: bool) -> Config:
+    """`config` without the level of a small model if there is none.
 
     Raises:
-        UsageError: none is left.
+        UsageError: no level is left.
     """
     levels = config.speculation.levels
     left = tuple(level for level in levels if small_model or level.name != DRAFT_STREAMING)
@@ -260,7 +251,7 @@ def available_levels(config: Config, small_model: bool) -> tuple[LevelConfig, ..
             f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
             "or use config retrieval or lookup"
         )
-    return left
+    return config.having("speculation.levels", left)
 
 
 def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> Memory:
@@ -337,24 +328,23 @@ def largest(memory: Memory, digits: int, most: int | None = None) -> str:
 
 def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
     """Whether each GPU has room for its part of such a ring, beside all else that is given."""
-    return request.in_place or _left(request, ring_buffers, request.given_resident or 0) >= 0
+    return _left(request, ring_buffers, request.given_resident or 0) >= 0
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
     """Tokens of the context that the GPUs can keep: whole pages, or all of it; 0 without a GPU."""
-    if request.in_place:
-        return 0
     page, token_bytes = request.config.store.page, request.target.token_bytes // request.parts
     tokens = max(0, _left(request, ring_buffers)) // token_bytes
     return request.context if tokens >= request.context else tokens // page * page
 
 
 def _left(request: PlanRequest, ring_buffers: int, resident: int = 0) -> int:
-    """Bytes left on the GPU that has the least, beside so many resident tokens."""
-    return min(
+    """Bytes left on the GPU that has the least, beside so many resident tokens; 0 without a GPU."""
+    left = [
         gpu.memory_bytes - sum(gpu_memory(request, number, ring_buffers, resident).values())
         for number, gpu in enumerate(request.hardware.gpus)
-    )
+    ]
+    return min(left, default=0)
 
 
 def shortage(request: PlanRequest) -> str | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
-from itertools import product, starmap
+from functools import cache, partial
+from itertools import chain, product, starmap
 from math import inf
 
 import torch
 
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.planning import assumptions
 from offload_rt.planning.placement import (
@@ -28,8 +29,7 @@ from offload_rt.planning.placement import (
     ring_fits,
     shortage,
 )
-from offload_rt.planning.prediction import Predictor
-from offload_rt.planning.times import RoundTime
+from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 FEW_PAGES = 48  # of a share: every number of them is tried
@@ -40,7 +40,7 @@ NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: tak
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times in ms; `plain_ms_per_token` is that of the fastest plan without speculation."""
+    """Times in ms."""
 
     pass_ms: float
     draft_ms: float
@@ -49,25 +49,18 @@ class Prediction:
     ms_per_token: float
     prefill_ms: float
     bottleneck: str
-    plain_ms_per_token: float
+    plain_ms_per_token: float  # of the fastest plan without speculation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where, and what that costs.
+    """What goes where, and what that costs."""
 
-    Attributes:
-        request: with the retrieval budget that fits, and on a GPU with where refreshes take their entries.
-        gamma: tokens of a draft, γ2.
-        refusal: why it does not fit, and the nearest plans that do; None where it fits.
-        predicted: None where it does not fit.
-    """
-
-    request: PlanRequest
+    request: PlanRequest  # with the budget that fits, and on a GPU with where refreshes take their entries
     placement: Placement
-    gamma: int
-    refusal: str | None
-    predicted: Prediction | None
+    gamma: int  # tokens of a draft, γ2
+    refusal: str | None  # why it does not fit, and the nearest plans that do; None where it fits
+    predicted: Prediction | None  # None where it does not fit
     assumptions: tuple[str, ...]
 
     @property
@@ -148,7 +141,7 @@ def _plan(request: PlanRequest) -> Plan:
         plain_ms_per_token=_best_round(Predictor(fitting.having("speculation.levels", ()))).ms_per_token,
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
-    return Plan(fitting, best.verification.placement, best.gamma, None, predicted, said)
+    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, said)
 
 
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
@@ -172,19 +165,21 @@ def _best_round(predictor: Predictor) -> RoundTime:
     request, first = predictor.request, predictor.request.config.store.ring_buffers
     last = first + (0 if request.in_place else EXTRA_RING_BUFFERS)
     rings = [ring for ring in range(first, last + 1) if ring_fits(request, ring)]
-    verification = cache(predictor.verification)
 
-    def shortest(ring: int, gamma: int, outcomes: int) -> RoundTime:
-        draft = predictor.draft(gamma)
+    def shortest(ring: int, drafted: DraftShape) -> RoundTime:
+        draft, capacity = predictor.draft(drafted), resident_capacity(request, ring)
 
-        def at(resident: int, cpu: int) -> RoundTime:
-            placement = request.placement(resident, cpu, ring)
-            return predictor.round(verification(placement, gamma), draft, outcomes)
+        @cache
+        def verification(resident: int, cpu: int) -> PassTime:
+            return predictor.verification(request.placement(resident, cpu, ring), drafted)
 
-        return min(_candidates(request, resident_capacity(request, ring), at), key=lambda found: found.ms)
+        def at(outcomes: int, resident: int, cpu: int) -> RoundTime:
+            return predictor.round(verification(resident, cpu), draft, outcomes)
 
-    rounds = starmap(shortest, product(rings, request.draft_sizes, predictor.outcomes))
-    return min(rounds, key=lambda found: found.ms_per_token)
+        found = (_candidates(request, capacity, partial(at, outcomes)) for outcomes in predictor.outcomes)
+        return min(chain.from_iterable(found), key=lambda one: one.ms)
+
+    return min(starmap(shortest, product(rings, request.drafts)), key=lambda found: found.ms_per_token)
 
 
 def _candidates(
@@ -201,23 +196,18 @@ def _candidates(
     """
     context, page = request.context, request.config.store.page
     resident, cpu = request.given_resident, request.given_cpu
-    if request.in_place:
-        yield at(0, context)
-    elif cpu is not None:
+    if cpu is not None:
         if resident is None:
             resident = min(capacity, context - cpu)
             resident -= resident % page if cpu else 0
         yield at(resident, min(cpu, context - resident))
-    else:
-        most = capacity if resident is None else resident
-        yield at(most, 0)
-        yield from _lowest(range(1, -(-(context - most) // page)), lambda pages: at(most, pages * page))
-        # Nothing is streamed.
-        if resident is not None:
-            yield at(resident, context - resident)
-        else:
-            pages = range(capacity // page + 1)
-            yield from _lowest(pages, lambda n: at(n * page, context - n * page))
+        return
+    most = capacity if resident is None else resident
+    yield at(most, 0)
+    yield from _lowest(range(page, context - most, page), lambda attended: at(most, attended))
+    # Nothing is streamed.
+    kept = range(0, most + 1, page) if resident is None else range(resident, resident + 1)
+    yield from _lowest(kept, lambda tokens: at(tokens, context - tokens))
 
 
 def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
@@ -225,7 +215,8 @@ def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime
     if len(places) <= FEW_PAGES:
         yield from map(at, places)
     else:
-        yield at(places[bisect_left(places[:-1], True, key=lambda n: at(n).ms <= at(n + 1).ms)])
+        rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
+        yield at(places[rises])
 
 
 # What comes nearest.

@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
-from offload_rt.machine.hardware import AttentionRate, Gpu
+from offload_rt.machine.hardware import AttentionRate, Gpu, Host
 from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape
-from offload_rt.planning.times import PassTime, Refresh, RoundTime, Work
 
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
 EXCHANGE_MS = 0.04  # a layer: queries to the CPU and results back, besides their bytes
@@ -27,6 +28,100 @@ ALL_REDUCE_MS = 0.03  # a layer has two of them where heads are split over GPUs
 RUNNER_UP_HITS = 0.5
 MOST_OUTCOMES = 4  # that are drafted ahead for
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}  # of the rate of matrix products
+
+
+@dataclass(frozen=True)
+class Work:
+    """ms of a processor: reading and computing, and launching operations."""
+
+    busy_ms: float = 0.0
+    launch_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.busy_ms + self.launch_ms
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.busy_ms + other.busy_ms, self.launch_ms + other.launch_ms)
+
+    def __mul__(self, count: float) -> Work:
+        return Work(count * self.busy_ms, count * self.launch_ms)
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """ms of a refresh of the retrieved cache."""
+
+    work: Work  # of the processor that decodes
+    scoring: float  # the host reads scores or mean keys of all chunks, in a thread of its own
+    link: float  # of sending all entries
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """ms of one pass over the full cache, lane by lane; without a GPU there is only the processor's lane."""
+
+    placement: Placement
+    drafted: DraftShape  # that the pass verifies
+    dense: Work  # the processor's work besides attention over the context
+    attention: float  # of that processor, over its share of the context
+    link: float = 0.0  # until the last streamed segment is attended
+    cpu_attention: float = 0.0  # until the CPU's share of the last layer is merged
+    host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
+    link_ahead: float = 0.0  # how much of `link` may happen before the pass, into the ring
+    host_memory_ahead: float = 0.0  # and of `host_memory`
+
+    @property
+    def gamma(self) -> int:
+        """Tokens of the draft."""
+        return self.drafted.size
+
+    @property
+    def processor(self) -> float:
+        return self.dense.ms + self.attention
+
+    @property
+    def ms(self) -> float:
+        return max(self.link, self.cpu_attention, self.host_memory, self.processor)
+
+    def after(self, waited: float) -> float:
+        """ms of the pass where the link had `waited` ms before it to fill the ring."""
+        link, memory = self.link - self.link_ahead, self.host_memory - self.host_memory_ahead
+        return max(link, self.cpu_attention, memory, self.processor, self.ms - waited)
+
+    def refreshing(self, refresh: Refresh, cpu_share: float) -> PassTime:
+        """The same pass while the retrieved cache takes its entries from it.
+
+        Args:
+            cpu_share: of the context, attended by the CPU: the entries from there cross the link apart.
+        """
+        work = refresh.work
+        # The link goes on meanwhile, and waits for no more than one layer's work.
+        waited = work.ms / self.placement.shape.layers if self.link else 0.0
+        return replace(
+            self,
+            dense=self.dense + work,
+            link=self.link + waited + cpu_share * refresh.link,
+            cpu_attention=self.cpu_attention + work.ms if self.cpu_attention else 0.0,
+            host_memory=self.host_memory + refresh.scoring,
+        )
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """An expected round."""
+
+    verification: PassTime
+    draft: Work  # all drafting for it
+    ms: float
+    tokens: float  # expected, the verifier's own among them
+    chances: tuple[float, ...]  # of the verdicts that are drafted for ahead of time
+    refresh_share: float  # share of rounds whose pass refreshes the retrieved cache
+    refresh_ms: float  # how much longer such a round takes
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.ms / self.tokens
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,15 +153,16 @@ class Predictor:
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
         self.target, self.host = request.target, request.hardware.host
+        self.processor: Gpu | Host = self.host  # what decodes
         if not request.in_place:
-            self.gpu = request.hardware.joined_gpu
+            self.processor = self.gpu = request.hardware.joined_gpu
 
     @property
     def outcomes(self) -> range:
         """How many verdicts may be drafted for ahead of time; 0 alone where none are."""
         # What may follow a tree is not guessed.
-        speculates = self.request.levels and not self.request.in_place and not self.request.shape.given_nodes
-        ahead = self.config.offload.ahead if speculates else 0
+        guessed = self.request.levels and self.request.drafts_chains and not self.request.in_place
+        ahead = self.config.offload.ahead if guessed else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, graph: bool = False) -> Work:
@@ -74,33 +170,45 @@ class Predictor:
 
         The target is split over all GPUs, another model runs on the first one.
         """
-        host, split = self.host, shape is self.target
         flops, kv_bytes = 2 * queries * shape.step_parameters, entries * shape.token_bytes
         if self.request.in_place:
-            products = max(shape.step_bytes / host.memory_rate, flops / host.compute_rate)
-            attention = kv_bytes / attention_rate(host.attention, queries * shape.group)
-            return Work((products + attention) / 1e6, shape.layers * host.launch_ms)
+            products = max(self.host.read_ms(shape.step_bytes), self.host.compute_ms(flops))
+            attention = self._cpu_attention(shape, entries, queries)
+            return Work(products + attention, shape.layers * self.host.launch_ms)
+        split = shape is self.target
         gpu = self.gpu if split else self.request.hardware.gpus[0]
-        reading = (shape.step_bytes + kv_bytes) / gpu.memory_rate / 1e6
-        computing = flops / gpu.compute_rate / 1e9
-        reducing = 2 * shape.layers * ALL_REDUCE_MS if split and self.request.parts > 1 else 0.0
-        launching = shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1)
-        return Work(max(reading, computing) + reducing, launching)
+        busy = max(gpu.read_ms(shape.step_bytes + kv_bytes), gpu.compute_ms(flops))
+        if split and self.request.parts > 1:
+            busy += 2 * shape.layers * ALL_REDUCE_MS
+        return Work(busy, shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1))
 
-    def draft(self, gamma: int) -> Work:
-        """Drafting `gamma` tokens for the full cache, through all levels below it."""
-        shape, levels = self.request.shape, self.request.levels
-        if shape.given_nodes and levels[0] not in SOURCES:  # several nodes a step, drafted by the one level
-            return self._level_step(0, shape.per_pass) * shape.depth
-        return self._drafting(len(levels) - 1, gamma)
+    def draft(self, shape: DraftShape) -> Work:
+        """Drafting for the full cache, through all levels below it."""
+        levels = self.request.levels
+        if len(levels) == 1 and levels[0] not in SOURCES:  # several nodes a step
+            return self._level_step(levels[0], shape.per_pass) * shape.depth
+        token = Work()  # of a level, whose steps verify what the level below it drafts
+        for index, level in enumerate(levels):
+            below = self.request.speculation.gamma1 if index else 0
+            if level not in SOURCES:
+                step = self._level_step(level, below + 1) + token * below
+                token = step * (1 / self._step_tokens(index))
+        return token * shape.size
 
-    def _level_step(self, index: int, queries: int) -> Work:
+    def _step_tokens(self, index: int) -> float:
+        """Tokens that a step of a level is expected to yield."""
+        if index == 0:
+            return 1.0
+        below = self.request.levels[index - 1]
+        return expected_tokens(self.request.acceptance(below), self.request.speculation.gamma1)
+
+    def _level_step(self, level: str, queries: int) -> Work:
         """A pass of one level's model over its own cache."""
-        request, level, kept = self.request, self.request.levels[index], self.config.draft
+        request, kept = self.request, self.config.draft
         if level == HEAD:
             return self.step(head_shape(self.target), queries)
         if level == TARGET_SHARED:  # the CPU attends to all of the text
-            over_text = self._cpu_attention(request.context, queries)
+            over_text = self._cpu_attention(self.target, request.context, queries)
             if not request.in_place:
                 over_text /= self.host.attention_beside_link
                 over_text += self.target.layers * self._exchange_ms(queries)
@@ -108,21 +216,6 @@ class Predictor:
         shape = request.draft if level == DRAFT_STREAMING else None
         entries = request.retrieved_entries if level == TARGET_RETRIEVED else kept.sinks + kept.window
         return self.step(shape or self.target, queries, min(entries, request.context), graph=True)
-
-    def _drafting(self, index: int, count: int) -> Work:
-        """`count` tokens of one level, which itself verifies what the level below it drafts."""
-        if index < 0 or count == 0 or self.request.levels[index] in SOURCES:
-            return Work()
-        below = self.config.speculation.gamma1 if index > 0 else 0
-        step = self._level_step(index, below + 1)
-        return (step + self._drafting(index - 1, below)) * (count / self._step_tokens(index))
-
-    def _step_tokens(self, index: int) -> float:
-        """Tokens that a step of a level is expected to yield."""
-        if index == 0:
-            return 1.0
-        below = self.request.levels[index - 1]
-        return expected_tokens(self.request.acceptance(below), self.config.speculation.gamma1)
 
     def dense(self, queries: int) -> Work:
         """The target's work in a pass of `queries` tokens, besides attention over the context."""
@@ -132,23 +225,23 @@ class Predictor:
         """Of `dense`, the output head behind the last layer."""
         return self.target.embedding_parameters / self.target.step_parameters * dense.busy_ms
 
-    def verification(self, placement: Placement, gamma: int) -> PassTime:
-        """A pass over the full cache with `gamma` drafted tokens behind the last one."""
-        host, queries = self.host, gamma + 1
+    def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
+        """A pass over the full cache with a draft behind the last token."""
+        host, queries = self.host, drafted.size + 1
         dense = self.dense(queries)
         if self.request.in_place:
-            return PassTime(placement, gamma, dense, self._attention(self.request.context, queries))
+            return PassTime(placement, drafted, dense, self._attention(self.request.context, queries))
         link = link_ahead = memory_ahead = cpu = memory = 0.0
         if placement.streamed_tokens:
             link, link_ahead, memory_ahead = self._link_lane(placement, dense, queries)
         if placement.cpu_tokens:
             beside_link = host.attention_beside_link if placement.streamed_tokens else 1.0
-            attending = self._cpu_attention(placement.cpu_tokens, queries) / beside_link
+            attending = self._cpu_attention(self.target, placement.cpu_tokens, queries) / beside_link
             cpu = dense.ms + attending + self.target.layers * self._exchange_ms(queries)
         if moved := placement.streamed_bytes + placement.cpu_attended_bytes:
-            memory = moved / host.memory_rate / 1e6 + self._dense_layer(dense)
+            memory = host.read_ms(moved) + self._dense_layer(dense)
         own = self._attention(placement.resident_tokens + placement.streamed_tokens, queries)
-        return PassTime(placement, gamma, dense, own, link, cpu, memory, link_ahead, memory_ahead)
+        return PassTime(placement, drafted, dense, own, link, cpu, memory, link_ahead, memory_ahead)
 
     def _dense_layer(self, dense: Work) -> float:
         return (dense.ms - self.head_ms(dense)) / self.target.layers
@@ -173,19 +266,18 @@ class Predictor:
         # However much is there already, each layer has to be computed.
         link_ahead = max(0.0, min(filled / rate - edges, link - dense.ms - layer))
         filled_bytes = min(filled, placement.streamed_bytes)
-        return link, link_ahead, max(0.0, filled_bytes / host.memory_rate / 1e6 - edges)
+        return link, link_ahead, max(0.0, host.read_ms(filled_bytes) - edges)
 
     def _attention(self, tokens: int, queries: int) -> float:
         """The processor that decodes over `tokens` of the context, wherever they come from."""
         if self.request.in_place:
-            return self._cpu_attention(tokens, queries)
+            return self._cpu_attention(self.target, tokens, queries)
         flops = self.target.layers * self.target.attention_flops * tokens * queries
-        kv_bytes = tokens * self.target.token_bytes
-        return max(kv_bytes / self.gpu.memory_rate / 1e6, flops / self.gpu.compute_rate / 1e9)
+        return max(self.gpu.read_ms(tokens * self.target.token_bytes), self.gpu.compute_ms(flops))
 
-    def _cpu_attention(self, tokens: int, queries: int) -> float:
-        rate = attention_rate(self.host.attention, queries * self.target.group)
-        return tokens * self.target.token_bytes / rate / 1e6
+    def _cpu_attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
+        rate = attention_rate(self.host.attention, queries * shape.group)
+        return tokens * shape.token_bytes / rate / 1e6
 
     def _exchange_ms(self, queries: int) -> float:
         """A layer's queries on their way to the CPU, and its results with their log-sum-exp back."""
@@ -196,16 +288,16 @@ class Predictor:
 
     def refresh(self) -> Refresh:
         """A refresh of the retrieved cache: scores or mean keys are read, entries are read and written."""
-        host, retrieval, token_bytes = self.host, self.config.retrieval, self.target.token_bytes
-        chunk_bytes = self.target.layers * self.target.kv_heads * SCORE_BYTES
+        retrieval, target = self.config.retrieval, self.target
+        chunk_bytes = target.layers * target.kv_heads * SCORE_BYTES
         if retrieval.select == "mean_keys":
-            chunk_bytes = token_bytes // 2
-        scoring = self.request.context // retrieval.chunk * chunk_bytes / host.memory_rate / 1e6
-        entries = retrieval.budget * token_bytes / 1e6
+            chunk_bytes = target.token_bytes // 2
+        scoring = self.host.read_ms(self.request.context // retrieval.chunk * chunk_bytes)
+        entries = retrieval.budget * target.token_bytes
+        copying = 2 * self.processor.read_ms(entries)
         if self.request.in_place:
-            copying = Work(2 * entries / host.memory_rate, self.target.layers * host.launch_ms)
-            return Refresh(copying, scoring, 0.0)
-        return Refresh(Work(2 * entries / self.gpu.memory_rate), scoring, entries / self.gpu.to_device_rate)
+            return Refresh(Work(copying, target.layers * self.host.launch_ms), scoring, 0.0)
+        return Refresh(Work(copying), scoring, entries / self.gpu.to_device_rate / 1e6)
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
@@ -223,54 +315,51 @@ class Predictor:
         The likeliest comes first, until the pass is over. Drafting for fewer can be better: a verdict whose
         draft has only begun waits longer than one without.
         """
-        request, gamma = self.request, verification.gamma
+        request, drafted = self.request, verification.drafted
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
-        tokens = expected_tokens(acceptance, gamma)
-        if request.shape.given_nodes:
-            tokens = request.shape.expected_tokens((acceptance, *LATER_CHOICES))
-        chances = outcome_chances(acceptance, gamma)[: outcomes if gamma else 0]
-        ms, drafting = self.round_ms(verification, draft, chances)
+        tokens = drafted.expected_tokens((acceptance, *LATER_CHOICES))
+        chances = outcome_chances(acceptance, drafted.depth)[: outcomes if drafted.depth else 0]
+        ms = self.round_ms(verification, draft, chances)
         share, longer = self.refresh_share(tokens), 0.0
         if share:
             refresh = self.refresh()
             if request.refreshes_from_stream:
                 cpu_share = verification.placement.cpu_tokens / request.context
                 refreshing = verification.refreshing(refresh, cpu_share)
-                longer = self.round_ms(refreshing, draft, chances)[0] - ms
+                longer = self.round_ms(refreshing, draft, chances) - ms
             else:  # between two passes
                 longer = refresh.work.ms + refresh.scoring + refresh.link
-        ms += share * longer
-        return RoundTime(verification, draft, ms, tokens, len(chances), sum(chances), drafting, share, longer)
+        return RoundTime(verification, draft, ms + share * longer, tokens, chances, share, longer)
 
-    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> tuple[float, float]:
-        """ms of a round, and until the first draft made ahead, by the `chances` of verdicts, is done."""
+    def round_ms(self, verification: PassTime, draft: Work, chances: Sequence[float]) -> float:
+        """A round that is drafted ahead for verdicts of such chances; without a refresh."""
         if not chances:
-            return verification.after(draft.ms) + draft.ms, draft.ms
+            return verification.after(draft.ms) + draft.ms
         # A verdict that was not drafted for waits for the step under way (a pass or round of the level that
         # drafts), and then for its own draft.
         step = draft.ms * min(1.0, self._step_tokens(len(self.request.levels) - 1) / verification.gamma)
         late = draft.ms + step / 2
         ms = (1 - sum(chances)) * (verification.after(late) + late)
-        done = [self.drafted_ahead(verification, number * draft.ms) for number in range(1, len(chances) + 1)]
-        for chance, drafted in zip(chances, done, strict=True):
-            ms += chance * max(verification.ms, drafted)
-        return ms, done[0]
+        busy = self.busy_ms(verification)
+        for number, chance in enumerate(chances, 1):
+            ms += chance * max(verification.ms, busy + number * draft.ms)
+        return ms
 
-    def drafted_ahead(self, verification: PassTime, drafting: float) -> float:
-        """ms from a pass's start until `drafting` ms of drafts are done, made beside it and after it.
+    def busy_ms(self, verification: PassTime) -> float:
+        """What a pass takes from drafting beside it.
 
-        The GPU works for the pass as well: counted as if it attended all of the context, so that no plan
-        looks better for attending less of it there.
+        The GPU is counted as if it attended all of the context, so that no plan looks better for attending
+        less of it there.
         """
-        attention = self._attention(self.request.context, verification.gamma + 1)
-        beside = verification.dense.busy_ms + attention
+        busy = verification.dense.busy_ms + self._attention(self.request.context, verification.gamma + 1)
         if TARGET_SHARED in self.request.levels:  # drafting waits for the CPU, which has a share of the pass
-            beside = max(beside, verification.cpu_attention)
-        return drafting + beside
+            busy = max(busy, verification.cpu_attention)
+        return busy
 
     def bottleneck(self, best: RoundTime) -> str:
         """What would have to become faster first for a shorter round."""
         verification, draft, dense = best.verification, best.draft, best.verification.dense
+        drafted = draft.ms + (self.busy_ms(verification) if best.chances else 0.0)
         if self.request.in_place:
             lanes = {
                 "cpu attention": verification.attention,
@@ -278,7 +367,7 @@ class Predictor:
                 "draft": draft.busy_ms,
                 "launch": dense.launch_ms + draft.launch_ms,
             }
-        elif best.drafting > verification.ms:
+        elif drafted > verification.ms:
             return "launch" if draft.launch_ms > draft.busy_ms else "draft"
         else:
             launches = dense.launch_ms > dense.busy_ms + verification.attention
@@ -296,14 +385,13 @@ class Predictor:
         products = 2 * (target.step_parameters - target.embedding_parameters) * tokens
         # Causal: half of all pairs. Of the last layer only the KV is needed.
         attention = (target.layers - 1) * target.attention_flops * tokens**2 / 2
-        launches = -(-tokens // self.config.prefill.chunk) * target.layers
+        attention /= PREFILL_ATTENTION_SHARE["cpu" if self.request.in_place else "gpu"]
+        computing = self.processor.compute_ms(products + attention)
+        launching = -(-tokens // self.config.prefill.chunk) * target.layers * self.processor.launch_ms
         if self.request.in_place:
-            flops = products + attention / PREFILL_ATTENTION_SHARE["cpu"]
-            return flops / self.host.compute_rate / 1e6 + launches * self.host.launch_ms
-        gpu = self.gpu
-        computing = (products + attention / PREFILL_ATTENTION_SHARE["gpu"]) / gpu.compute_rate / 1e9
+            return computing + launching
         if self.request.parts > 1:  # each GPU exchanges all hidden states
             exchanged = 2 * target.layers * tokens * target.hidden * target.dtype.itemsize
-            computing += exchanged / (gpu.to_host_rate / self.request.parts) / 1e6
-        writing = tokens * target.token_bytes / gpu.to_host_rate / 1e6
-        return max(computing, writing, launches * gpu.launch_ms)
+            computing += exchanged / (self.gpu.to_host_rate / self.request.parts) / 1e6
+        writing = tokens * target.token_bytes / self.gpu.to_host_rate / 1e6
+        return max(computing, writing, launching)

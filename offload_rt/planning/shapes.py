@@ -20,29 +20,20 @@ DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder with full attention and gated MLPs, as in Llama.
-
-    Attributes:
-        hidden, intermediate: width of the hidden states, and inside the MLP.
-        heads, kv_heads: query heads and key heads of a layer.
-        parameters: all weights.
-        tied: the output head shares the embedding's weights.
-        max_positions: longest text its positions are valid for, in tokens.
-        dtype: of weights and KV.
-    """
+    """Sizes of a decoder with full attention and gated MLPs, as in Llama."""
 
     name: str
     layers: int
-    hidden: int
-    intermediate: int
-    heads: int
+    hidden: int  # width of the hidden states
+    intermediate: int  # and inside the MLP
+    heads: int  # query heads of a layer
     kv_heads: int
     head_dim: int
     vocabulary: int
-    parameters: int
-    tied: bool = False
-    max_positions: int = 131_072
-    dtype: torch.dtype = torch.bfloat16
+    parameters: int  # all weights
+    tied: bool = False  # the output head shares the embedding's weights
+    max_positions: int = 131_072  # longest text its positions are valid for, in tokens
+    dtype: torch.dtype = torch.bfloat16  # of weights and KV
 
     @property
     def embedding_parameters(self) -> int:
