@@ -18,19 +18,17 @@ from torch import Tensor
 
 from bench import needles
 from bench.studies import Row
-from bench.texts import ContextReader, Texts
+from bench.texts import Texts, passed, recompose
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
 from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
-from offload_rt.drafting.compose import Parts, compose
-from offload_rt.drafting.head_drafter import Heads
-from offload_rt.drafting.verifier import Sampling
-from offload_rt.sampling import GeneratorDraws, Sampler
+from offload_rt.drafting.verifier import Verifier
+from offload_rt.sampling import Sampler
+from offload_rt.session import Session
 
 DEPTHS = 5  # of the passages
 ROUND = 8
@@ -95,14 +93,14 @@ class ExactTopKCache(BoundedCache):
         raise NotImplementedError("chosen anew for every pass")
 
 
-def count_prompt(reader: ContextReader) -> None:
+def count_prompt(session: Session) -> None:
     """Counts what the text's own queries attended to, as H2O does: `ROUND` of them behind each page."""
-    full, tokens, page = reader.full, reader.tokens, reader.full.layout.page_size
+    full, length, page = session.full, session.full.verified_length, session.full.layout.page_size
     assert full.attended is not None
     full.attended.reset()
-    for at in range(page, len(tokens) - ROUND, page):
+    for at in range(page, length - ROUND, page):
         full.start_from(at)
-        reader.logits(full, tokens[at : at + ROUND], 1)
+        passed(session.verifier, session.tokens[at : at + ROUND], 1)
     full.rewind()
 
 
@@ -122,19 +120,17 @@ CONFIGS: dict[str, Keys] = {
 CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
 
-def small_cache(reader: ContextReader, kind: str, budget: int) -> BoundedCache:
-    """One of `CACHES` with so many entries, kept up from the full cache."""
-    full, backend, retrieval = reader.full, reader.backend, reader.config.retrieval
+def small_cache(session: Session, kind: str, budget: int) -> BoundedCache:
+    """One of `CACHES` with so many entries, at the end of the text and kept up from its full cache."""
+    full, retrieval = session.full, session.planned.retrieval
     if kind in CONFIGS:
         keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
         keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
         keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
-        config, pages = load_config("retrieval", keys | CONFIGS[kind]), full.layout.pages(reader.room)
-        sampling = Sampling(Sampler(), GeneratorDraws(0, full.device))
-        compose(Parts(config, reader.model, None, full, sampling, pages, backend, BufferPool(), Heads()))
+        recompose(session, load_config("retrieval", keys | CONFIGS[kind]))
     else:
+        recompose(session, load_config("plain"))
         full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
-    full.build_derived()
     return full.derived[-1]
 
 
@@ -148,32 +144,28 @@ TABLE_1 = {
 
 
 @torch.inference_mode()
-def acceptance(reader: ContextReader, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
-    """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what `reader` has read.
+def acceptance(session: Session, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
+    """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what has been read.
 
     Their count is a multiple of `ROUND`.
     """
-    full = reader.full
-    full.rewind()
-    full.attended = None
-    cache = small_cache(reader, kind, budget)
+    cache = small_cache(session, kind, budget)
     if kind == HEAVY_HITTERS:
         assert isinstance(cache, RetrievedCache)
-        count_prompt(reader)
-        cache.fill(full.last_queries)
-    found = [_round(reader, cache, tokens[at : at + ROUND]) for at in range(0, len(tokens), ROUND)]
-    full.derived.clear()
-    full.attended = None
-    return torch.cat(found)
+        count_prompt(session)
+        cache.fill(session.full.last_queries)
+    rounds = (tokens[at : at + ROUND] for at in range(0, len(tokens), ROUND))
+    return torch.cat([_round(session.verifier, cache, block) for block in rounds])
 
 
-def _round(reader: ContextReader, cache: BoundedCache, block: Sequence[int]) -> Tensor:
-    sampler, hindsight = Sampler(temperature=1.0), isinstance(cache, ExactTopKCache)
-    drafted = None if hindsight else sampler.probs(reader.logits(cache, block, ROUND))
-    true = sampler.probs(reader.logits(reader.full, block, ROUND))
-    reader.full.commit(range(ROUND))
+def _round(verifier: Verifier, cache: BoundedCache, block: Sequence[int]) -> Tensor:
+    sampler, small = Sampler(temperature=1.0), verifier.over(cache)
+    hindsight = isinstance(cache, ExactTopKCache)
+    drafted = None if hindsight else sampler.probs(passed(small, block, ROUND).logits)
+    true = sampler.probs(passed(verifier, block, ROUND).logits)
+    verifier.cache.commit(range(ROUND))
     if drafted is None:
-        drafted = sampler.probs(reader.logits(cache, block, ROUND))
+        drafted = sampler.probs(passed(small, block, ROUND).logits)
     return torch.minimum(true, drafted).sum(-1).double().cpu()
 
 
@@ -193,24 +185,27 @@ def small_caches(study: Texts) -> list[Row]:
     heaviest entries stand for nothing but themselves, so it is also shown with that layer whole.
     """
     sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
-    least, generator = 2 * study.config.retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
+    least, generator = 2 * study.config(RETRIEVAL).retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
     rows = []
     for length in (sizes.context // divisor for divisor in sizes.divisors):
         books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
         kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
         for name, tokens in study.books.items():
-            with study.reader(f"{name}: acceptance after {length} tokens", length + positions) as reader:
-                reader.read(tokens[:length])
+            read, after = tokens[:length], tokens[length : length + positions]
+            what = f"{name}: acceptance after {length} tokens"
+            with study.session(what, read, positions, "retrieval") as session:
+                session.prefill()
                 for kind in kinds:
-                    books[kind].append(acceptance(reader, tokens[length : length + positions], *kind))
+                    books[kind].append(acceptance(session, after, *kind))
             depths = min(DEPTHS, length // (2 * (needles.PASSAGE + needles.SPACING)))
             planted, hidden = needles.plant(tokens, length, depths, 1, study.alphabet, generator)
-            with study.reader(f"{name}: passages in {length} tokens", length + needles.PASSAGE) as reader:
-                reader.read(planted)
+            what = f"{name}: passages in {length} tokens"
+            with study.session(what, planted, needles.PASSAGE, "retrieval") as session:
+                session.prefill()
                 # What follows the last token of a passage is no part of it.
                 asked = slice(needles.CUE, -1)
                 for kind, passage in product(kinds, hidden):
-                    passages[kind].append(acceptance(reader, passage, *kind)[asked])
+                    passages[kind].append(acceptance(session, passage, *kind)[asked])
         for kind, budget in kinds:
             values = torch.stack(books[kind, budget])
             period = STRIDE if kind == RETRIEVAL_STRIDE else ROUND

@@ -7,17 +7,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.acceptance import RETRIEVAL, small_cache
 from bench.inputs import say
 from bench.paper.runs import Continued
 from bench.paper.tables import acceptance_of, expected_of
 from bench.studies import Row
+from bench.texts import passed, recompose
 from offload_rt.api import LLM
-from offload_rt.caches.base import NewTokens
 from offload_rt.config import load_config
+from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.layers import LayerPlan
-from offload_rt.parts import Part
 from offload_rt.results import SamplingParams
 
 CHAINS = tuple(f"chain@{depth}" for depth in (8, 16, 24, 32, 48))
@@ -90,21 +89,19 @@ def layers(study: Continued) -> list[Row]:
 @torch.inference_mode()
 def _likeness(study: Continued) -> dict[str, float]:
     """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
-    context, budget = study.sizes.context, load_config("retrieval", study.keys).retrieval.budget
-    probed = study.tokens[context : context + PROBED]
-    with study.reader("likeness of orders of layers", context + PROBED) as reader:
-        reader.read(study.tokens[:context])
-        cache, model = small_cache(reader, RETRIEVAL, budget), reader.model
-        new = NewTokens.below(cache.held, range(-1, len(probed) - 1), probed)
-
-        def hidden(plan: LayerPlan | None) -> Tensor:
-            found = model.forward([Part(cache, new, len(probed), hidden=True)], plan)[0].hidden
-            assert found is not None
-            return found.float()
-
-        exact = hidden(None)
-        found = {name: hidden(LayerPlan.parse(name, model.layers)) for name in LAYERS}
-    return {name: float(torch.cosine_similarity(one, exact, dim=-1).mean()) for name, one in found.items()}
+    context, found = study.sizes.context, dict[str, Tensor]()
+    read, probed = study.tokens[:context], study.tokens[context : context + PROBED]
+    with study.session("likeness of orders of layers", read, PROBED, "retrieval") as session:
+        session.prefill()
+        for name in LAYERS:
+            recompose(session, load_config("retrieval", study.drafting(PROBED, layers=name)))
+            drafter = session.verifier.drafter
+            assert isinstance(drafter, ModelDrafter)
+            hidden = passed(drafter.verifier, probed, PROBED, hidden=True).hidden
+            assert hidden is not None
+            found[name] = hidden.float()
+    cosine = torch.cosine_similarity
+    return {name: float(cosine(one, found["all"], dim=-1).mean()) for name, one in found.items()}
 
 
 def batch(study: Continued) -> list[Row]:
