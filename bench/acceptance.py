@@ -21,12 +21,11 @@ from bench.studies import Row
 from bench.texts import Texts, passed, recompose
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
-from offload_rt.caches.base import Verified
-from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
-from offload_rt.drafting.verifier import Verifier
 from offload_rt.sampling import Sampler
 from offload_rt.session import Session
 
@@ -45,52 +44,49 @@ TOP_K_FIRST_WHOLE = "exact top-k, first layer whole"
 STREAMING = "StreamingLLM"
 
 
-class ExactTopKCache(BoundedCache):
+class ExactTopKCache:
     """The entries of the largest true attention mass, for each layer and KV head.
 
-    Chosen by the very queries that it then serves, which is known only afterwards: not a system, but the
-    reference for every choice by mass. No bound on acceptance, though: where attention is spread evenly, as
-    in the first layer of many models, its heaviest entries are a biased sample of the whole. `adopt` turns
-    the cache to the tokens *before* those that it is told of.
+    Chosen by the very queries that it then serves, which takes all keys: not a system, but the reference for
+    every choice by mass. No bound on acceptance, though: where attention is spread evenly, as in the first
+    layer of many models, its heaviest entries are a biased sample of the whole.
 
     Args:
         whole: first layers whose KV is attended to in full.
     """
 
-    def __init__(self, source: FullCache, budget: int, whole: int = 0) -> None:
-        super().__init__(source.layout, source.device, budget, source.backend)
-        self._source = source
-        self._whole = whole
+    def __init__(self, full: FullCache, budget: int, whole: int = 0) -> None:
+        self.held = HeldTokens()
+        self._full, self._budget, self._whole = full, budget, whole
 
-    def build(self, queries: Tensor) -> None:
-        """Nothing to choose by: the queries to serve are not known yet."""
+    @property
+    def verified_length(self) -> int:
+        return self._full.verified_length
+
+    def begin(self, new: NewTokens) -> None:
+        self._full.engine.flush()
+        self._new = new
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        full, length = self._full, self.verified_length
+        runs = full.sequence.views(layer, 0, length)
         if layer >= self._whole:
-            return super().attend(layer, queries, keys, values, scale)
-        assert self._new is not None
-        source, backend = self._source, self._source.backend
-        runs = source.sequence.views(layer, 0, self.verified_length)
-        parts = [attend(backend, queries, k.to(source.device), v.to(source.device), scale) for k, v in runs]
-        mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
-        parts.append(attend(backend, queries, keys, values, scale, mask))
-        return merge(parts)[0]
+            stored = torch.cat([head_major(run) for run, _ in runs], dim=1).to(full.device)
+            chosen = exact_top_k(fold(queries, len(keys)), stored, min(self._budget, length), scale)
+            found = full.engine.gather_chunks(layer, chosen, 1)
+            runs = [(found[0][None], found[1][None])]
+        parts = [attend(full.backend, queries, k.to(full.device), v.to(full.device), scale) for k, v in runs]
+        mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
+        return merge([*parts, attend(full.backend, queries, keys, values, scale, mask)])[0]
 
-    def adopt(self, verified: Verified) -> None:
-        source = self._source
-        source.engine.flush()
-        self.verified_length = source.verified_length - verified.keys.shape[2]
-        self.entries = min(self.budget, self.verified_length)
-        for layer in range(source.layout.layers):
-            views = source.sequence.views(layer, 0, self.verified_length)
-            keys = torch.cat([head_major(keys) for keys, _ in views], dim=1)
-            queries = fold(verified.queries[layer], source.layout.kv_heads)
-            chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
-            found = source.engine.gather_chunks(layer, chosen, 1)
-            self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries] = found
+    def commit(self, kept: Sequence[int]) -> None:
+        """Nothing to do: all that is verified lies in the full cache."""
 
-    def _victims(self, count: int) -> list[int]:
-        raise NotImplementedError("chosen anew for every pass")
+    def keep(self, entries: Sequence[int]) -> None:
+        """Nothing to do: there is no speculation here."""
+
+    def settle(self) -> None:
+        """Nothing to do, as in `keep`."""
 
 
 def count_prompt(session: Session) -> None:
@@ -120,7 +116,7 @@ CONFIGS: dict[str, Keys] = {
 CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
 
-def small_cache(session: Session, kind: str, budget: int) -> BoundedCache:
+def small_cache(session: Session, kind: str, budget: int) -> Cache:
     """One of `CACHES` with so many entries, at the end of the text and kept up from its full cache."""
     full, retrieval = session.full, session.planned.retrieval
     if kind in CONFIGS:
@@ -130,7 +126,7 @@ def small_cache(session: Session, kind: str, budget: int) -> BoundedCache:
         recompose(session, load_config("retrieval", keys | CONFIGS[kind]))
     else:
         recompose(session, load_config("plain"))
-        full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
+        return ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE))
     return full.derived[-1]
 
 
@@ -154,19 +150,14 @@ def acceptance(session: Session, tokens: Sequence[int], kind: str, budget: int) 
         assert isinstance(cache, RetrievedCache)
         count_prompt(session)
         cache.fill(session.full.last_queries)
-    rounds = (tokens[at : at + ROUND] for at in range(0, len(tokens), ROUND))
-    return torch.cat([_round(session.verifier, cache, block) for block in rounds])
-
-
-def _round(verifier: Verifier, cache: BoundedCache, block: Sequence[int]) -> Tensor:
-    sampler, small = Sampler(temperature=1.0), verifier.over(cache)
-    hindsight = isinstance(cache, ExactTopKCache)
-    drafted = None if hindsight else sampler.probs(passed(small, block, ROUND).logits)
-    true = sampler.probs(passed(verifier, block, ROUND).logits)
-    verifier.cache.commit(range(ROUND))
-    if drafted is None:
-        drafted = sampler.probs(passed(small, block, ROUND).logits)
-    return torch.minimum(true, drafted).sum(-1).double().cpu()
+    full, small = session.verifier, session.verifier.over(cache)
+    probs = Sampler(temperature=1.0).probs
+    found = []
+    for at in range(0, len(tokens), ROUND):
+        drafted, true = (probs(passed(one, tokens[at : at + ROUND], ROUND).logits) for one in (small, full))
+        full.cache.commit(range(ROUND))
+        found.append(torch.minimum(true, drafted).sum(-1).double().cpu())
+    return torch.cat(found)
 
 
 def by_distance(values: Tensor, period: int) -> list[float | None]:
