@@ -103,7 +103,8 @@ def count_prompt(session: Session) -> None:
 Keys = dict[str, object]
 BY_MEANS: Keys = {"retrieval.select": "mean_keys"}
 ALONE: Keys = {"retrieval.rest": False}
-CONFIGS: dict[str, Keys] = {
+PLAIN: Keys = {"speculation.levels": []}
+CACHES: dict[str, Keys] = {
     RETRIEVAL: {},
     RETRIEVAL_STRIDE: {"retrieval.refresh": f"stride:{STRIDE}"},
     "retrieval, rest left out": ALONE,
@@ -111,23 +112,27 @@ CONFIGS: dict[str, Keys] = {
     "mean keys, rest estimated": BY_MEANS,
     HEAVY_HITTERS: {"retrieval.select": "heavy_hitters", "retrieval.refresh": NEVER} | ALONE,
     STREAMING: {"speculation.levels": ["target:streaming"]},
+    TOP_K: PLAIN,
+    TOP_K_FIRST_WHOLE: PLAIN,
 }
 """Small caches by keys of a configuration; refreshed every round where it does not say otherwise."""
-CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
 
 def small_cache(session: Session, kind: str, budget: int) -> Cache:
     """One of `CACHES` with so many entries, at the end of the text and kept up from its full cache."""
     full, retrieval = session.full, session.planned.retrieval
-    if kind in CONFIGS:
-        keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
-        keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
-        keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
-        recompose(session, load_config("retrieval", keys | CONFIGS[kind]))
-    else:
-        recompose(session, load_config("plain"))
+    keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
+    keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
+    keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
+    recompose(session, load_config("retrieval", keys | CACHES[kind]))
+    if CACHES[kind] is PLAIN:
         return ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE))
-    return full.derived[-1]
+    (cache,) = full.derived
+    if kind == HEAVY_HITTERS:
+        assert isinstance(cache, RetrievedCache)
+        count_prompt(session)
+        cache.fill(full.last_queries)
+    return cache
 
 
 TABLE_1 = {
@@ -146,10 +151,6 @@ def acceptance(session: Session, tokens: Sequence[int], kind: str, budget: int) 
     Their count is a multiple of `ROUND`.
     """
     cache = small_cache(session, kind, budget)
-    if kind == HEAVY_HITTERS:
-        assert isinstance(cache, RetrievedCache)
-        count_prompt(session)
-        cache.fill(session.full.last_queries)
     full, small = session.verifier, session.verifier.over(cache)
     probs = Sampler(temperature=1.0).probs
     found = []

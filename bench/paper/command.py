@@ -28,7 +28,7 @@ class Sizes:
     positions: int = 192
     divisors: tuple[int, ...] = (1,)
     shares: tuple[int, ...] = (BUDGET_SHARE,)
-    caches: tuple[str, ...] = CACHES
+    caches: tuple[str, ...] = tuple(CACHES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,9 @@ from bench.studies import Row
 from bench.texts import Texts
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
-from offload_rt.results import GenerationResult, SamplingParams
+from offload_rt.results import SamplingParams
 
 BUDGET_SHARE = 32
-STRIDE = {"retrieval.refresh": "stride:32"}
 
 
 class Continued(Texts):
@@ -28,18 +27,14 @@ class Continued(Texts):
     def keys(self) -> dict[str, object]:
         """Keys of every composition."""
         budget = max(256, self.sizes.context // BUDGET_SHARE)
-        return {
-            "speculation.step_down": False,
-            "retrieval.budget": budget,
-            "retrieval.recent": budget // 4,
-            "retrieval.refresh": "every",
-            **dict(self.arguments.overrides),
-        }
+        keys = {"retrieval.budget": budget, "retrieval.recent": budget // 4}
+        return {"speculation.step_down": False, **keys, **dict(self.arguments.overrides)}
 
     def drafting(self, depth: int, **level: object) -> dict[str, object]:
-        """The same, with the target over its retrieved cache as the one level."""
+        """The same, with the target over its retrieved cache, always the newest one, as the one level."""
         levels = [{"model": "target", "cache": "retrieved", **level}]
-        return {"speculation.levels": levels, **self.keys, "speculation.gamma2": depth}
+        keys = {"speculation.levels": levels, "retrieval.refresh": "every"}
+        return {**keys, **self.keys, "speculation.gamma2": depth}
 
     def llm(self, context: int | None = None, *, linked: bool = True) -> LLM:
         """An LLM that has read the beginning of the text, for every composition to go on from.
@@ -73,23 +68,18 @@ class Continued(Texts):
             for seed in range(1, self.sizes.seeds + 1)
         ]
         yields = [len(one.tokens) / one.rounds for one in results]
-        tokens, rounds = sum(len(one.tokens) for one in results), sum(one.rounds for one in results)
+        rounds = sum(one.rounds for one in results)
         proposed = sum(one.timings.draft_n for one in results)
         return {
-            "tokens_per_pass": tokens / rounds,
+            "tokens_per_pass": sum(len(one.tokens) for one in results) / rounds,
             "error": stdev(yields) / len(yields) ** 0.5 if len(yields) > 1 else None,
             "proposed_per_pass": proposed / rounds,
             "accepted": sum(one.timings.draft_n_accepted for one in results) / max(1, proposed),
             "draft_ms_per_pass": sum(one.levels[0].ms for one in results) / rounds,
-            "ms_per_token": median(map(token_ms, results)),
+            "ms_per_token": median(1e3 / one.timings.predicted_per_second for one in results),
         }
 
     def plain_ms(self, llm: LLM, tokens: int) -> float:
         """ms a token of plain decoding."""
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        return token_ms(llm.rerun(params, "plain", self.keys | STRIDE))
-
-
-def token_ms(result: GenerationResult) -> float:
-    """ms a token."""
-    return result.timings.predicted_ms / len(result.tokens)
+        result = llm.rerun(SamplingParams(max_tokens=tokens, ignore_eos=True), "plain", self.keys)
+        return 1e3 / result.timings.predicted_per_second

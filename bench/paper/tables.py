@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 
 from bench.inputs import say
-from bench.paper.runs import STRIDE, Continued
+from bench.paper.runs import Continued
 from bench.studies import Row
 from offload_rt.config import load_config, uses_small_model
 from offload_rt.drafting.sequoia import Plan
@@ -46,7 +47,7 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
         rows, given = [], dict(study.arguments.overrides)
         with study.llm() as llm:
             for one in variants(study):
-                overrides = study.keys | STRIDE | dict(one.overrides) | given
+                overrides = study.keys | dict(one.overrides) | given
                 if study.models.draft is None and uses_small_model([load_config(one.config, overrides)]):
                     continue
                 say(one.label)
@@ -133,11 +134,8 @@ def sources(study: Continued) -> Iterator[Variant]:
 
 def acceptance_of(tokens: float, depth: int) -> float:
     """The acceptance of each drafted token at which chains of `depth` yield so many tokens a pass."""
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, depth) < tokens else (low, middle)
-    return low
+    steps = 2**40
+    return bisect(range(steps), tokens, key=lambda step: expected_tokens(step / steps, depth)) / steps
 
 
 def expected_of(shape: str, depth: int, acceptance: float) -> float:
@@ -154,17 +152,17 @@ def ceilings(study: Continued) -> list[Row]:
     TriForce, figure 5. `ceiling`: every drafted token stands, and every pass hides behind drafting.
     `expected`: by the measured parts, with nothing drafted ahead; drafting ahead may exceed it.
     """
-    longest, common, rows = study.sizes.context, study.keys | STRIDE, list[Row]()
+    longest, rows = study.sizes.context, list[Row]()
     for context in (longest // 4, longest // 2, longest):
         say(f"ceiling at {context} tokens")
         with study.llm(context) as llm:
-            deep = study.measured(llm, common | {"speculation.gamma2": DEPTH})
+            deep = study.measured(llm, study.keys | {"speculation.gamma2": DEPTH})
             pass_ms = study.plain_ms(llm, CEILING_PLAIN_TOKENS)
             token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
             accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
             expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
             best = max(expected, key=expected.__getitem__)
-            found = study.measured(llm, common | {"speculation.gamma2": best})
+            found = study.measured(llm, study.keys | {"speculation.gamma2": best})
         row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
         row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
         row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
