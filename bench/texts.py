@@ -38,11 +38,11 @@ def session_over(
     """
     device, on_gpu = target.device, target.device.type == "cuda"
     config = config.having("retrieval.select", "mean_keys").having("retrieval.rest", True)
-    continuation = Continuation(Sampling(Sampler(), GeneratorDraws(0, device)), room)
+    # A prompt's last token opens the first round and is not read: there is one more of them, and less room.
+    continuation = Continuation(Sampling(Sampler(), GeneratorDraws(0, device)), room - 1)
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
         shared = Shared(target, None, store, link, choose_backend(device))
-        # The last token of a prompt is not read but opens the first round, which there is none of.
         with closing(Session(shared, config, [*tokens, 0], continuation)) as session:
             yield session
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from reference_attention import ReferenceBackend
-from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -23,7 +23,7 @@ import bench.__main__ as command_line
 import bench.attention
 from bench import acceptance, inputs, machine, needles, report, studies
 from bench.attention import CPU, AttentionCase, exact, measure
-from bench.model_card import MODEL_CARD, Sizes, of_change, window_of
+from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
 from bench.texts import session_over
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams, native
@@ -264,6 +264,14 @@ def test_a_loss_needs_no_text_behind_the_context(pair: tuple[str, str], text: Pa
     text.write_bytes(text.read_bytes()[:1024])
     given = f"model-card --context 1024 --parts loss --text {text} --out {tmp_path / 'card.json'}".split()
     assert command_line.main([*given, "--model", pair[0], *SETTINGS, "--no-plot"]) == 0
+
+
+@pytest.mark.parametrize("length", [LONGROPE_BORDER, LONGROPE_BORDER + 1])
+def test_a_loss_is_told_of_the_rotation_of_a_text_of_this_length(length: int) -> None:
+    target, tokens = tiny_target("phi3", seed=3), byte_ids(length)
+    with session_over(CausalModel(target, "tiny"), load_config("plain"), tokens) as session:
+        found = token_losses(session)
+    torch.testing.assert_close(found, transformers_losses(target, tokens), atol=1e-4, rtol=1e-4)
 
 
 def test_where_a_loss_rises() -> None:

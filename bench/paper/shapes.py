@@ -70,18 +70,16 @@ def layers(study: Continued) -> list[Row]:
     with study.llm(linked=False) as llm:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
-            row = study.measured(llm, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft))
-            kept = {key: row[key] for key in ("tokens_per_pass", "accepted")}
-            token_ms = row["draft_ms_per_pass"] / row["proposed_per_pass"]
-            row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
-            rows.append(row | kept | {"likeness": alike[name], "draft_token_ms": token_ms})
+            found = study.measured(llm, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft))
+            row: Row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
+            row |= {key: found[key] for key in ("tokens_per_pass", "accepted")} | {"likeness": alike[name]}
+            rows.append(row | {"draft_token_ms": found["draft_ms_per_pass"] / found["proposed_per_pass"]})
     by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
     attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
-    for row in rows:
-        plan = LayerPlan.parse(row["layers"], study.models.target.config.num_hidden_layers)
+    for row, (name, _, draft, depth) in zip(rows, plans, strict=True):
+        plan = LayerPlan.parse(name, study.models.target.config.num_hidden_layers)
         spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
-        shape, _, depth = row["draft"].partition("@")
-        width = DraftShape.parse(shape).deep(int(depth)).per_pass  # tokens that a pass drafts
+        width = DraftShape.parse(draft).deep(depth).per_pass  # tokens that a pass drafts
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width
     return rows
 
@@ -123,11 +121,10 @@ def batch(study: Continued) -> list[Row]:
                 alone = [llm.generate(prompt, params) for prompt in prompts]
                 together = llm.generate(prompts, params)
                 assert [one.tokens for one in alone] == [one.tokens for one in together]
-                made = sum(len(one.tokens) for one in alone)
+                made = 1e3 * sum(len(one.tokens) for one in alone)
                 turn_ms = sum(one.timings.predicted_ms for one in alone)
                 # Members of a batch end together but for the last rounds.
-                batch_ms = max(one.timings.predicted_ms for one in together)
-                turns.append((1e3 * made / turn_ms, 1e3 * made / batch_ms))
+                turns.append((made / turn_ms, made / max(one.timings.predicted_ms for one in together)))
         row = {"config": config, "prompts": count, "context": length}
         row |= {"in_turn_tokens_per_s": median(one for one, _ in turns)}
         row |= {"batch_tokens_per_s": median(one for _, one in turns)}
