@@ -37,6 +37,7 @@ from bench.cases import GPU_MEMORY_GIB, ON_CUDA
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import Text
 from bench.rounds import Recorded, busy, figures, length
+from bench.studies import Row
 from bench.worker import cap
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
@@ -68,12 +69,10 @@ PAUSE_S = 1e-4  # between two launches, so that the device's queue stays empty
 IDLE_S = 0.5
 ALLOWED_ERROR = 0.02  # of attention, over its largest entry: far above rounding, far below a wrong result
 SHAPE, HEADS, HEAD_DIM = "llama3.1-8b", ((32, 32), (32, 8), (28, 4)), 128
-OPTIONS = ON_CUDA
 HELD = 0.92  # acceptance
 WARM_UP_TOKENS, NEW_TOKENS, ROOM = 51, 48, 128  # three rounds; some five rounds of drafts of 16
 ENTRIES, STEPS = 4096, 20
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -223,7 +222,7 @@ def text(given: Given, context: int, *, streamed: bool = False) -> Iterator[Row]
     target = GraphedModel(random_model(SHAPE, device, torch.bfloat16), SHAPE, inputs.say)
     hardware = usable_hardware(device, target.weight_bytes)
     shape = from_config(target.module.config, target.dtype, SHAPE)
-    planned = plan(PlanRequest(shape, None, load_config("retrieval", OPTIONS), context, ROOM, hardware))
+    planned = plan(PlanRequest(shape, None, load_config("retrieval", ON_CUDA), context, ROOM, hardware))
     planned.check()
     placed, page = planned.placement, planned.request.config.store.page
     config = planned.request.config.having("store.ring_buffers", placed.ring_buffers)
