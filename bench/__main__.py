@@ -16,7 +16,7 @@ import bench.prediction_accuracy
 import bench.side_by_side
 from bench.attention import ATTENTION
 from bench.model_card import MODEL_CARD
-from bench.paper.command import PAPER
+from bench.paper import PAPER
 from offload_rt.cli import Parser
 from offload_rt.errors import UsageError
 

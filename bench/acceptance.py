@@ -18,19 +18,16 @@ from torch import Tensor
 
 from bench import needles
 from bench.studies import Row
-from bench.texts import ContextReader, Texts
+from bench.texts import Texts, passed, recompose
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
-from offload_rt.caches.base import Verified
-from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool
+from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
-from offload_rt.drafting.compose import Parts, compose
-from offload_rt.drafting.head_drafter import Heads
-from offload_rt.drafting.verifier import Sampling
-from offload_rt.sampling import GeneratorDraws, Sampler
+from offload_rt.sampling import Sampler
+from offload_rt.session import Session
 
 DEPTHS = 5  # of the passages
 ROUND = 8
@@ -47,69 +44,67 @@ TOP_K_FIRST_WHOLE = "exact top-k, first layer whole"
 STREAMING = "StreamingLLM"
 
 
-class ExactTopKCache(BoundedCache):
+class ExactTopKCache:
     """The entries of the largest true attention mass, for each layer and KV head.
 
-    Chosen by the very queries that it then serves, which is known only afterwards: not a system, but the
-    reference for every choice by mass. No bound on acceptance, though: where attention is spread evenly, as
-    in the first layer of many models, its heaviest entries are a biased sample of the whole. `adopt` turns
-    the cache to the tokens *before* those that it is told of.
+    Chosen by the very queries that it then serves, which takes all keys: not a system, but the reference for
+    every choice by mass. No bound on acceptance, though: where attention is spread evenly, as in the first
+    layer of many models, its heaviest entries are a biased sample of the whole.
 
     Args:
         whole: first layers whose KV is attended to in full.
     """
 
-    def __init__(self, source: FullCache, budget: int, whole: int = 0) -> None:
-        super().__init__(source.layout, source.device, budget, source.backend)
-        self._source = source
-        self._whole = whole
+    def __init__(self, full: FullCache, budget: int, whole: int = 0) -> None:
+        self.held = HeldTokens()
+        self._full, self._budget, self._whole = full, budget, whole
 
-    def build(self, queries: Tensor) -> None:
-        """Nothing to choose by: the queries to serve are not known yet."""
+    @property
+    def verified_length(self) -> int:
+        return self._full.verified_length
+
+    def begin(self, new: NewTokens) -> None:
+        self._full.engine.flush()
+        self._new = new
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        full, length = self._full, self.verified_length
+        runs = full.sequence.views(layer, 0, length)
         if layer >= self._whole:
-            return super().attend(layer, queries, keys, values, scale)
-        assert self._new is not None
-        source, backend = self._source, self._source.backend
-        runs = source.sequence.views(layer, 0, self.verified_length)
-        parts = [attend(backend, queries, k.to(source.device), v.to(source.device), scale) for k, v in runs]
-        mask = folded_mask(backend, self._new.mask(0, keys), queries, len(keys))
-        parts.append(attend(backend, queries, keys, values, scale, mask))
-        return merge(parts)[0]
+            stored = torch.cat([head_major(run) for run, _ in runs], dim=1).to(full.device)
+            chosen = exact_top_k(fold(queries, len(keys)), stored, min(self._budget, length), scale)
+            found = full.engine.gather_chunks(layer, chosen, 1)
+            runs = [(found[0][None], found[1][None])]
+        parts = [attend(full.backend, queries, k.to(full.device), v.to(full.device), scale) for k, v in runs]
+        mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
+        return merge([*parts, attend(full.backend, queries, keys, values, scale, mask)])[0]
 
-    def adopt(self, verified: Verified) -> None:
-        source = self._source
-        source.engine.flush()
-        self.verified_length = source.verified_length - verified.keys.shape[2]
-        self.entries = min(self.budget, self.verified_length)
-        for layer in range(source.layout.layers):
-            views = source.sequence.views(layer, 0, self.verified_length)
-            keys = torch.cat([head_major(keys) for keys, _ in views], dim=1)
-            queries = fold(verified.queries[layer], source.layout.kv_heads)
-            chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
-            found = source.engine.gather_chunks(layer, chosen, 1)
-            self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries] = found
+    def commit(self, kept: Sequence[int]) -> None:
+        """Nothing to do: all that is verified lies in the full cache."""
 
-    def _victims(self, count: int) -> list[int]:
-        raise NotImplementedError("chosen anew for every pass")
+    def keep(self, entries: Sequence[int]) -> None:
+        """Nothing to do: there is no speculation here."""
+
+    def settle(self) -> None:
+        """Nothing to do, as in `keep`."""
 
 
-def count_prompt(reader: ContextReader) -> None:
+def count_prompt(session: Session) -> None:
     """Counts what the text's own queries attended to, as H2O does: `ROUND` of them behind each page."""
-    full, tokens, page = reader.full, reader.tokens, reader.full.layout.page_size
+    full, length, page = session.full, session.full.verified_length, session.full.layout.page_size
     assert full.attended is not None
     full.attended.reset()
-    for at in range(page, len(tokens) - ROUND, page):
+    for at in range(page, length - ROUND, page):
         full.start_from(at)
-        reader.logits(full, tokens[at : at + ROUND], 1)
+        passed(session.verifier, session.tokens[at : at + ROUND], 1)
     full.rewind()
 
 
 Keys = dict[str, object]
 BY_MEANS: Keys = {"retrieval.select": "mean_keys"}
 ALONE: Keys = {"retrieval.rest": False}
-CONFIGS: dict[str, Keys] = {
+PLAIN: Keys = {"speculation.levels": []}
+CACHES: dict[str, Keys] = {
     RETRIEVAL: {},
     RETRIEVAL_STRIDE: {"retrieval.refresh": f"stride:{STRIDE}"},
     "retrieval, rest left out": ALONE,
@@ -117,25 +112,27 @@ CONFIGS: dict[str, Keys] = {
     "mean keys, rest estimated": BY_MEANS,
     HEAVY_HITTERS: {"retrieval.select": "heavy_hitters", "retrieval.refresh": NEVER} | ALONE,
     STREAMING: {"speculation.levels": ["target:streaming"]},
+    TOP_K: PLAIN,
+    TOP_K_FIRST_WHOLE: PLAIN,
 }
 """Small caches by keys of a configuration; refreshed every round where it does not say otherwise."""
-CACHES = (*CONFIGS, TOP_K, TOP_K_FIRST_WHOLE)
 
 
-def small_cache(reader: ContextReader, kind: str, budget: int) -> BoundedCache:
-    """One of `CACHES` with so many entries, kept up from the full cache."""
-    full, backend, retrieval = reader.full, reader.backend, reader.config.retrieval
-    if kind in CONFIGS:
-        keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
-        keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
-        keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
-        config, pages = load_config("retrieval", keys | CONFIGS[kind]), full.layout.pages(reader.room)
-        sampling = Sampling(Sampler(), GeneratorDraws(0, full.device))
-        compose(Parts(config, reader.model, None, full, sampling, pages, backend, BufferPool(), Heads()))
-    else:
-        full.derived.append(ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE)))
-    full.build_derived()
-    return full.derived[-1]
+def small_cache(session: Session, kind: str, budget: int) -> Cache:
+    """One of `CACHES` with so many entries, at the end of the text and kept up from its full cache."""
+    full, retrieval = session.full, session.planned.retrieval
+    keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
+    keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
+    keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
+    recompose(session, load_config("retrieval", keys | CACHES[kind]))
+    if CACHES[kind] is PLAIN:
+        return ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE))
+    (cache,) = full.derived
+    if kind == HEAVY_HITTERS:
+        assert isinstance(cache, RetrievedCache)
+        count_prompt(session)
+        cache.fill(full.last_queries)
+    return cache
 
 
 TABLE_1 = {
@@ -148,33 +145,20 @@ TABLE_1 = {
 
 
 @torch.inference_mode()
-def acceptance(reader: ContextReader, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
-    """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what `reader` has read.
+def acceptance(session: Session, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
+    """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what has been read.
 
     Their count is a multiple of `ROUND`.
     """
-    full = reader.full
-    full.rewind()
-    full.attended = None
-    cache = small_cache(reader, kind, budget)
-    if kind == HEAVY_HITTERS:
-        assert isinstance(cache, RetrievedCache)
-        count_prompt(reader)
-        cache.fill(full.last_queries)
-    found = [_round(reader, cache, tokens[at : at + ROUND]) for at in range(0, len(tokens), ROUND)]
-    full.derived.clear()
-    full.attended = None
+    cache = small_cache(session, kind, budget)
+    full, small = session.verifier, session.verifier.over(cache)
+    probs = Sampler(temperature=1.0).probs
+    found = []
+    for at in range(0, len(tokens), ROUND):
+        drafted, true = (probs(passed(one, tokens[at : at + ROUND], ROUND).logits) for one in (small, full))
+        full.cache.commit(range(ROUND))
+        found.append(torch.minimum(true, drafted).sum(-1).double().cpu())
     return torch.cat(found)
-
-
-def _round(reader: ContextReader, cache: BoundedCache, block: Sequence[int]) -> Tensor:
-    sampler, hindsight = Sampler(temperature=1.0), isinstance(cache, ExactTopKCache)
-    drafted = None if hindsight else sampler.probs(reader.logits(cache, block, ROUND))
-    true = sampler.probs(reader.logits(reader.full, block, ROUND))
-    reader.full.commit(range(ROUND))
-    if drafted is None:
-        drafted = sampler.probs(reader.logits(cache, block, ROUND))
-    return torch.minimum(true, drafted).sum(-1).double().cpu()
 
 
 def by_distance(values: Tensor, period: int) -> list[float | None]:
@@ -193,24 +177,27 @@ def small_caches(study: Texts) -> list[Row]:
     heaviest entries stand for nothing but themselves, so it is also shown with that layer whole.
     """
     sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
-    least, generator = 2 * study.config.retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
+    least, generator = 2 * study.config(RETRIEVAL).retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
     rows = []
     for length in (sizes.context // divisor for divisor in sizes.divisors):
         books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
         kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
         for name, tokens in study.books.items():
-            with study.reader(f"{name}: acceptance after {length} tokens", length + positions) as reader:
-                reader.read(tokens[:length])
+            read, after = tokens[:length], tokens[length : length + positions]
+            what = f"{name}: acceptance after {length} tokens"
+            with study.session(what, read, positions, "retrieval") as session:
+                session.prefill()
                 for kind in kinds:
-                    books[kind].append(acceptance(reader, tokens[length : length + positions], *kind))
+                    books[kind].append(acceptance(session, after, *kind))
             depths = min(DEPTHS, length // (2 * (needles.PASSAGE + needles.SPACING)))
             planted, hidden = needles.plant(tokens, length, depths, 1, study.alphabet, generator)
-            with study.reader(f"{name}: passages in {length} tokens", length + needles.PASSAGE) as reader:
-                reader.read(planted)
+            what = f"{name}: passages in {length} tokens"
+            with study.session(what, planted, needles.PASSAGE, "retrieval") as session:
+                session.prefill()
                 # What follows the last token of a passage is no part of it.
                 asked = slice(needles.CUE, -1)
                 for kind, passage in product(kinds, hidden):
-                    passages[kind].append(acceptance(reader, passage, *kind)[asked])
+                    passages[kind].append(acceptance(session, passage, *kind)[asked])
         for kind, budget in kinds:
             values = torch.stack(books[kind, budget])
             period = STRIDE if kind == RETRIEVAL_STRIDE else ROUND

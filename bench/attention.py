@@ -105,7 +105,6 @@ def measure(
     )
     scale = dim**-0.5
     wanted, _ = exact(queries, keys, values, scale)
-    kv_bytes = keys.nbytes + values.nbytes
     store = PagedKVStore(KVLayout(1, heads, dim, dtype, StoreConfig.page), slab_tokens=case.tokens)
     sequence = store.new_sequence()
     sequence.append(0, keys, values)
@@ -113,15 +112,13 @@ def measure(
     rows = []
     for count in case.queries:
         calls = [partial(attended, backend, queries[:, :count], parts, scale) for backend, parts in both]
-        (found, _), (torchs, _) = (call() for call in calls)
+        errors = [float((call()[0] - wanted[:, :count]).abs().max()) for call in calls]
         turns = [[1e3 * seconds(call) for call in calls] for _ in range(case.repeats)]
         ms, torch_ms = map(median, zip(*turns, strict=True))
-        row = {"queries": count, "ms": ms, "torch_ms": torch_ms, "over_torch": torch_ms / ms}
-        row |= {"gb_s": kv_bytes / ms / 1e6, "torch_gb_s": kv_bytes / torch_ms / 1e6, "read_gb_s": rate}
-        row |= {"of_read_rate": kv_bytes / ms / 1e6 / rate}
-        for name, out in (("error", found), ("torch_error", torchs)):
-            row[name] = float((out - wanted[:, :count]).abs().max())
-        rows.append(row)
+        gb_s, torch_gb_s = ((keys.nbytes + values.nbytes) / taken / 1e6 for taken in (ms, torch_ms))
+        row: Row = {"queries": count, "ms": ms, "torch_ms": torch_ms, "over_torch": torch_ms / ms}
+        row |= {"gb_s": gb_s, "torch_gb_s": torch_gb_s, "read_gb_s": rate, "of_read_rate": gb_s / rate}
+        rows.append(row | {"error": errors[0], "torch_error": errors[1]})
     store.close()
     return rows
 

@@ -37,12 +37,12 @@ from bench.cases import GPU_MEMORY_GIB, ON_CUDA
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import Text
 from bench.rounds import Recorded, busy, figures, length
+from bench.studies import Row
 from bench.worker import cap
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import StoreConfig, load_config
 from offload_rt.errors import UsageError
@@ -68,12 +68,11 @@ PAUSE_S = 1e-4  # between two launches, so that the device's queue stays empty
 IDLE_S = 0.5
 ALLOWED_ERROR = 0.02  # of attention, over its largest entry: far above rounding, far below a wrong result
 SHAPE, HEADS, HEAD_DIM = "llama3.1-8b", ((32, 32), (32, 8), (28, 4)), 128
-OPTIONS = ON_CUDA
+NOTHING_RESIDENT = {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
 HELD = 0.92  # acceptance
 WARM_UP_TOKENS, NEW_TOKENS, ROOM = 51, 48, 128  # three rounds; some five rounds of drafts of 16
 ENTRIES, STEPS = 4096, 20
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -219,26 +218,20 @@ def text(given: Given, context: int, *, streamed: bool = False) -> Iterator[Row]
     """A random text on 24 GiB: memory of its prefill beside the plan's; use of the link, calls a round."""
     device, context = given.device, min(context, 32_768) if given.quick else context
     trace = given.folder / f"gpu-{'streamed' if streamed else 'planned'}-{context}-trace.json.gz"
+    config = load_config("retrieval", ON_CUDA | (NOTHING_RESIDENT if streamed else {}))
     cap(GPU_MEMORY_GIB, device)
     target = GraphedModel(random_model(SHAPE, device, torch.bfloat16), SHAPE, inputs.say)
     hardware = usable_hardware(device, target.weight_bytes)
     shape = from_config(target.module.config, target.dtype, SHAPE)
-    planned = plan(PlanRequest(shape, None, load_config("retrieval", OPTIONS), context, ROOM, hardware))
-    planned.check()
-    placed, page = planned.placement, planned.request.config.store.page
-    config = planned.request.config.having("store.ring_buffers", placed.ring_buffers)
-    # The planner lets the last share end with the text, and the engine with a page.
-    shares = Shares(*(count // page * page for count in (placed.resident_tokens, placed.cpu_tokens)))
-    shares = EVERYTHING_STREAMED if streamed else shares
-    with closing(Text(target, None, CudaLink(device), config, context + ROOM, shares)) as opened:
+    planned = plan(PlanRequest(shape, None, config, context, ROOM, hardware))  # as the engine does
+    parts = {f"planned_{name}_gib": size / GIB for name, size in planned.gpus[0].items()}
+    with closing(Text(target, None, CudaLink(device), config, context + ROOM)) as opened:
         torch.cuda.reset_peak_memory_stats(device)
         row: Row = {"context": context}
         row["prefill_s"] = opened.read(random_prompt(shape.vocabulary, context)) / 1e3
         row["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
-        if not streamed:
-            parts = {f"planned_{name}_gib": size / GIB for name, size in planned.gpus[0].items()}
-            row |= parts | {"planned_gib": sum(parts.values()) - parts["planned_reserve_gib"]}
+        row |= parts | {"planned_gib": sum(parts.values()) - parts["planned_reserve_gib"]}
         yield row
         opened.run(config, WARM_UP_TOKENS, HELD)
         _, run = opened.run(config, NEW_TOKENS, HELD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,10 @@ from bench import inputs
 from bench.acceptance import CACHES, HEAVY_HITTERS, small_caches
 from bench.needles import needle
 from bench.studies import Part, Row, Study, size
-from bench.texts import ContextReader, Texts, add_arguments
+from bench.texts import Texts, add_arguments
+from offload_rt.model import CausalModel
+from offload_rt.prefill import prefill
+from offload_rt.session import Session
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
 """Lengths of prompts with one end, as divisors of the longest."""
@@ -52,12 +56,12 @@ def loss(study: Texts) -> list[Row]:
     context, step = study.sizes.context, study.sizes.step
     windows = [context // part for part in WINDOWS]
     last = windows[0] // 2
-    found: dict[int, list[Tensor]] = {window: [] for window in windows}
+    found = defaultdict[int, list[Tensor]](list)
     for name, tokens in study.books.items():
         for window in windows:
             prompt = window_of(tokens[:context], window, study.models.tokenizer.bos_token_id)
-            with study.reader(f"{name}: loss after {window} tokens", window) as reader:
-                found[window].append(token_losses(reader, prompt, last if window < context else context - 1))
+            with study.session(f"{name}: loss after {window} tokens", prompt) as session:
+                found[window].append(token_losses(session))
 
     def row(prompt: int, start: int, losses: Tensor, change: Tensor | None) -> Row:
         by_text = losses.nanmean(1).tolist()
@@ -81,13 +85,15 @@ def of_change(change: Tensor | None) -> Row:
 
 
 @torch.inference_mode()
-def token_losses(reader: ContextReader, tokens: Sequence[int], count: int) -> Tensor:
-    """Loss in nats of the last `count` of `tokens`, which are read: `[count]`, float64 on the CPU."""
-    hidden = reader.read(tokens, outputs=True)
+def token_losses(session: Session) -> Tensor:
+    """Loss in nats of all tokens but the first one, while they are read: `[tokens - 1]`, float64, CPU."""
+    model, tokens = session.verifier.model, session.tokens[:-1]
+    assert isinstance(model, CausalModel)
+    hidden = prefill(model, session.full, tokens, session.config.prefill.chunk, outputs=True)
     assert hidden is not None
-    goals = torch.tensor(tokens[-count:], device=hidden.device).split(HEAD_SLICE)
-    before = hidden[:, -count - 1 : -1].split(HEAD_SLICE, dim=1)
-    logits = ((reader.model.logits(part).float(), goal) for part, goal in zip(before, goals, strict=True))
+    before = hidden[:, :-1].split(HEAD_SLICE, dim=1)
+    after = torch.tensor(tokens[1:], device=model.device).split(HEAD_SLICE)
+    logits = ((model.logits(part).float(), goals) for part, goals in zip(before, after, strict=True))
     return torch.cat([cross_entropy(*pair, reduction="none") for pair in logits]).double().cpu()
 
 

@@ -1,81 +1,64 @@
-"""Models and texts, as studies measure them; and a text in a full cache, read outside of any decoding."""
+"""Models and texts, as studies measure them; and a text in a full cache, outside of any decoding."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from bench import inputs
 from bench.inputs import Models, say
-from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore, TransferEngine
+from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
-from offload_rt.caches.base import Cache, NewTokens
-from offload_rt.caches.full import FullCache
 from offload_rt.config import Config, load_config
+from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
-from offload_rt.parts import Part
-from offload_rt.prefill import prefill
+from offload_rt.parts import Output
+from offload_rt.sampling import GeneratorDraws, Sampler
+from offload_rt.session import Continuation, Session, Shared
 from offload_rt.text import encode
 
 READ_ON = ("acceptance", "policies")
 """Parts of studies that go on behind the context."""
 
 
-class ContextReader(AbstractContextManager["ContextReader"]):
-    """Holds the KV of one text.
+@contextmanager
+def session_over(
+    target: CausalModel, config: Config, tokens: Sequence[int], room: int = 0
+) -> Iterator[Session]:
+    """A session whose full cache holds all of `tokens` once it has read them, with room for `room` more.
 
-    Args:
-        config: its chunks are summarised, its store and prefill used.
-        room: tokens to reserve memory for.
-
-    Attributes:
-        tokens: those that were read.
+    Where `config` retrieves, all is kept that any small cache may choose by.
     """
+    device, on_gpu = target.device, target.device.type == "cuda"
+    config = config.having("retrieval.select", "mean_keys").having("retrieval.rest", True)
+    # A prompt's last token opens the first round and is not read: there is one more of them, and less room.
+    continuation = Continuation(Sampling(Sampler(), GeneratorDraws(0, device)), room - 1)
+    link: Link = CudaLink(device) if on_gpu else CpuLink()
+    with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
+        shared = Shared(target, None, store, link, choose_backend(device))
+        with closing(Session(shared, config, [*tokens, 0], continuation)) as session:
+            yield session
 
-    def __init__(self, model: CausalModel, config: Config, room: int) -> None:
-        self.model, self.config, self.room = model, config, room
-        self.tokens: Sequence[int] = ()
-        self.backend = choose_backend(model.device)
-        on_gpu = model.device.type == "cuda"
-        self._link: Link = CudaLink(model.device) if on_gpu else CpuLink()
-        self._store = PagedKVStore(model.kv_layout(config.store.page), pin=on_gpu)
-        self._sequence = self._store.new_sequence(config.retrieval.chunk, page_means=True)
-        self._sequence.reserve(room)
-        self._engine = TransferEngine(
-            self._sequence,
-            self._link,
-            segment_tokens=config.store.segment_tokens,
-            ring_buffers=config.store.ring_buffers,
-        )
-        self.full = FullCache(self._engine, model.heads, self.backend)
 
-    def read(self, tokens: Sequence[int], *, outputs: bool = False) -> Tensor | None:
-        """Takes `tokens` into the empty cache; with `outputs`, returns the last layer's hidden states."""
-        self.tokens = tokens
-        return prefill(self.model, self.full, tokens, self.config.prefill.chunk, outputs=outputs)
+def recompose(session: Session, config: Config) -> None:
+    """Back to the end of the text, with the small caches of `config` over it."""
+    session.rerun(config, Continuation(session.verifier.sampling, session.room))
 
-    def logits(self, cache: Cache, tokens: Sequence[int], rows: int) -> Tensor:
-        """Logits `[rows, vocabulary]` after the last `rows` of `tokens`, which follow what is in `cache`.
 
-        The pass is pending in the cache: commit it or leave it.
-        """
-        new = NewTokens.below(cache.held, range(-1, len(tokens) - 1), tokens)
-        return self.model.forward([Part(cache, new, rows)])[0].logits
+def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> Output:
+    """What a pass of `tokens`, behind all that the verifier's cache holds, puts out after the last `rows`.
 
-    def __exit__(self, *_: object) -> None:
-        """Gives the KV back."""
-        self.full.abandon()
-        self._engine.close()
-        self._store.close()
-        self._link.close()
+    The pass is pending in the cache: commit it or leave it.
+    """
+    forward = verifier.forward(range(-1, len(tokens) - 1), tokens, rows=rows, hidden=hidden)
+    return forward.model.forward([forward.part], forward.plan)[0]
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
@@ -123,22 +106,23 @@ class Texts:
         return {"model": self.models.names[0], "dtype": dtype, "texts": list(self.books)}
 
     @property
-    def config(self) -> Config:
-        """Of what is read outside of any decoding."""
-        return load_config("retrieval", dict(self.arguments.overrides))
-
-    @property
     def alphabet(self) -> list[int]:
         """Token ids that passages may be drawn from."""
         special = set(self.models.tokenizer.all_special_ids)
         vocabulary = self.models.target.config.get_text_config().vocab_size
         return [token for token in range(vocabulary) if token not in special]
 
+    def config(self, name: str) -> Config:
+        """A configuration with the keys of the command line."""
+        return load_config(name, dict(self.arguments.overrides))
+
     @contextmanager
-    def reader(self, what: str, room: int) -> Iterator[ContextReader]:
-        """A full cache of the target's with room for so many tokens."""
+    def session(
+        self, what: str, tokens: Sequence[int], room: int = 0, config: str = "plain"
+    ) -> Iterator[Session]:
+        """See `session_over`."""
         say(what)
-        model = CausalModel(self.models.target, self.models.names[0])
-        with ContextReader(model, self.config, room) as reader:
-            yield reader
+        target = CausalModel(self.models.target, self.models.names[0])
+        with session_over(target, self.config(config), tokens, room) as session:
+            yield session
         inputs.free(self.device)

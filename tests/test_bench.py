@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import torch
 from reference_attention import ReferenceBackend
-from tiny_models import byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
+from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -22,14 +23,15 @@ import bench.__main__ as command_line
 import bench.attention
 from bench import acceptance, inputs, machine, needles, report, studies
 from bench.attention import CPU, AttentionCase, exact, measure
-from bench.model_card import MODEL_CARD, Sizes, of_change, window_of
-from bench.texts import ContextReader
+from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
+from bench.texts import session_over
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams, native
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
+from offload_rt.session import Session
 
 SMALL: dict[str, object] = {
     "retrieval.budget": 64,
@@ -71,10 +73,13 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def reader(target: PreTrainedModel) -> Iterator[ContextReader]:
-    with ContextReader(CausalModel(target, "tiny"), load_config("retrieval", SMALL), 768) as reader:
-        yield reader
+@contextmanager
+def reading(target: PreTrainedModel, tokens: Sequence[int], room: int = 0) -> Iterator[Session]:
+    """A session that has read `tokens`, for any small cache."""
+    config = load_config("retrieval", SMALL)
+    with session_over(CausalModel(target, "tiny"), config, tokens, room) as session:
+        session.prefill()
+        yield session
 
 
 @pytest.fixture
@@ -261,6 +266,14 @@ def test_a_loss_needs_no_text_behind_the_context(pair: tuple[str, str], text: Pa
     assert command_line.main([*given, "--model", pair[0], *SETTINGS, "--no-plot"]) == 0
 
 
+@pytest.mark.parametrize("length", [LONGROPE_BORDER, LONGROPE_BORDER + 1])
+def test_a_loss_is_told_of_the_rotation_of_a_text_of_this_length(length: int) -> None:
+    target, tokens = tiny_target("phi3", seed=3), byte_ids(length)
+    with session_over(CausalModel(target, "tiny"), load_config("plain"), tokens) as session:
+        found = token_losses(session)
+    torch.testing.assert_close(found, transformers_losses(target, tokens), atol=1e-4, rtol=1e-4)
+
+
 def test_where_a_loss_rises() -> None:
     noise = torch.linspace(-1, 1, 50, dtype=torch.float64)  # a standard error of 0.083
     found = [of_change(noise + change) for change in (0.2, 0.12, -0.1)]
@@ -290,7 +303,7 @@ def test_needles_lie_at_their_depths() -> None:
         needles.plant(text, 400, depths=5, each=2, alphabet=range(1000), generator=generator)
 
 
-def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, reader: ContextReader) -> None:
+def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel) -> None:
     text, generator = byte_ids(500), torch.Generator().manual_seed(0)
     prompt, passages = needles.plant(text, 400, depths=2, each=2, alphabet=range(256), generator=generator)
 
@@ -305,20 +318,20 @@ def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel, reader: Co
     right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
     asked = 2 * (needles.PASSAGE - needles.CUE)
     expected = [(right[0] + right[1]) / asked, (right[2] + right[3]) / asked]
-    reader.read(prompt)
-    assert needles.recall(reader, passages, each=2) == pytest.approx(expected)
-    assert reader.full.verified_length == 400
+    with reading(target, prompt) as session:
+        assert needles.recall(session, passages, each=2) == pytest.approx(expected)
+        assert session.full.verified_length == 400
     assert expected[0] > 0
 
 
-def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel, reader: ContextReader) -> None:
+def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel) -> None:
     text = byte_ids(240)
-    reader.read(text[:200])
-    for kind in acceptance.CACHES:
-        whole, some = (acceptance.acceptance(reader, text[200:], kind, budget) for budget in (256, 48))
-        assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
-        assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
-    keys = torch.cat([head_major(keys) for keys, _ in reader.full.sequence.views(1, 0, 240)], 1)
+    with reading(target, text[:200], room=40) as session:
+        for kind in acceptance.CACHES:
+            whole, some = (acceptance.acceptance(session, text[200:], kind, budget) for budget in (256, 48))
+            assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
+            assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
+        keys = torch.cat([head_major(keys) for keys, _ in session.full.sequence.views(1, 0, 240)], 1)
     cache = DynamicCache(config=target.config)
     target(torch.tensor([text]), past_key_values=cache)
     torch.testing.assert_close(keys, cache.layers[1].keys[0], atol=1e-4, rtol=1e-4)
@@ -346,15 +359,14 @@ def test_acceptance_of_exact_top_k_against_transformers() -> None:
         layer = model.model.layers[0](hidden, attention_mask=full, position_embeddings=rotation)
         small = model.lm_head(model.model.norm(layer))[0, context:].softmax(-1)
         expected = torch.minimum(small, out.logits[0, context:].softmax(-1)).sum(-1)
-    with ContextReader(CausalModel(model, "tiny"), load_config("retrieval", SMALL), len(text)) as reader:
-        reader.read(text[:context])
-        found = acceptance.acceptance(reader, text[context:], acceptance.TOP_K, budget)
+    with reading(model, text[:context], room=8) as session:
+        found = acceptance.acceptance(session, text[context:], acceptance.TOP_K, budget)
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
     assert float(expected.mean()) < 0.99
 
 
 def test_caches_are_refreshed_as_their_policy_says(
-    reader: ContextReader, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refreshes, fill = list[str](), RetrievedCache.fill
 
@@ -364,9 +376,10 @@ def test_caches_are_refreshed_as_their_policy_says(
 
     monkeypatch.setattr(RetrievedCache, "fill", counted)
     text = byte_ids(512 + 256)
-    reader.read(text[:512])
-    for kind in (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE):
-        acceptance.acceptance(reader, text[512:], kind, 256)
+    with reading(target, text[:512], room=256) as session:
+        refreshes.clear()
+        for kind in (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE):
+            acceptance.acceptance(session, text[512:], kind, 256)
     # Once for the first round, then whenever it is due and read again.
     assert refreshes.count("every") == 256 // acceptance.ROUND
     assert refreshes.count("stride:128") == 256 // acceptance.STRIDE

@@ -24,12 +24,13 @@ from test_bench_offload import SMALLER, TINY_KEYS, copies, times
 import bench.__main__ as command_line
 from bench import gpu, machine, prediction_accuracy, runner, side_by_side, worker
 from bench.cases import CASES
-from bench.gpu import Given, Row
+from bench.gpu import Given
 from bench.random_models import SHAPES
 from bench.rounds import Recorded
 from bench.runner import Worker
+from bench.studies import Row
 from bench.systems import Setup, ours
-from cpu_kv import PacedLink, PageLocking, SlabAllocator
+from cpu_kv import CpuLink, PacedLink, PageLocking, SlabAllocator
 from cpu_kv.link import CopyRecord, Pairs
 from offload_rt.graphs import GraphedModel
 from offload_rt.loading import load_model
@@ -192,12 +193,9 @@ class Point:
         return self.passed
 
 
-class NotingLink:
+class NotingLink(CpuLink):
     """Notes what it is asked to copy; a byte takes a second to the device and two to the host."""
 
-    device = CPU
-    in_place = False
-    bytes_per_second = None
     urgent_last = False  # an urgent copy waits for all that were asked for before it
 
     def __init__(self) -> None:
@@ -207,8 +205,7 @@ class NotingLink:
         self._records: list[CopyRecord] = []
 
     def copy(self, pairs: Pairs, after: Any = None, *, to_host: bool = False, urgent: bool = False) -> Point:
-        for destination, source in pairs:
-            destination.copy_(source)
+        super().copy(pairs)
         size = sum(source.nbytes for _, source in pairs)
         self.asked.append((to_host, after, len(pairs)))
         self._records.append(CopyRecord(to_host, size, 1.0, 1.0 + size * (2 if to_host else 1)))
@@ -224,9 +221,6 @@ class NotingLink:
     def recorded(self) -> list[CopyRecord]:
         records, self._records = self._records, []
         return records
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -331,7 +325,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     hardware = dataclasses.replace(measured, gpus=(card,))
     monkeypatch.setitem(SHAPES, "tiny", SMALLER)
     monkeypatch.setattr(gpu, "SHAPE", "tiny")
-    monkeypatch.setattr(gpu, "OPTIONS", TINY_KEYS)
+    monkeypatch.setattr(gpu, "ON_CUDA", TINY_KEYS)
     monkeypatch.setattr(gpu, "NEW_TOKENS", 14)
     monkeypatch.setattr(gpu, "usable_hardware", lambda device, loaded: hardware)
     monkeypatch.setattr(gpu, "cap", lambda gib, device: None)
@@ -344,17 +338,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_text_is_read_and_continued(small: Hardware, streamed: bool, tmp_path: Path) -> None:
+def test_a_text_is_read_and_continued(
+    small: Hardware, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What an engine would plan on a card.
+    monkeypatch.setattr(gpu, "ON_CUDA", TINY_KEYS | {"offload.resident_tokens": 192})
     given = dataclasses.replace(GIVEN, folder=tmp_path)
     read, found, calls = gpu.text(given, 200, streamed=streamed)
     assert (read["context"], read["peak_gib"], read["reserved_gib"]) == (200, 3, 4) and read["prefill_s"] > 0
-    parts = [size for name, size in read.items() if name.startswith("planned_")]
-    if streamed:
-        assert not parts, "other KV was planned to be on the card"
-    else:
-        *parts, total = parts
-        assert 0 < total == pytest.approx(sum(parts) - read["planned_reserve_gib"])
-    assert found["resident_tokens"] == (0 if streamed else 192), "all that was full when it was planned"
+    *parts, total = (size for name, size in read.items() if name.startswith("planned_"))
+    assert 0 < total == pytest.approx(sum(parts) - read["planned_reserve_gib"])
+    assert found["resident_tokens"] == (0 if streamed else 192)
     kv = 192 * 2 * 2 * 2 * 16 * 2 / 1e9  # 2 layers of 2 key heads of 16
     assert (found["gb_a_round"] >= kv) == streamed and found["verdict_ms"] > 0
     assert found["copy_gb_s"] == pytest.approx(1.0)

@@ -11,9 +11,8 @@ import pytest
 from tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
 
 import bench.__main__ as command_line
-from bench.paper import shapes, tables
-from bench.paper.command import PAPER, Sizes
-from bench.paper.tables import acceptance_of, expected_of
+from bench import paper
+from bench.paper import PAPER, Sizes, acceptance_of, expected_of
 from offload_rt.drafting.datastore import build
 from offload_rt.expectations import LATER_CHOICES, expected_speedup
 
@@ -38,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     with pytest.MonkeyPatch.context() as fewer:
         small = dataclasses.replace(PAPER, sizes=Sizes(shapes=SHAPES))
         fewer.setattr(command_line, "COMMANDS", (small,))
-        fewer.setattr(shapes, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
+        fewer.setattr(paper, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
         for name, values in (
             ("TEMPERATURES", {0.0: 2.31, 1.0: 2.08}),
             ("GAMMA_1", {1: 1.5, 3: 1.6}),
@@ -46,7 +45,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             ("LENGTHS", {12: None, 24: None}),
             ("BUDGETS", (8, 2)),
         ):
-            fewer.setattr(tables, name, values)
+            fewer.setattr(paper, name, values)
         assert command_line.main(["paper", *arguments.split()]) == 0
     assert str(folder) not in out.read_text(), "a report goes elsewhere: no paths in it"
     found: dict[str, Any] = json.loads(out.read_text())
@@ -120,12 +119,12 @@ def test_approximate_layers_cost_acceptance(report: dict[str, Any]) -> None:
         and max(alike["groups:3"], alike["skip:1a,2a,3a"]) < 1
     )
     trees = {(row["draft"], row["calibrated"]) for row in report["layers"] if row["draft"].endswith("@5")}
-    assert trees == {(f"{tree}@5", flag) for tree in shapes.GROWN for flag in (True, False)}
+    assert trees == {(f"{tree}@5", flag) for tree in paper.GROWN for flag in (True, False)}
     assert rows["groups:1", True] == rows["groups:1", False] == rows["all", True] > 0.2
     assert min(rows["groups:3", True], rows["skip:1a,2a,3a", True]) > 0.1
 
 
 def test_batches_are_held_against_the_same_prompts_in_turn(report: dict[str, Any]) -> None:
-    assert [row["config"] for row in report["batch"]] == list(shapes.BATCH)
+    assert [row["config"] for row in report["batch"]] == list(paper.BATCH)
     for row in report["batch"]:
         assert row["prompts"] == 2 and row["context"] == 100 and row["ratio"] > 0

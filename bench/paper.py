@@ -1,0 +1,421 @@
+"""`python -m bench paper`: the papers' tables and figures, in their form, on one model and its texts."""
+
+from __future__ import annotations
+
+import argparse
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import chain
+from pathlib import Path
+from statistics import median, stdev
+
+import torch
+from torch import Tensor
+
+from bench import inputs, texts
+from bench.acceptance import CACHES, small_caches
+from bench.inputs import say
+from bench.studies import Part, Row, Study, size
+from bench.texts import Texts, passed, recompose
+from cpu_kv import PacedLink
+from offload_rt.api import LLM
+from offload_rt.config import load_config, uses_small_model
+from offload_rt.drafting.model_drafter import ModelDrafter
+from offload_rt.drafting.sequoia import Plan
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.expectations import DRAFT_LENGTHS, LATER_CHOICES, ceiling, expected_speedup, expected_tokens
+from offload_rt.layers import LayerPlan
+from offload_rt.loading import DEMO
+from offload_rt.results import SamplingParams
+
+BUDGET_SHARE = 32
+
+
+class Continued(Texts):
+    """Texts that compositions continue."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of all texts, one behind the other."""
+        return list(chain(*self.books.values()))
+
+    def keys(self, own: Mapping[str, object] = {}) -> dict[str, object]:
+        """Of a composition: those of all, its own, and above them those of the command line."""
+        budget = max(256, self.sizes.context // BUDGET_SHARE)
+        common = {"retrieval.budget": budget, "retrieval.recent": budget // 4, "speculation.step_down": False}
+        return {**common, **own, **dict(self.arguments.overrides)}
+
+    def drafting(self, depth: int, **level: object) -> dict[str, object]:
+        """Keys of the target over its retrieved cache, always the newest one, as the one level."""
+        levels = [{"model": "target", "cache": "retrieved", **level}]
+        own = {"speculation.levels": levels, "retrieval.refresh": "every"}
+        return self.keys(own) | {"speculation.gamma2": depth}
+
+    def llm(self, context: int | None = None, *, linked: bool = True) -> LLM:
+        """An LLM that has read the beginning of the text, for every composition to go on from.
+
+        Args:
+            linked: its KV lies behind the paced link.
+        """
+        models, config = self.models, "retrieval" if self.models.draft is None else "triforce"
+        link = PacedLink(self.sizes.rate * 1e9) if linked else None
+        llm = LLM.from_models(models.target, models.draft, models.tokenizer, config, self.keys(), link=link)
+        prompt = self.tokens[: context or self.sizes.context]
+        llm.generate(prompt, SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
+        return llm
+
+    def measured(
+        self,
+        llm: LLM,
+        overrides: Mapping[str, object],
+        config: str = "retrieval",
+        temperature: float | None = None,
+        new_tokens: int | None = None,
+    ) -> Row:
+        """Of a text of each seed, from the end of the prompt that was read last.
+
+        `error` is the standard error of `tokens_per_pass`, over the texts.
+        """
+        heat = self.sizes.temperature if temperature is None else temperature
+        count = new_tokens or self.sizes.new_tokens
+        results = [
+            llm.rerun(SamplingParams(heat, max_tokens=count, seed=seed, ignore_eos=True), config, overrides)
+            for seed in range(1, self.sizes.seeds + 1)
+        ]
+        yields = [len(one.tokens) / one.rounds for one in results]
+        rounds = sum(one.rounds for one in results)
+        proposed = sum(one.timings.draft_n for one in results)
+        return {
+            "tokens_per_pass": sum(len(one.tokens) for one in results) / rounds,
+            "error": stdev(yields) / len(yields) ** 0.5 if len(yields) > 1 else None,
+            "proposed_per_pass": proposed / rounds,
+            "accepted": sum(one.timings.draft_n_accepted for one in results) / max(1, proposed),
+            "draft_ms_per_pass": sum(one.levels[0].ms for one in results) / rounds,
+            "ms_per_token": median(1e3 / one.timings.predicted_per_second for one in results),
+        }
+
+    def plain_ms(self, llm: LLM, tokens: int) -> float:
+        """ms a token of plain decoding."""
+        result = llm.rerun(SamplingParams(max_tokens=tokens, ignore_eos=True), "plain", self.keys())
+        return 1e3 / result.timings.predicted_per_second
+
+
+PLAIN_TOKENS, CEILING_PLAIN_TOKENS = 8, 16
+TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
+GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6
+GAMMA_2 = dict(enumerate((1.62, 1.90, 2.13, 2.22, 2.26, 2.31, 2.24, 2.20), 1))  # with γ1 = 2
+LENGTHS = {64: None, 128: None, 256: 2.28, 512: None}
+"""What varies, and the paper's speed-up."""
+BUDGETS = (128, 64, 32, 16, 8)
+"""One over the share of the text that the retrieved cache holds."""
+DEPTH = 16  # of the chains that theory starts from
+PAPER_CEILING = 13.1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a table: what it is called, what is run, and the paper's speed-up over plain decoding."""
+
+    label: str
+    config: str
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    temperature: float | None = None
+    new_tokens: int | None = None
+    paper: float | None = None
+
+
+def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Continued], list[Row]]:
+    """A part with a row for each variant, over the link; one that drafts with a small model needs one."""
+
+    @wraps(variants)
+    def measure(study: Continued) -> list[Row]:
+        rows = []
+        with study.llm() as llm:
+            for one in variants(study):
+                overrides = study.keys(one.overrides)
+                if study.models.draft is None and uses_small_model([load_config(one.config, overrides)]):
+                    continue
+                say(one.label)
+                plain_ms = study.plain_ms(llm, PLAIN_TOKENS)
+                row = study.measured(llm, overrides, one.config, one.temperature, one.new_tokens)
+                over = {"over_plain": plain_ms / row["ms_per_token"], "paper": one.paper}
+                rows.append({"variant": one.label} | row | over)
+        return rows
+
+    return measure
+
+
+@sweep
+def temperatures(study: Continued) -> Iterator[Variant]:
+    """Temperatures, and without parts of the hierarchy.
+
+    TriForce, table 2; on chip there.
+    """
+    for heat, paper in TEMPERATURES.items():
+        yield Variant(f"triforce, T = {heat:g}", "triforce", temperature=heat, paper=paper)
+    hierarchy = {"speculation.levels": ["draft:streaming", "target:streaming"]}
+    yield Variant("retrieval without hierarchy", "retrieval", paper=1.80)
+    yield Variant("StreamingLLM without hierarchy", "streaming", paper=1.75)
+    yield Variant("StreamingLLM with hierarchy", "triforce", hierarchy, paper=1.90)
+    yield Variant("small model alone", "naive", paper=1.42)
+
+
+@sweep
+def gammas(study: Continued) -> Iterator[Variant]:
+    """How far each level drafts.
+
+    TriForce, table 8.
+    """
+    depths = [(first, 6, paper) for first, paper in GAMMA_1.items()]
+    for first, second, paper in [*depths, *((2, second, paper) for second, paper in GAMMA_2.items())]:
+        keys = {"speculation.gamma1": first, "speculation.gamma2": second}
+        yield Variant(f"γ1 = {first}, γ2 = {second}", "triforce", keys, paper=paper)
+
+
+@sweep
+def lengths(study: Continued) -> Iterator[Variant]:
+    """Tokens generated.
+
+    TriForce, table 7.
+    """
+    for count, paper in LENGTHS.items():
+        yield Variant(f"{count} tokens", "triforce", new_tokens=count, paper=paper)
+
+
+@sweep
+def budgets(study: Continued) -> Iterator[Variant]:
+    """Size of the retrieved cache.
+
+    TriForce, figure 6.
+    """
+    for share in BUDGETS:
+        budget = max(128, study.sizes.context // share)
+        sizes = {"retrieval.budget": budget, "retrieval.recent": budget // 4}
+        yield Variant(f"a {share}th: {budget} entries", "retrieval", sizes)
+
+
+@sweep
+def sources(study: Continued) -> Iterator[Variant]:
+    """Who drafts.
+
+    TriForce, table 5, and the systems of other papers: look-up in the text and in a datastore of other texts,
+    a head on hidden states, a target without some of its layers, layers in groups.
+    """
+    yield Variant("n-grams of the text", "lookup")
+    yield Variant("suffixes of the text", "suffix")
+    if study.arguments.datastore is not None:
+        levels = [{"model": "datastore", "draft": "grown:64"}]
+        rest = {"speculation.levels": levels, "datastore.path": str(study.arguments.datastore)}
+        yield Variant("REST", "lookup", rest, paper=1.47)
+    if study.models.names[0] == DEMO or "head.path" in dict(study.arguments.overrides):
+        yield Variant("a head on hidden states", "heads")
+    for cache, name, paper in (("retrieved", "retrieved KV", None), ("shared", "all KV", 1.36)):
+        skipping = {"speculation.levels": [{"model": "target", "cache": cache, "layers": "skip:2"}]}
+        yield Variant(f"without a layer, {name}", "retrieval", skipping, paper=paper)
+    yield Variant("EasySpec", "easyspec")
+    yield Variant("trees", "trees")
+    yield Variant("triforce", "triforce", paper=2.19)
+
+
+def acceptance_of(tokens: float, depth: int) -> float:
+    """The acceptance of each drafted token at which chains of `depth` yield so many tokens a pass."""
+    steps = 2**40
+    return bisect(range(steps), tokens, key=lambda step: expected_tokens(step / steps, depth)) / steps
+
+
+def expected_of(shape: str, depth: int, acceptance: float) -> float:
+    """Tokens that a chain or a Sequoia tree yields by the acceptance of first children."""
+    kind, _, nodes = shape.partition(":")
+    if kind == "chain":
+        return expected_tokens(acceptance, depth)
+    return Plan((acceptance, *LATER_CHOICES), int(nodes)).tokens(depth)
+
+
+def ceilings(study: Continued) -> list[Row]:
+    """Theory and measurement.
+
+    TriForce, figure 5. `ceiling`: every drafted token stands, and every pass hides behind drafting.
+    `expected`: by the measured parts, with nothing drafted ahead; drafting ahead may exceed it.
+    """
+    longest, rows = study.sizes.context, list[Row]()
+    for context in (longest // 4, longest // 2, longest):
+        say(f"ceiling at {context} tokens")
+        with study.llm(context) as llm:
+            deep = study.measured(llm, study.keys() | {"speculation.gamma2": DEPTH})
+            pass_ms = study.plain_ms(llm, CEILING_PLAIN_TOKENS)
+            token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
+            accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
+            expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
+            best = max(expected, key=expected.__getitem__)
+            found = study.measured(llm, study.keys() | {"speculation.gamma2": best})
+        row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
+        row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
+        row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
+        rows.append(row | {"measured": pass_ms / found["ms_per_token"], "paper_ceiling": PAPER_CEILING})
+    return rows
+
+
+CHAINS = tuple(f"chain@{depth}" for depth in (8, 16, 24, 32, 48))
+TREES = "sequences:4@24", "tree:2,2,2@16", "grown:64@16", "grown:128@32"
+SEQUOIA = "sequoia:64@16", "sequoia:128@32", "sequoia:256@32"
+SHAPES = (*CHAINS, *TREES, *SEQUOIA, "chain@32+suffix", "sequoia:256@32+suffix")
+"""Shapes, their depths, and what joins them."""
+GROUPS = tuple(f"groups:{count}" for count in range(1, 6))
+LAYERS = ("all", *GROUPS, "skip:2", "skip:2,3", "skip:1a,2a,3a")
+GROWN = ("grown:10", "grown:20", "grown:40")
+"""Of depth 5, so 2, 4 and 8 nodes wide."""
+PROBED = 64
+BATCH = ("plain", "lookup")
+
+
+def shapes(study: Continued) -> list[Row]:
+    """Shapes of drafts.
+
+    TriForce, figure 6c. Tokens that a pass yields; `expected` is what the acceptance of the first chain
+    promises.
+    """
+    rows: list[Row] = []
+    alpha: float | None = None
+    with study.llm() as llm:
+        for name in study.sizes.shapes:
+            say(f"shape {name}")
+            shape, _, rest = name.partition("@")
+            depth, _, source = rest.partition("+")
+            row = study.measured(llm, study.drafting(int(depth), draft=shape, merge=source))
+            if not source and shape == "chain" and alpha is None:
+                alpha = acceptance_of(row["tokens_per_pass"], int(depth))
+            known = alpha is not None and not source and shape.startswith(("chain", "sequoia"))
+            expected = expected_of(shape, int(depth), alpha or 0.0) if known else None
+            rows.append({"draft": name, **row, "expected": expected})
+    chains = [row for row in rows if row["draft"].startswith("chain@") and "+" not in row["draft"]]
+    best = max((row["tokens_per_pass"] for row in chains), default=None)
+    return [row | {"over_best_chain": best and row["tokens_per_pass"] / best} for row in rows]
+
+
+def layers(study: Continued) -> list[Row]:
+    """Layers in groups or left out.
+
+    EasySpec, figure 4 and table 4, and Draft & Verify; in place. `likeness` is the cosine of the last hidden
+    states to the exact ones. `own devices ms` is a prediction: what is left of a drafted token's time where
+    the attention blocks of a group run side by side, from the measured time of one.
+    """
+    alike = _likeness(study)
+    rows: list[Row] = []
+    plans = [(name, flag, "chain", 8) for name in LAYERS for flag in (True, False)[: 1 + ("groups" in name)]]
+    plans += [("groups:3", flag, tree, 5) for tree in GROWN for flag in (True, False)]
+    with study.llm(linked=False) as llm:
+        for name, calibrate, draft, depth in plans:
+            say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
+            found = study.measured(llm, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft))
+            row: Row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
+            row |= {key: found[key] for key in ("tokens_per_pass", "accepted")} | {"likeness": alike[name]}
+            rows.append(row | {"draft_token_ms": found["draft_ms_per_pass"] / found["proposed_per_pass"]})
+    by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
+    attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
+    for row, (name, _, draft, depth) in zip(rows, plans, strict=True):
+        plan = LayerPlan.parse(name, study.models.target.config.num_hidden_layers)
+        spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
+        width = DraftShape.parse(draft).deep(depth).per_pass  # tokens that a pass drafts
+        row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width
+    return rows
+
+
+@torch.inference_mode()
+def _likeness(study: Continued) -> dict[str, float]:
+    """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
+    context, found = study.sizes.context, dict[str, Tensor]()
+    read, probed = study.tokens[:context], study.tokens[context : context + PROBED]
+    with study.session("likeness of orders of layers", read, PROBED, "retrieval") as session:
+        session.prefill()
+        for name in LAYERS:
+            recompose(session, load_config("retrieval", study.drafting(PROBED, layers=name)))
+            drafter = session.verifier.drafter
+            assert isinstance(drafter, ModelDrafter)
+            hidden = passed(drafter.verifier, probed, PROBED, hidden=True).hidden
+            assert hidden is not None
+            found[name] = hidden.float()
+    cosine = torch.cosine_similarity
+    return {name: float(cosine(one, found["all"], dim=-1).mean()) for name, one in found.items()}
+
+
+def batch(study: Continued) -> list[Row]:
+    """Several texts at once.
+
+    TriForce, table 4; in place, tokens a second together and in turn.
+    """
+    models, tokens, sizes = study.models, study.tokens, study.sizes
+    count, length = sizes.batch, sizes.batch_context
+    step = max(1, (len(tokens) - length) // count)
+    prompts = [tokens[at * step : at * step + length] for at in range(count)]
+    params = SamplingParams(max_tokens=sizes.new_tokens, seed=0, ignore_eos=True)
+    rows = []
+    for config in BATCH:
+        say(f"batch of {count}, {config}")
+        with LLM.from_models(models.target, None, models.tokenizer, config) as llm:
+            turns = []
+            for _ in range(3):
+                alone = [llm.generate(prompt, params) for prompt in prompts]
+                together = llm.generate(prompts, params)
+                assert [one.tokens for one in alone] == [one.tokens for one in together]
+                made = 1e3 * sum(len(one.tokens) for one in alone)
+                turn_ms = sum(one.timings.predicted_ms for one in alone)
+                # Members of a batch end together but for the last rounds.
+                turns.append((made / turn_ms, made / max(one.timings.predicted_ms for one in together)))
+        row = {"config": config, "prompts": count, "context": length}
+        row |= {"in_turn_tokens_per_s": median(one for one, _ in turns)}
+        row |= {"batch_tokens_per_s": median(one for _, one in turns)}
+        rows.append(row | {"ratio": median(batch / alone for alone, batch in turns)})
+    return rows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much `paper` measures; the last four are those of `model_card.Sizes`."""
+
+    context: int = size(16384, "tokens of the prompt", inputs.count(256))
+    rate: float = size(2.0, "of the link", inputs.number(0.01), metavar="GB/s")
+    seeds: int = size(12, "texts of each row", inputs.count(1))
+    temperature: float = size(0.6, "of sampling", inputs.number(), metavar="T")
+    new_tokens: int = size(192, "of each text", inputs.count(8), "-n")
+    batch: int = size(4, "prompts at once", inputs.count(2))
+    batch_context: int = size(8192, "tokens of each of them", inputs.count(64))
+    shapes: tuple[str, ...] = size(SHAPES, "of drafts", inputs.names(SHAPES), metavar="A,B")
+    positions: int = 192
+    divisors: tuple[int, ...] = (1,)
+    shares: tuple[int, ...] = (BUDGET_SHARE,)
+    caches: tuple[str, ...] = tuple(CACHES)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that are no sizes."""
+    texts.add_arguments(parser, draft=True)
+    parser.add_argument("--datastore", type=Path, metavar="FILE", help="of other texts, for REST")
+
+
+VARIANT, SPEEDS = ("variant",), ("over_plain", "paper")
+PARTS = {
+    "policies": Part(small_caches, ("cache",), ("books", "needles")),
+    "temperatures": Part(temperatures, VARIANT, SPEEDS),
+    "gammas": Part(gammas, VARIANT, SPEEDS),
+    "lengths": Part(lengths),
+    "budgets": Part(budgets, VARIANT, ("tokens_per_pass",)),
+    "sources": Part(sources, VARIANT, ("tokens_per_pass", "over_plain")),
+    "shapes": Part(shapes, ("draft",), ("tokens_per_pass", "expected")),
+    "layers": Part(layers),
+    "batch": Part(batch),
+    "ceiling": Part(ceilings, ("context",), ("ceiling", "expected", "measured")),
+}
+PAPER = Study(
+    name="paper",
+    about="the papers' tables and figures",
+    note="""Drafting is sampled, over a paced link that KV lies behind unless in place; `over plain` is how
+    many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
+    over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
+    sizes=Sizes(),
+    quick=Sizes(context=4096, seeds=2, new_tokens=48, batch_context=2048, positions=48),
+    add_arguments=add_arguments,
+    opened=Continued.opened,
+    parts=PARTS,
+)
