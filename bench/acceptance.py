@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -151,7 +152,7 @@ def acceptance(session: Session, tokens: Sequence[int], kind: str, budget: int) 
     Their count is a multiple of `ROUND`.
     """
     cache = small_cache(session, kind, budget)
-    full, small = session.verifier, session.verifier.over(cache)
+    full, small = session.verifier, replace(session.verifier, cache=cache)
     probs = Sampler(temperature=1.0).probs
     found = []
     for at in range(0, len(tokens), ROUND):

@@ -333,7 +333,7 @@ def _likeness(study: Continued) -> dict[str, float]:
             recompose(session, load_config("retrieval", study.drafting(PROBED, layers=name)))
             drafter = session.verifier.drafter
             assert isinstance(drafter, ModelDrafter)
-            hidden = passed(drafter.verifier, probed, PROBED, hidden=True).hidden
+            hidden = passed(drafter, probed, PROBED, hidden=True).hidden
             assert hidden is not None
             found[name] = hidden.float()
     cosine = torch.cosine_similarity
