@@ -85,11 +85,11 @@ class ExactTopKCache(BoundedCache):
         self.entries = min(self.budget, self.verified_length)
         for layer in range(source.layout.layers):
             views = source.sequence.views(layer, 0, self.verified_length)
-            keys = torch.cat([head_major(keys) for keys, _ in views], dim=1)
+            keys, values = (torch.cat([*map(head_major, side)], dim=1) for side in zip(*views, strict=True))
             queries = fold(verified.queries[layer], source.layout.kv_heads)
             chosen = exact_top_k(queries, keys.to(queries.device), self.entries, source.scale)
-            found = source.engine.gather_chunks(layer, chosen, 1)
-            self.keys[layer, :, : self.entries], self.values[layer, :, : self.entries] = found
+            for side, memory in ((keys, self.keys), (values, self.values)):
+                memory[layer, :, : self.entries] = side.take_along_dim(chosen.to(side.device)[..., None], 1)
 
     def _victims(self, count: int) -> list[int]:
         raise NotImplementedError("chosen anew for every pass")
