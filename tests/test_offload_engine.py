@@ -285,17 +285,6 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     assert result.transfer.bytes_to_host == prompt + committed * layout.token_bytes
 
 
-def test_the_prefill_crosses_the_link_once(target: PreTrainedModel) -> None:
-    overrides = engine_overrides(resident_tokens=32)
-    with LLM.from_models(target, config="plain", overrides=overrides, link=PacedLink(1e9)) as llm:
-        stream = llm.stream(PROMPT, PARAMS)
-        (session,) = llm._engine._sessions
-        counters, layout = session.engine.counters, llm._engine.store.layout
-        assert counters.bytes_to_host == layout.reserved_bytes(len(PROMPT) - 1)
-        assert counters.bytes_to_device == (len(PROMPT) - 1) % layout.page_size * layout.token_bytes
-        stream.close()
-
-
 def test_drafting_ahead_that_always_guesses_right_is_paced_too(
     target: PreTrainedModel, plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
