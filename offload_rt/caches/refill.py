@@ -29,7 +29,6 @@ class Extent:
 
     length: int
     recent_start: int
-    chunks: int  # chosen ones, without the first
     chosen_end: int
     pages: int
     rest: int  # tokens

@@ -95,17 +95,16 @@ class RetrievedCache(BoundedCache):
 
     def _extent(self, length: int) -> Extent:
         if length <= self.budget:
-            return Extent(length, recent_start=0, chunks=0, chosen_end=0, pages=0, rest=0)
+            return Extent(length, recent_start=0, chosen_end=0, pages=0, rest=0)
         chunk, page = self.chunk, self._layout.page_size
         # What follows the last whole page has no mean yet, and no pass has weighed it.
         recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
         recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
-        chunks = (self.budget - chunk - (length - recent_start)) // chunk
-        chosen_end = chunk * (1 + chunks)
+        chosen_end = (self.budget - (length - recent_start)) // chunk * chunk
         pages = min(self.buffer.room, recent_start // page)
         rest = max(0, pages * page - chosen_end)
-        return Extent(length, recent_start, chunks, chosen_end, pages if rest else 0, rest)
+        return Extent(length, recent_start, chosen_end, pages if rest else 0, rest)
 
     def _best_chunks(self, extent: Extent, scores: Scores, layer: int) -> Tensor:
         """The layer's chunks on the host `[kv_heads, 1 + chunks]`, the first one first.
@@ -115,7 +114,7 @@ class RetrievedCache(BoundedCache):
         if not extent.chosen_end:
             return torch.empty(self._layout.kv_heads, 0, dtype=torch.long)
         candidates = expecting(scores(layer)[:, : extent.recent_start // self.chunk])
-        best = retrieval(candidates, extent.chunks)
+        best = retrieval(candidates, extent.chosen_end // self.chunk - 1)
         return torch.cat([best.new_zeros(len(best), 1), best], dim=1)
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
