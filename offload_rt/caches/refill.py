@@ -46,8 +46,8 @@ class RetrievedRefill:
 
     Args:
         chunk: tokens of a chunk.
-        choose: chunks of a layer `[kv_heads, 1 + chunks]`, in the order of their entries; called there.
-        choices: page-locked memory for the chosen chunks of a pass, `[layers, 3 * all]` int64.
+        choose: chunks of a layer, called there: rising numbers; and `[3, n]` on the host, these, their heads,
+            and their places there.
 
     Attributes:
         extent: how the entries lie in `buffer`.
@@ -58,21 +58,18 @@ class RetrievedRefill:
         source: FullCache,
         chunk: int,
         extent: Extent,
-        choose: Callable[[int], Tensor],
+        choose: Callable[[int], tuple[list[int], Tensor]],
         buffer: KVBuffer,
-        choices: Tensor | None = None,
     ) -> None:
         self.extent = extent
         self.buffer = buffer
         self._source = source
         self._chunk = chunk
-        self._best_chunks = choose
-        self._choices = choices
         self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
-        self._chosen = [self._choosing.submit(self._choose, layer) for layer in range(source.layout.layers)]
+        self._chosen = [self._choosing.submit(choose, layer) for layer in range(source.layout.layers)]
         self._choosing.shutdown(wait=False)  # it ends with the last layer
         self._layer = -1
-        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # see `_choose`
+        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # as chosen
         self._numbers: list[int] = []
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
         self._under_way: deque[tuple[int, _Places, Sent]] = deque()
@@ -88,15 +85,6 @@ class RetrievedRefill:
 
     def close(self) -> None:
         self._choosing.shutdown(wait=True, cancel_futures=True)
-
-    @torch.inference_mode()  # each thread has its own mode
-    def _choose(self, layer: int) -> Tensor:
-        """Chosen chunks `[3, n]` in host memory: rising numbers, their heads, their places there."""
-        chunks = self._best_chunks(layer)
-        numbers, order = chunks.flatten().sort(stable=True)
-        places = chunks.shape[1]
-        out = None if self._choices is None else self._choices[layer, : 3 * len(numbers)].view(3, -1)
-        return torch.stack([numbers, order // places, order % places], out=out)
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
@@ -133,9 +121,7 @@ class RetrievedRefill:
         # Two layers' are on their way at most: the pass waits for none, and they take little memory.
         self._put_sent(layer - 1)
         self._layer = layer
-        # As chosen: on the host, and on the device.
-        self._chunks = self._chosen[layer].result()
-        self._numbers = self._chunks[0].tolist()
+        self._numbers, self._chunks = self._chosen[layer].result()
         self._there = self._chunks.to(self.buffer.keys.device, non_blocking=True)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:

@@ -106,16 +106,20 @@ class RetrievedCache(BoundedCache):
         rest = max(0, pages * page - chosen_end)
         return Extent(length, recent_start, chosen_end, pages if rest else 0, rest)
 
-    def _best_chunks(self, extent: Extent, scores: Scores, layer: int) -> Tensor:
-        """The layer's chunks on the host `[kv_heads, 1 + chunks]`, the first one first.
-
-        None of a text that the recent window holds.
-        """
+    @torch.inference_mode()  # each thread has its own mode
+    def _best_chunks(
+        self, extent: Extent, scores: Scores, choices: Tensor | None, layer: int
+    ) -> tuple[list[int], Tensor]:
+        """A layer's chunks, as `RetrievedRefill` takes them; none of a text that the recent window holds."""
         if not extent.chosen_end:
-            return torch.empty(self._layout.kv_heads, 0, dtype=torch.long)
+            return [], torch.empty(3, 0, dtype=torch.long)
         candidates = expecting(scores(layer)[:, : extent.recent_start // self.chunk])
         best = retrieval(candidates, extent.chosen_end // self.chunk - 1)
-        return torch.cat([best.new_zeros(len(best), 1), best], dim=1)
+        chunks = torch.cat([best.new_zeros(len(best), 1), best], dim=1)  # the first one stays the first
+        numbers, order = chunks.flatten().sort(stable=True)
+        places = chunks.shape[1]
+        out = None if choices is None else choices[layer, : 3 * len(numbers)].view(3, -1)
+        return numbers.tolist(), torch.stack([numbers, order // places, order % places], out=out)
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
         """Sends the buffer the means of pages that it lacks."""
@@ -132,13 +136,17 @@ class RetrievedCache(BoundedCache):
     def _chosen_anew(
         self, length: int, queries: Tensor, buffer: KVBuffer, choices: Tensor | None = None
     ) -> RetrievedRefill:
-        """The entries of a text of `length` tokens, for a buffer, which takes its means of pages now."""
+        """The entries of a text of `length` tokens, for a buffer, which takes its means of pages now.
+
+        Args:
+            choices: page-locked memory for the chosen chunks, `[layers, 3 * all]` int64.
+        """
         source = self._source
         source.engine.flush()  # tokens are summarised when they have arrived
         extent, scores = self._extent(length), self._selection.asked(queries)
         self._take_pages(buffer, extent)
-        choose = partial(self._best_chunks, extent, scores)
-        return RetrievedRefill(source, self.chunk, extent, choose, buffer, choices)
+        choose = partial(self._best_chunks, extent, scores, choices)
+        return RetrievedRefill(source, self.chunk, extent, choose, buffer)
 
     def _turn_to(self, extent: Extent) -> None:
         """The entries are those of `extent`, chosen anew."""
