@@ -72,10 +72,12 @@ class ExactTopKCache:
         full, length = self._full, self.verified_length
         runs = full.sequence.views(layer, 0, length)
         if layer >= self._whole:
-            stored = torch.cat([head_major(run) for run, _ in runs], dim=1).to(full.device)
-            chosen = exact_top_k(fold(queries, len(keys)), stored, min(self._budget, length), scale)
-            found = full.engine.gather_chunks(layer, chosen, 1)
-            runs = [(found[0][None], found[1][None])]
+            stored = [
+                torch.cat([*map(head_major, side)], dim=1).to(full.device) for side in zip(*runs, strict=True)
+            ]
+            chosen = exact_top_k(fold(queries, len(keys)), stored[0], min(self._budget, length), scale)
+            k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
+            runs = [(k, v)]
         parts = [attend(full.backend, queries, k.to(full.device), v.to(full.device), scale) for k, v in runs]
         mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
         return merge([*parts, attend(full.backend, queries, keys, values, scale, mask)])[0]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cpu_kv.chunks import ChunkMeans
-from cpu_kv.gathering import gather_units
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
 from cpu_kv.pinned import SlabAllocator, pieces
 
@@ -271,21 +270,6 @@ class SequenceKV:
             memory = self._store._memory(run.slab, layer)
             found += _locked_pieces(memory, first, last)
         return found
-
-    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int, out: Tensor) -> None:
-        """Copy the full chunks ``chunks`` ``[kv_heads, m]``, in any order, to ``out`` on the CPU.
-
-        Chunk ``c`` is the tokens from ``c * chunk_size`` on, a part of a page. ``out``: K and V
-        ``[2, kv_heads, m * chunk_size, head_dim]``. Raises ValueError for a chunk that is not full, for one
-        that may cross pages, and for tensors of the wrong shape, dtype or device.
-        """
-        self._check(layer)
-        sources = [
-            (self._store._memory(run.slab, layer), run.first, run.start)
-            for run in self._runs
-            if run.start * self.layout.page_size < self._lengths[layer]
-        ]
-        gather_units(self.layout, sources, self._lengths[layer], chunks, chunk_size, out)
 
     def close(self) -> None:
         """Give all pages back to the store. Idempotent."""

@@ -1,4 +1,4 @@
-"""Moves KV between a sequence and the compute: streams layers ahead of use, writes back, gathers."""
+"""Moves KV between a sequence and the compute: streams layers ahead of use, writes back, reads."""
 
 from __future__ import annotations
 
@@ -191,12 +191,6 @@ class TransferEngine:
         """
         while self._writes:
             self._finish_oldest_write()
-
-    def gather_chunks(self, layer: int, chunks: Tensor, chunk_size: int) -> KeysValues:
-        """``SequenceKV.gather_chunks``, as ``fetch``; ``chunks`` may be on any device."""
-        layout = self.sequence.layout
-        shape = (2, layout.kv_heads, chunks.shape[1] * chunk_size, layout.head_dim)
-        return self.fetch(shape, partial(self.sequence.gather_chunks, layer, chunks.cpu(), chunk_size))
 
     def read(self, start: int, end: int) -> KeysValues:
         """The tokens ``start`` .. ``end``, ``[layers, kv_heads, end - start, head_dim]``, as ``fetch``."""

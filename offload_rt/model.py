@@ -229,7 +229,12 @@ class CausalModel:
             start += part.new.count
             rows += range(start - part.rows, start)
         hidden = self.compute(together if alone is None else alone, ids, positions, plan, rows)
-        return self._outputs(parts, hidden, together.errors)
+        counts = [part.rows for part in parts]
+        split = self.logits(hidden).split(counts), hidden[0].split(counts), together.errors
+        return [
+            Output(logits, states if part.hidden else None, error)
+            for part, logits, states, error in zip(parts, *split, strict=True)
+        ]
 
     def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
         """Passes of so many new tokens over `cache`, which is empty yet, will recur in a text to come."""
@@ -249,15 +254,6 @@ class CausalModel:
         if rows[-1] - rows[0] == len(rows) - 1:
             return hidden[:, rows[0] : rows[-1] + 1]
         return hidden[:, to_device(rows, self.device)]
-
-    def _outputs(
-        self, parts: Sequence[Part], hidden: Tensor, errors: Sequence[Exception | None]
-    ) -> list[Output]:
-        counts = [part.rows for part in parts]
-        split = zip(parts, self.logits(hidden).split(counts), hidden[0].split(counts), errors, strict=True)
-        return [
-            Output(logits, states if part.hidden else None, error) for part, logits, states, error in split
-        ]
 
     @torch.inference_mode()
     def raise_nan(self, part: Part) -> NoReturn:

@@ -393,7 +393,3 @@ def test_idle_threads_sleep_where_there_is_a_gpu(tmp_path: Path, monkeypatch: py
             monkeypatch.setenv(WAIT_POLICY, given)
         wait_passively(str(driver))
         assert os.environ.get(WAIT_POLICY) == expected
-
-
-def test_the_backend_for_a_cpu() -> None:
-    assert isinstance(choose_backend(CPU), TorchCpuBackend)  # or the native one, which is one of these

@@ -653,48 +653,6 @@ def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFul
             )
 
 
-@pytest.mark.parametrize("length", range(40, 49))
-def test_nothing_behind_the_last_whole_page_is_left_out(length: int) -> None:
-    """No mean stands for it and no pass has weighed it: it is held, however short the recent window is."""
-    source, full = Source(3), PlainFull()
-    with full_cache(CpuLink(), 2, chunk=2) as cache:
-        read_prompt(cache, full, source.tokens(length))
-        retrieved = retrieved_cache(cache, (16, 2, 2), "every", 0.8, room=10)
-        cache.derived.append(retrieved)
-        cache.build_derived()
-        tail = full.values[:, :, length // LAYOUT.page_size * LAYOUT.page_size :]
-        entries = retrieved.values[:, :, : retrieved.entries]
-        assert (tail[:, :, :, None] == entries[:, :, None]).all(-1).any(-1).all()
-        assert retrieved.rest > 0
-
-
-TREE = [-1, -1, 0, 0, 1, 2, 5]
-
-
-@pytest.mark.parametrize(("accepted", "left"), [(1, TREE), (2, [-1, -1, 0, 2]), (3, [-1, 0]), (5, [])])
-def test_what_descends_from_verified_tokens_stays(accepted: int, left: list[int]) -> None:
-    """The text's last token, and a tree below it that was drafted before they were verified."""
-    source = Source(2)
-    tree = Forest(source.tokens(1), [-1]).with_new(source.tokens(len(TREE)), [1 + p for p in TREE])
-    with full_cache(CpuLink(), 2, chunk=2) as cache:
-        full = PlainFull()
-        read_prompt(cache, full, source.tokens(20))
-        streaming = streaming_cache(2, 7, cache)
-        cache.derived.append(streaming)
-        cache.build_derived()
-        run(streaming, tree, len(tree))
-        streaming.commit(range(len(tree)))
-        line = tree.line(len(tree) - 1)[:accepted]
-        run(cache, tree.only(line), len(line))
-        cache.commit(range(len(line)))
-        full.append([tree.tokens[node] for node in line])
-        assert streaming.held.parents == left
-        window = PlainStreaming(2, 7)
-        window.verified = list(full.tokens)
-        probe = tree.after(full.tokens[20:]).with_new(source.tokens(1), [len(left) - 1])
-        check(run(streaming, probe, 1), window.attention(probe, 1))
-
-
 @pytest.mark.parametrize(
     ("policy", "accepted", "refreshed"),
     [

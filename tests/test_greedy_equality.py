@@ -10,7 +10,7 @@ import pytest
 import torch
 from enumeration import random_head
 from small_engine import CONFIGS
-from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
+from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
@@ -79,13 +79,6 @@ def overrides(number: int) -> dict[str, object]:
         "store.slab_tokens": 256,
         "store.segment_tokens": 256,
     }
-
-
-def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
 
 
 def is_tie(model: PreTrainedModel, text: list[int]) -> bool:

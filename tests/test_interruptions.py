@@ -226,7 +226,7 @@ def test_a_text_given_up_while_chunks_are_chosen(
     """The thread that chooses for the next layer is waited for; `no_thread_is_left` looks for it."""
     choosing, choose = threading.Event(), RetrievedCache._best_chunks
 
-    def slow(cache: RetrievedCache, *arguments: Any) -> torch.Tensor:
+    def slow(cache: RetrievedCache, *arguments: Any) -> Any:
         if threading.current_thread().name.startswith("offload_rt-choosing") and arguments[-1]:
             choosing.set()
             time.sleep(0.3)

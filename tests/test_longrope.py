@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import LONGROPE_BORDER, byte_ids, noisy_copy, tiny_target
-from transformers import PreTrainedModel
+from tiny_models import LONGROPE_BORDER, byte_ids, noisy_copy, tiny_target, transformers_greedy
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
@@ -16,19 +15,11 @@ PARAMS = SamplingParams(max_tokens=NEW)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 
 
-def transformers_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
 @pytest.mark.parametrize("length", [LONGROPE_BORDER - NEW, LONGROPE_BORDER + 1])
 def test_up_to_the_border_and_from_there_on(length: int) -> None:
     target = tiny_target("phi3")
     prompt = byte_ids(length)
-    expected = transformers_greedy(target, prompt)
+    expected = transformers_greedy(target, prompt, NEW)
     with LLM.from_models(target, noisy_copy(target), overrides=SMALL | {"prefill.chunk": 500}) as llm:
         assert llm.generate(prompt, PARAMS).tokens == expected
 
@@ -47,7 +38,7 @@ def test_a_text_that_would_cross_the_border_is_refused(length: int) -> None:
 def test_a_batch_has_texts_of_both_sides() -> None:
     target = tiny_target("phi3")
     prompts = [byte_ids(length) for length in (50, LONGROPE_BORDER + 40, 90, LONGROPE_BORDER + 7)]
-    expected = [transformers_greedy(target, prompt) for prompt in prompts]
+    expected = [transformers_greedy(target, prompt, NEW) for prompt in prompts]
     with LLM.from_models(target, noisy_copy(target), overrides=SMALL) as llm:
         assert [result.tokens for result in llm.generate(prompts, PARAMS)] == expected
 

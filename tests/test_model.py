@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_draft, tiny_target
-from torch import Tensor
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DogeConfig,
-    DogeForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaModel,
-    MambaConfig,
-    MambaForCausalLM,
-    NanoChatConfig,
-    NanoChatForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    PreTrainedModel,
-    StableLmConfig,
-    StableLmForCausalLM,
+from tiny_models import (
+    ARCHITECTURES,
+    byte_ids,
+    noisy_copy,
+    random_model,
+    tiny_draft,
+    tiny_target,
+    transformers_greedy,
 )
+from torch import Tensor
+from transformers import LlamaModel, PreTrainedModel
 
 from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
@@ -50,7 +34,7 @@ SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 
 
-def other(config_class: type[Any], model_class: type[Any], **settings: Any) -> PreTrainedModel:
+def other(model_type: str, **settings: Any) -> PreTrainedModel:
     """A tiny model of an architecture that is not in `ARCHITECTURES`."""
     sizes = {
         "vocab_size": 256,
@@ -62,22 +46,7 @@ def other(config_class: type[Any], model_class: type[Any], **settings: Any) -> P
         "head_dim": 16,
         "pad_token_id": None,
     }
-    torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config_class(**sizes | settings))
-    return model.float().eval()
-
-
-def sliding_mistral() -> PreTrainedModel:
-    return tiny_target("mistral", sliding_window=128)
-
-
-def partly_sliding_qwen() -> PreTrainedModel:
-    return tiny_target("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1)
-
-
-def dynamic_llama() -> PreTrainedModel:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    return tiny_target("llama", rope_parameters=rope)
+    return random_model(model_type, **sizes | settings)
 
 
 class ScaledLlamaModel(LlamaModel):
@@ -95,10 +64,6 @@ def scaled_embeddings() -> PreTrainedModel:
     return model
 
 
-def gemma() -> PreTrainedModel:
-    return other(GemmaConfig, GemmaForCausalLM, eos_token_id=None, bos_token_id=None, initializer_range=0.3)
-
-
 def other_granite() -> PreTrainedModel:
     """One whose config no longer says what its modules do."""
     model = tiny_target("granite")
@@ -106,82 +71,63 @@ def other_granite() -> PreTrainedModel:
     return model
 
 
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=2)).eval()
+SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+FULL = {"layer_types": 2 * ["full_attention"]}
+DEEPSEEK = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 8,
+    "v_head_dim": 16,
+    "max_position_embeddings": 512,
+    "first_k_dense_replace": 2,
+}
+MORE = "is not supported: it does more than plain full attention"
+NO_KEYWORDS = "is not supported: its layers do not pass keyword arguments on"
+ATTENTION = "is not supported: its attention has"
+
+REFUSED = {
+    "mistral": (
+        partial(tiny_target, "mistral", sliding_window=128),
+        "MistralForCausalLM .*sliding window of 128",
+    ),
+    "qwen2": (partial(tiny_target, "qwen2", **SLIDING), "Qwen2ForCausalLM .*sliding_attention"),
+    "dynamic": (partial(tiny_target, "llama", rope_parameters=DYNAMIC), r"LlamaForCausalLM .*\(dynamic\)"),
+    "scaled": (scaled_embeddings, f"LlamaForCausalLM {MORE}"),
+    "granite": (other_granite, f"GraniteForCausalLM {MORE}"),
+    "nanochat": (partial(other, "nanochat"), f"NanoChatForCausalLM {MORE}"),
+    "gpt2": (partial(other, "gpt2"), "GPT2LMHeadModel is not supported: it has no model.embed_tokens"),
+    "phi": (partial(other, "phi"), "PhiForCausalLM is not supported: it has no model.norm$"),
+    "mamba": (
+        partial(other, "mamba"),
+        "MambaForCausalLM .*layers of type linear_attention|MambaForCausalLM .*it has no model",
+    ),
+    "gemma2": (partial(other, "gemma2"), "Gemma2ForCausalLM has layers of type sliding_attention"),
+    "full gemma2": (
+        partial(other, "gemma2", **FULL),
+        rf"Gemma2ForCausalLM {ATTENTION} capped scores \(softcap\)$",
+    ),
+    "gpt_oss": (
+        partial(other, "gpt_oss", num_local_experts=2, **FULL),
+        rf"GptOssForCausalLM {ATTENTION} learned sinks \(s_aux\)$",
+    ),
+    "doge": (partial(other, "doge"), f"DogeForCausalLM {ATTENTION} a mask of its own$"),
+    "nemotron": (partial(other, "nemotron"), f"NemotronForCausalLM {NO_KEYWORDS}"),
+    "stablelm": (partial(other, "stablelm"), f"StableLmForCausalLM {NO_KEYWORDS}"),
+    "deepseek": (
+        partial(other, "deepseek_v3", **DEEPSEEK),
+        "DeepseekV3ForCausalLM .*2 heads of keys 24 wide and values 16 wide.* 2 heads of 8$",
+    ),
+}
 
 
-def mamba() -> PreTrainedModel:
-    return MambaForCausalLM(MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=1)).eval()
-
-
-def phi2() -> PreTrainedModel:
-    return other(PhiConfig, PhiForCausalLM)
-
-
-def gemma2() -> PreTrainedModel:
-    return other(Gemma2Config, Gemma2ForCausalLM)
-
-
-def full_gemma2() -> PreTrainedModel:
-    return other(Gemma2Config, Gemma2ForCausalLM, layer_types=2 * ["full_attention"])
-
-
-def gpt_oss() -> PreTrainedModel:
-    return other(GptOssConfig, GptOssForCausalLM, num_local_experts=2, layer_types=2 * ["full_attention"])
-
-
-def nemotron() -> PreTrainedModel:
-    return other(NemotronConfig, NemotronForCausalLM)
-
-
-def stablelm() -> PreTrainedModel:
-    return other(StableLmConfig, StableLmForCausalLM)
-
-
-def nanochat() -> PreTrainedModel:
-    return other(NanoChatConfig, NanoChatForCausalLM)
-
-
-def doge() -> PreTrainedModel:
-    return other(DogeConfig, DogeForCausalLM)
-
-
-def deepseek() -> PreTrainedModel:
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    return other(
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        head_dim=8,
-        v_head_dim=16,
-        max_position_embeddings=512,
-        first_k_dense_replace=2,
-        **sizes,
-        **experts,
-    )
-
-
-REFUSED = [
-    (sliding_mistral, r"MistralForCausalLM .*sliding window of 128"),
-    (partly_sliding_qwen, r"Qwen2ForCausalLM .*sliding_attention"),
-    (dynamic_llama, r"LlamaForCausalLM .*\(dynamic\)"),
-    (scaled_embeddings, r"LlamaForCausalLM is not supported: it does more than plain full attention"),
-    (other_granite, r"GraniteForCausalLM is not supported: it does more than plain full attention"),
-    (nanochat, r"NanoChatForCausalLM is not supported: it does more than plain full attention"),
-    (gpt2, r"GPT2LMHeadModel is not supported: it has no model.embed_tokens"),
-    (phi2, r"PhiForCausalLM is not supported: it has no model.norm$"),
-    (mamba, r"MambaForCausalLM .*layers of type linear_attention|MambaForCausalLM .*it has no model"),
-    (gemma2, r"Gemma2ForCausalLM has layers of type sliding_attention"),
-    (full_gemma2, r"Gemma2ForCausalLM is not supported: its attention has capped scores \(softcap\)$"),
-    (gpt_oss, r"GptOssForCausalLM is not supported: its attention has learned sinks \(s_aux\)$"),
-    (doge, r"DogeForCausalLM is not supported: its attention has a mask of its own$"),
-    (nemotron, r"NemotronForCausalLM is not supported: its layers do not pass keyword arguments on"),
-    (stablelm, r"StableLmForCausalLM is not supported: its layers do not pass keyword arguments on"),
-    (deepseek, r"DeepseekV3ForCausalLM .*2 heads of keys 24 wide and values 16 wide.* 2 heads of 8$"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[make.__name__ for make, _ in REFUSED])
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_by_name_and_left_as_found(make: Any, message: str) -> None:
     model = make().train()
     given = model.config._attn_implementation
@@ -200,17 +146,15 @@ def test_taken(arch: str, dtype: torch.dtype) -> None:
 
 def test_the_check_decides_and_not_a_list_of_names() -> None:
     """Gemma's scaled embeddings fit where they are a module of their own, and are refused where not."""
-    model = gemma()
-    ids = torch.tensor([byte_ids(30)])
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    model = other("gemma", eos_token_id=None, bos_token_id=None, initializer_range=0.3)
+    expected = transformers_greedy(model, byte_ids(30), SHORT.max_tokens)
     try:
         llm = LLM.from_models(model, config="lookup")
     except UsageError as error:
         assert "GemmaForCausalLM is not supported" in str(error)
         return
     with llm:
-        assert llm.generate(byte_ids(30), SHORT).tokens == out[0, 30:].tolist()
+        assert llm.generate(byte_ids(30), SHORT).tokens == expected
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -220,15 +164,7 @@ def test_models_are_left_as_found(attention: str) -> None:
     target.train()
     for model in (target, draft):
         model.set_attn_implementation(attention)
-    ids = torch.tensor([byte_ids(20)])
-
-    def written(model: PreTrainedModel) -> list[int]:
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
-        tokens: list[int] = out[0].tolist()
-        return tokens
-
-    before = written(target), written(draft)
+    before = [transformers_greedy(model, byte_ids(20), 10) for model in (target, draft)]
     state = copy.deepcopy(target.state_dict())
     keys = set(vars(target)), set(vars(target.config))
     llm = LLM.from_models(target, draft, config="naive", overrides=SMALL)
@@ -239,7 +175,7 @@ def test_models_are_left_as_found(attention: str) -> None:
         assert model.config._attn_implementation == attention
     assert (set(vars(target)), set(vars(target.config))) == keys
     assert all(torch.equal(value, state[name]) for name, value in target.state_dict().items())
-    assert (written(target), written(draft)) == before
+    assert [transformers_greedy(model, byte_ids(20), 10) for model in (target, draft)] == before
 
 
 def test_models_are_left_as_found_where_no_llm_comes_of_them() -> None:
@@ -248,7 +184,7 @@ def test_models_are_left_as_found_where_no_llm_comes_of_them() -> None:
         LLM.from_models(target, tiny_draft(300), config="naive")
     assert target.training
     with pytest.raises(UsageError, match="sliding window"):
-        LLM.from_models(target, sliding_mistral(), config="naive")
+        LLM.from_models(target, tiny_target("mistral", sliding_window=128), config="naive")
     assert target.training
     with pytest.raises(UsageError, match="drafts with a small model"):
         LLM.from_models(target, None, config="naive")

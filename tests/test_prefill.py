@@ -147,13 +147,6 @@ def test_one_layer_is_on_the_device_at_a_time() -> None:
     assert layer_bytes <= min(seen[:-1]) and max(seen) <= most
 
 
-def test_a_model_that_needs_no_link_moves_nothing() -> None:
-    model = CausalModel(tiny_target("llama"), "tiny")
-    with empty_cache(model, CpuLink()) as cache:
-        prefill(model, cache, byte_ids(50), 16)
-        assert (cache.engine.counters.bytes_to_host, cache.engine.counters.copies) == (0, 0)
-
-
 def test_progress_reaches_its_end_and_never_goes_back() -> None:
     model = CausalModel(tiny_target("llama"), "tiny")
     seen: list[tuple[int, int]] = []

@@ -13,28 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 256
 MAX_POSITIONS = 8192
@@ -45,14 +24,13 @@ LONGROPE_BORDER = 2048
 
 ALL_FULL = {"layer_types": ["full_attention"]}  # of each layer, how many there may be
 
-Architecture = tuple[type[Any], type[Any], dict[str, Any]]
+GROUPED = {"num_key_value_heads": 2}
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama-gqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2}),
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-gqa": ("llama", GROUPED),
     "llama-yarn": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "llama",
         {
             "rope_parameters": {
                 "rope_type": "yarn",
@@ -63,10 +41,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "llama3": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "llama",
         {
-            "num_key_value_heads": 2,
+            **GROUPED,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 500_000.0,
@@ -77,25 +54,23 @@ ARCHITECTURES: dict[str, Architecture] = {
             },
         },
     ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 2}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_key_value_heads": 1}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen3": ("qwen3", {"num_key_value_heads": 1}),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": None}),
     "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
+        "granite",
         {
-            "num_key_value_heads": 2,
+            **GROUPED,
             "embedding_multiplier": 3.0,
             "logits_scaling": 2.0,
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.3,
         },
     ),
-    "cohere": (CohereConfig, CohereForCausalLM, {"num_key_value_heads": 2, "use_qk_norm": True}),
-    "cohere2": (Cohere2Config, Cohere2ForCausalLM, ALL_FULL),
+    "cohere": ("cohere", {**GROUPED, "use_qk_norm": True}),
+    "cohere2": ("cohere2", ALL_FULL),
     "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
+        "gemma3_text",
         {
             **ALL_FULL,
             "tie_word_embeddings": False,
@@ -105,10 +80,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "phi3": (
-        Phi3Config,
-        Phi3ForCausalLM,
+        "phi3",
         {
-            "num_key_value_heads": 2,
+            **GROUPED,
             "sliding_window": 4 * MAX_POSITIONS,  # as in the checkpoints for 128K: no text is as long
             "original_max_position_embeddings": LONGROPE_BORDER,
             "rope_parameters": {
@@ -122,6 +96,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
 }
+"""By a name: the type that transformers knows a model by, and settings of its config."""
+
+
+def random_model(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A float32 model of an architecture, in evaluation mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    return model.float().eval()
 
 
 def tiny_target(
@@ -139,7 +122,7 @@ def tiny_target(
     The nearest tokens say more than the far ones, as in real models. There is no end-of-text token unless
     `config` names one.
     """
-    config_class, model_class, settings = ARCHITECTURES[arch]
+    model_type, settings = ARCHITECTURES[arch]
     settings = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -159,13 +142,11 @@ def tiny_target(
     }
     if "layer_types" in settings:
         settings["layer_types"] *= layers
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model: PreTrainedModel = model_class(config_class(**settings))
+    model = random_model(model_type, seed, **settings)
     with torch.no_grad():
         for block in model.model.layers:
             block.self_attn.o_proj.weight *= 0.15
-    return model.float().eval()
+    return model
 
 
 def tiny_draft(vocabulary: int = VOCABULARY, *, seed: int = 1) -> PreTrainedModel:
@@ -182,6 +163,15 @@ def noisy_copy(model: PreTrainedModel, *, noise: float = 0.02, seed: int = 7) ->
             deviation = parameter.std() if parameter.numel() > 1 else torch.tensor(0.0)
             parameter += noise * deviation * torch.randn(parameter.shape, generator=generator)
     return draft
+
+
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """What transformers itself writes after `prompt`."""
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 @cache

@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.weighing import Weighed
-
-
-@dataclass(frozen=True)
-class WeighedPart:
-    """How some queries of a pass attended to the chunks of one segment (`weighing.Weighed`).
-
-    Attributes:
-        lse: `[heads, query]`, of the segment.
-        units: `[kv_heads, weighed_query, chunks]`, of each query one in all; or the sum over them,
-            `[kv_heads, 1, chunks]`.
-    """
-
-    lse: Tensor
-    units: Tensor
-
-    def mass(self, lse: Tensor) -> Tensor:
-        """By those queries together `[kv_heads, chunks]`, where `lse` is of all that they attended to."""
-        queries = lse.shape[1]
-        folded = (self.lse - lse).exp().reshape(len(self.units), -1)
-        weights = Weighed.of(queries).rows(folded)[:, None].float()
-        if self.units.shape[1] == 1:
-            weights = weights.mean(-1, keepdim=True)  # whose share was whose is not known any more
-        return (weights @ self.units)[:, 0]
+from offload_rt.weighing import attended_mass
 
 
 class AttendedChunks:
@@ -55,7 +30,7 @@ class AttendedChunks:
         # Once: it is read and written in several threads, on a GPU in streams of their own.
         chunks = pages * layout.page_size // chunk
         self.scores = torch.zeros(layout.layers, layout.kv_heads, chunks, device=device)
-        self._parts: list[tuple[int, WeighedPart]] = []
+        self._parts: list[tuple[int, Tensor, Tensor]] = []  # first token, lse, units
 
     def reset(self) -> None:
         """Forgets everything."""
@@ -67,8 +42,8 @@ class AttendedChunks:
         self._parts.clear()
 
     def add(self, start: int, lse: Tensor, units: Tensor) -> None:
-        """A segment of the layer under way, from token `start` on; see `WeighedPart`."""
-        self._parts.append((start, WeighedPart(lse, units)))
+        """A segment of the layer under way, from token `start` on; see `attended_mass`."""
+        self._parts.append((start, lse, units))
 
     def end_layer(self, layer: int, lse: Tensor) -> None:
         """Counts what was attended to of a layer.
@@ -77,7 +52,7 @@ class AttendedChunks:
             lse: `[heads, query]`, of all that its queries attended to.
         """
         scores = self.scores[layer].mul_(self.decay)
-        for start, part in self._parts:
+        for start, part_lse, units in self._parts:
             first = start // self.chunk
-            scores[:, first : first + part.units.shape[2]] += part.mass(lse)
+            scores[:, first : first + units.shape[2]] += attended_mass(units, part_lse, lse)
         self._parts.clear()

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cpu_kv import KeysValues
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
 from offload_rt.verification import Tokens
@@ -166,8 +167,8 @@ class Verified:
 class Refill(Protocol):
     """What a bounded cache takes from a pass of the full cache: no byte moves for it."""
 
-    def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
-        """The text's tokens from `start` on pass by, `[pages, kv_heads, tokens, head_dim]`.
+    def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
+        """The text's tokens from `start` on pass by, in runs `[pages, kv_heads, tokens, head_dim]`.
 
         No chunk lies across two pages.
 

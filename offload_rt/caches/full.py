@@ -166,10 +166,8 @@ class FullCache:
         return out, lse
 
     def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
-        for keys, values in runs:
-            for refill in self._refills:
-                refill.take(layer, start, keys, values, over_link=over_link)
-            start += len(keys) * keys.shape[2]
+        for refill in self._refills:
+            refill.take(layer, start, runs, over_link=over_link)
 
     def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from cpu_kv import KeysValues, KVLayout
 from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
-from offload_rt.caches.attended import WeighedPart
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import Arriving, to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
+from offload_rt.weighing import attended_mass
 
 
 @dataclass(frozen=True)
@@ -191,5 +191,5 @@ class CpuShare:
                 return [*merge([attend(self._backend, queries, *run, scale) for run in runs])]
             weighed = [attend_weighed(self._backend, queries, *run, scale, chunk) for run in runs]
             out, lse = merge([(out, lse) for out, lse, _ in weighed])
-            shares = [WeighedPart(part_lse, units).mass(lse) for _, part_lse, units in weighed]
+            shares = [attended_mass(units, part_lse, lse) for _, part_lse, units in weighed]
             return [out, lse, torch.cat(shares, dim=1)[:, None]]

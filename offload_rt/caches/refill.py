@@ -1,17 +1,18 @@
-"""How a retrieved cache is filled from a pass of the full one, as its entries pass by."""
+"""How a retrieved cache is filled: from a pass of the full one, as its entries pass by, or from the store."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpu_kv import Sent, part_of
+from cpu_kv import KeysValues, Sent, part_of
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.full import FullCache
 
@@ -28,7 +29,6 @@ class Extent:
 
     length: int
     recent_start: int
-    chunks: int  # chosen ones, without the first
     chosen_end: int
     pages: int
     rest: int  # tokens
@@ -39,15 +39,15 @@ class Extent:
 
 
 class RetrievedRefill:
-    """Entries chosen anew, taken from a pass of the full cache into buffers of their own.
+    """Entries chosen anew, taken into a buffer from a pass of the full cache, or from the store at once.
 
-    Which chunks are taken is said once a layer, by the same choice as when they are gathered, in a thread of
-    its own that is ahead of the pass. Nothing here waits for the device.
+    Which chunks are taken is said once a layer, in a thread of its own that is ahead of the pass, for which
+    nothing here waits for the device.
 
     Args:
         chunk: tokens of a chunk.
-        choose: chunks of a layer `[kv_heads, 1 + chunks]`, in the order of their entries; called there.
-        choices: host memory for the chosen chunks, `[layers, 3 * all]` int64.
+        choose: chunks of a layer, called there: rising numbers; and `[3, n]` on the host, these, their heads,
+            and their places there.
 
     Attributes:
         extent: how the entries lie in `buffer`.
@@ -58,21 +58,18 @@ class RetrievedRefill:
         source: FullCache,
         chunk: int,
         extent: Extent,
-        choose: Callable[[int], Tensor],
+        choose: Callable[[int], tuple[list[int], Tensor]],
         buffer: KVBuffer,
-        choices: Tensor,
     ) -> None:
         self.extent = extent
         self.buffer = buffer
         self._source = source
         self._chunk = chunk
-        self._best_chunks = choose
-        self._choices = choices
         self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
-        self._chosen = [self._choosing.submit(self._choose, layer) for layer in range(source.layout.layers)]
+        self._chosen = [self._choosing.submit(choose, layer) for layer in range(source.layout.layers)]
         self._choosing.shutdown(wait=False)  # it ends with the last layer
         self._layer = -1
-        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # see `_choose`
+        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # as chosen
         self._numbers: list[int] = []
         self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
         self._under_way: deque[tuple[int, _Places, Sent]] = deque()
@@ -89,15 +86,6 @@ class RetrievedRefill:
     def close(self) -> None:
         self._choosing.shutdown(wait=True, cancel_futures=True)
 
-    @torch.inference_mode()  # each thread has its own mode
-    def _choose(self, layer: int) -> Tensor:
-        """Chosen chunks `[3, n]` in page-locked memory: rising numbers, their heads, their places there."""
-        chunks = self._best_chunks(layer)
-        numbers, order = chunks.flatten().sort(stable=True)
-        places = chunks.shape[1]
-        out = self._choices[layer, : 3 * len(numbers)].view(3, -1)
-        return torch.stack([numbers, order // places, order % places], out=out)
-
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
         while self._under_way and self._under_way[0][0] < end:
@@ -113,19 +101,27 @@ class RetrievedRefill:
                 chosen = memory[layer, :, : self.extent.chosen_end]
                 chosen.unflatten(1, (-1, self._chunk))[places] = part
 
-    def take(self, layer: int, start: int, keys: Tensor, values: Tensor, *, over_link: bool = False) -> None:
+    def take_from_store(self) -> None:
+        """Takes every entry now, from where it lies. Raises CopyFailed and TransferStalled."""
+        sequence, over_link = self._source.sequence, not self._source.engine.link.in_place
+        with closing(self):
+            for layer in range(sequence.layout.layers):
+                self.take(layer, 0, sequence.views(layer, 0, self.extent.length), over_link=over_link)
+            self.finish()
+
+    def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
         if layer != self._layer:
             self._turn_to(layer)
-        self._take_chunks(layer, start, keys, values, over_link)
-        self._take_recent(layer, start, keys, values, over_link)
+        for keys, values in runs:
+            self._take_chunks(layer, start, keys, values, over_link)
+            self._take_recent(layer, start, keys, values, over_link)
+            start += len(keys) * keys.shape[2]
 
     def _turn_to(self, layer: int) -> None:
         # Two layers' are on their way at most: the pass waits for none, and they take little memory.
         self._put_sent(layer - 1)
         self._layer = layer
-        # As chosen: on the host, and on the device.
-        self._chunks = self._chosen[layer].result()
-        self._numbers = self._chunks[0].tolist()
+        self._numbers, self._chunks = self._chosen[layer].result()
         self._there = self._chunks.to(self.buffer.keys.device, non_blocking=True)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
@@ -138,11 +134,18 @@ class RetrievedRefill:
         # What lies in host memory is picked by what was chosen there: the device need not be asked.
         numbers, heads, _ = (self._chunks if over_link else self._there)[:, low:high]
         page, at = (numbers - first) // per_page, (numbers - first) % per_page
-        parts = (part[:, :, : per_page * chunk].unflatten(2, (per_page, chunk)) for part in (keys, values))
-        picked = [part[page, heads, at] for part in parts]
+        sides = [part[:, :, : per_page * chunk].unflatten(2, (per_page, chunk)) for part in (keys, values)]
         self._missing -= (high - low) * chunk
-        _, heads, places = self._there[:, low:high]
-        (self._send if over_link else self._put)(picked, layer, (heads, places))
+        _, *places = self._there[:, low:high]  # heads and chunks
+        if not over_link:
+            self._put([side[page, heads, at] for side in sides], layer, tuple(places))
+            return
+
+        def pick(packed: Tensor) -> None:
+            for side, out in zip(sides, packed, strict=True):
+                torch.ops.aten.index(side, [page, heads, at], out=out)  # `side[page, heads, at]`, in place
+
+        self._send((2, high - low, *sides[0].shape[3:]), pick, layer, tuple(places))
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         extent = self.extent
@@ -155,10 +158,13 @@ class RetrievedRefill:
         )
         parts = [part_of(part, first - start, last - start) for part in (keys, values)]
         self._missing -= (last - first) * keys.shape[1]
-        (self._send if over_link else self._put)(parts, layer, to)
+        if over_link:
+            self._send((2, *parts[0].shape), lambda packed: torch.stack(parts, out=packed), layer, to)
+        else:
+            self._put(parts, layer, to)
 
-    def _send(self, parts: list[Tensor], layer: int, places: _Places) -> None:
-        """Keys and values in host memory, to the entries at `places`. The pass does not wait for them."""
-        shape = (2, *parts[0].shape)
-        sent = self._source.engine.send(shape, lambda packed: torch.stack(parts, out=packed))
-        self._under_way.append((layer, places, sent))
+    def _send(
+        self, shape: Sequence[int], fill: Callable[[Tensor], object], layer: int, places: _Places
+    ) -> None:
+        """What `fill` puts into host memory, to the entries at `places`. The pass does not wait for it."""
+        self._under_way.append((layer, places, self._source.engine.send(shape, fill)))

@@ -88,28 +88,38 @@ class RetrievedCache(BoundedCache):
         """Fills itself from the full cache, by what is known of the text."""
         self.held.clear()
         self._due = self._wanted = self._refill = None
-        self._choose(self._source.verified_length, queries)
         self.verified_length = self._source.verified_length
+        refill = self._chosen_anew(self.verified_length, queries, self.buffer)
+        refill.take_from_store()
+        self._turn_to(refill.extent)
 
     def _extent(self, length: int) -> Extent:
         if length <= self.budget:
-            return Extent(length, recent_start=0, chunks=0, chosen_end=0, pages=0, rest=0)
+            return Extent(length, recent_start=0, chosen_end=0, pages=0, rest=0)
         chunk, page = self.chunk, self._layout.page_size
         # What follows the last whole page has no mean yet, and no pass has weighed it.
         recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
         recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
-        chunks = (self.budget - chunk - (length - recent_start)) // chunk
-        chosen_end = chunk * (1 + chunks)
+        chosen_end = (self.budget - (length - recent_start)) // chunk * chunk
         pages = min(self.buffer.room, recent_start // page)
         rest = max(0, pages * page - chosen_end)
-        return Extent(length, recent_start, chunks, chosen_end, pages if rest else 0, rest)
+        return Extent(length, recent_start, chosen_end, pages if rest else 0, rest)
 
-    def _best_chunks(self, extent: Extent, scores: Scores, layer: int) -> Tensor:
-        """The layer's chunks `[kv_heads, 1 + chunks]` on the host, the first one first."""
+    @torch.inference_mode()  # each thread has its own mode
+    def _best_chunks(
+        self, extent: Extent, scores: Scores, choices: Tensor | None, layer: int
+    ) -> tuple[list[int], Tensor]:
+        """A layer's chunks, as `RetrievedRefill` takes them; none of a text that the recent window holds."""
+        if not extent.chosen_end:
+            return [], torch.empty(3, 0, dtype=torch.long)
         candidates = expecting(scores(layer)[:, : extent.recent_start // self.chunk])
-        best = retrieval(candidates, extent.chunks)
-        return torch.cat([best.new_zeros(len(best), 1), best], dim=1)
+        best = retrieval(candidates, extent.chosen_end // self.chunk - 1)
+        chunks = torch.cat([best.new_zeros(len(best), 1), best], dim=1)  # the first one stays the first
+        numbers, order = chunks.flatten().sort(stable=True)
+        places = chunks.shape[1]
+        out = None if choices is None else choices[layer, : 3 * len(numbers)].view(3, -1)
+        return numbers.tolist(), torch.stack([numbers, order // places, order % places], out=out)
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
         """Sends the buffer the means of pages that it lacks."""
@@ -123,26 +133,20 @@ class RetrievedCache(BoundedCache):
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
         torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], 1, out=out)
 
-    def _ask(self, length: int, queries: Tensor, buffer: KVBuffer) -> tuple[Extent, Scores]:
-        """How a text of `length` tokens will fill a buffer, which takes its means, and chunks' scores."""
-        self._source.engine.flush()  # tokens are summarised when they have arrived
+    def _chosen_anew(
+        self, length: int, queries: Tensor, buffer: KVBuffer, choices: Tensor | None = None
+    ) -> RetrievedRefill:
+        """The entries of a text of `length` tokens, for a buffer, which takes its means of pages now.
+
+        Args:
+            choices: page-locked memory for the chosen chunks, `[layers, 3 * all]` int64.
+        """
+        source = self._source
+        source.engine.flush()  # tokens are summarised when they have arrived
         extent, scores = self._extent(length), self._selection.asked(queries)
         self._take_pages(buffer, extent)
-        return extent, scores
-
-    def _choose(self, length: int, queries: Tensor) -> None:
-        source = self._source
-        extent, scores = self._ask(length, queries, self.buffer)
-        end = extent.chosen_end
-        for layer in range(source.layout.layers) if end else ():
-            chunks = self._best_chunks(extent, scores, layer)
-            keys, values = source.engine.gather_chunks(layer, chunks, self.chunk)
-            self.keys[layer, :, :end] = keys
-            self.values[layer, :, :end] = values
-        keys, values = source.engine.read(extent.recent_start, length)
-        self.keys[:, :, end : extent.entries] = keys
-        self.values[:, :, end : extent.entries] = values
-        self._turn_to(extent)
+        choose = partial(self._best_chunks, extent, scores, choices)
+        return RetrievedRefill(source, self.chunk, extent, choose, buffer)
 
     def _turn_to(self, extent: Extent) -> None:
         """The entries are those of `extent`, chosen anew."""
@@ -201,11 +205,7 @@ class RetrievedCache(BoundedCache):
         if self._wanted is not None:
             queries, self._wanted = self._wanted, None
             assert self._spare is not None
-            extent, scores = self._ask(self.verified_length, queries, self._spare)
-            choose = partial(self._best_chunks, extent, scores)
-            self._refill = RetrievedRefill(
-                self._source, self.chunk, extent, choose, self._spare, self._choices
-            )
+            self._refill = self._chosen_anew(self.verified_length, queries, self._spare, self._choices)
         return self._refill
 
     def _victims(self, count: int) -> list[int]:

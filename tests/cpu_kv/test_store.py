@@ -43,14 +43,6 @@ def joined(pieces: list[tuple[Tensor, Tensor]], layout: KVLayout) -> Tensor:
     return torch.cat([empty(layout), *heads], dim=2)
 
 
-def gathered(sequence: SequenceKV, layer: int, chunks: Tensor, chunk_size: int) -> Tensor:
-    layout = sequence.layout
-    shape = (2, layout.kv_heads, chunks.shape[1] * chunk_size, layout.head_dim)
-    out = torch.empty(shape, dtype=layout.dtype)
-    sequence.gather_chunks(layer, chunks, chunk_size, out)
-    return out
-
-
 def check_sequence(
     sequence: SequenceKV, plain: PlainKV, layout: KVLayout, chunk_size: int, generator: torch.Generator
 ) -> None:
@@ -61,17 +53,8 @@ def check_sequence(
         assert torch.equal(joined(sequence.views(layer), layout), kv)
         start, end = sorted(torch.randint(0, tokens + 1, (2,), generator=generator).tolist())
         assert torch.equal(joined(sequence.views(layer, start, end), layout), kv[:, :, start:end])
-
-        if tokens:
-            indices = torch.randint(0, tokens, (layout.kv_heads, 7), generator=generator)
-            expected = kv.gather(2, indices[None, :, :, None].expand(2, -1, -1, layout.head_dim))
-            assert torch.equal(gathered(sequence, layer, indices, 1), expected)
         full = tokens // chunk_size
         chunked = kv[:, :, : full * chunk_size].unflatten(2, (full, chunk_size))
-        if full:
-            chunks = torch.randint(0, full, (layout.kv_heads, 3), generator=generator)
-            expected = torch.stack([chunked[:, head, chunks[head]] for head in range(layout.kv_heads)], 1)
-            assert torch.equal(gathered(sequence, layer, chunks, chunk_size), expected.flatten(2, 3))
         assert sequence.summaries is not None and sequence.page_means is not None
         torch.testing.assert_close(sequence.summaries.means(layer), chunked[:1].mean(dim=3))
         pages, page = tokens // layout.page_size, layout.page_size
@@ -143,8 +126,8 @@ def test_views_are_the_store_itself() -> None:
         sequence.append(1, kv[0], kv[1])  # tokens 8 and 9 lie in a second slab
         first, second = sequence.views(1)  # two whole pages, and half a page
         first[0][0, 0, 2, 1] = second[0][0, 0, 1, 1] = 77.0
-        tokens = torch.tensor([[2, 9]] * 2)
-        assert gathered(sequence, 1, tokens, 1)[0, 0, :, 1].tolist() == [77.0, 77.0]
+        pages = torch.cat(sequence.memory(1, 0, 12)).view(LAYOUT.pages_shape(3))
+        assert pages[0, 0, 0, 2, 1] == pages[2, 0, 0, 1, 1] == 77.0
         assert 77.0 not in sequence.views(0)[0][0]
 
 
@@ -280,15 +263,6 @@ def test_errors_name_what_is_wrong() -> None:
             sequence.truncate(11)
         with pytest.raises(ValueError, match="cannot advance"):
             sequence.advance(0, 10_000)
-        for index in (-1, 10):
-            with pytest.raises(ValueError, match="10 present"):
-                gathered(sequence, 0, torch.full((2, 1), index), 1)
-        with pytest.raises(ValueError, match="2 present"):
-            gathered(sequence, 0, torch.tensor([[2], [0]]), 4)  # tokens 8 and 9 fill no chunk
-        with pytest.raises(ValueError, match="3 tokens may cross pages of 4"):
-            gathered(sequence, 0, torch.tensor([[1], [0]]), 3)
-        with pytest.raises(ValueError, match="out must be"):
-            sequence.gather_chunks(0, torch.zeros(2, 3, dtype=torch.long), 1, torch.ones(2, 2, 1, 4))
 
 
 def test_use_after_close() -> None:

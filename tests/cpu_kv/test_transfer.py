@@ -1,4 +1,4 @@
-"""Streams, write-backs and gathers over slow and uneven links: contents, byte counts, and a whole ring."""
+"""Streams, write-backs and reads over slow and uneven links: contents, byte counts, and a whole ring."""
 
 from __future__ import annotations
 
@@ -230,13 +230,11 @@ def test_copies_are_few_whatever_the_number_of_heads(kv_heads: int, monkeypatch:
         for layer in range(2):
             list(stream.segments(layer))
         assert engine.counters.copies == 4 + 2 * (1 + 1 + 2 + 1), "the third one lies in two slabs"
-        engine.gather_chunks(0, torch.zeros(kv_heads, 3, dtype=torch.long), 4)
-        assert engine.counters.copies == 14 + 1
         engine.read(3, 7)
-        assert engine.counters.copies == 15 + 1, "of all layers"
+        assert engine.counters.copies == 14 + 1, "of all layers"
         monkeypatch.setattr(TransferEngine, "READ_TOKENS", 16)
         read = torch.stack(engine.read(3, 50), dim=1)
-        assert engine.counters.copies == 16 + 3
+        assert engine.counters.copies == 15 + 3
         stored = [torch.stack([head_major(side) for side in pair]) for pair in sequence.views(1, 3, 50)]
         assert torch.equal(read[1], torch.cat(stored, dim=2))
         engine.close()
@@ -326,28 +324,21 @@ def test_in_place_nothing_is_copied() -> None:
         block = random_kv(4, 1)
         engine.write_back(block[:, 0], block[:, 1])
         assert engine.sequence.layer_length(0) == 34  # at once
-        engine.gather_chunks(0, torch.zeros(2, 3, dtype=torch.long), 1)
+        engine.read(27, 34)
         assert engine.counters.bytes_to_device == engine.counters.bytes_to_host == 0
         assert engine.counters.copies == 0
 
 
 @pytest.mark.parametrize("make_link", [CpuLink, UnevenLink])
-def test_gathers(make_link: type[CpuLink]) -> None:
+def test_reads_wait_for_write_backs(make_link: type[CpuLink]) -> None:
     kv = random_kv(30)
     with engine_over(make_link(), kv) as engine:
         block = random_kv(6, 1)
         engine.write_back(block[:, 0], block[:, 1])
-        layer = torch.cat([kv[1], block[1]], dim=2)
-        keys, values = engine.gather_chunks(1, torch.tensor([[35, 0], [7, 7]]), 1)
-        assert torch.equal(keys[0], layer[0, 0, [35, 0]])
-        assert torch.equal(values[1], layer[1, 1, [7, 7]])
-        keys, values = engine.gather_chunks(1, torch.tensor([[8, 2], [0, 5]]), 4)
-        assert torch.equal(keys[0], torch.cat([layer[0, 0, 32:36], layer[0, 0, 8:12]]))
-        assert torch.equal(values[1], torch.cat([layer[1, 1, 0:4], layer[1, 1, 20:24]]))
-        keys, values = engine.read(27, 36)
-        assert torch.equal(torch.stack((keys[1], values[1])), layer[:, :, 27:])
+        read = torch.stack(engine.read(27, 36), dim=1)
+        assert torch.equal(read, torch.cat([kv, block], dim=3)[:, :, :, 27:])
         if not engine.link.in_place:
-            assert engine.counters.bytes_to_device == (2 + 8 + 9 * 3) * LAYOUT.layer_token_bytes
+            assert engine.counters.bytes_to_device == 9 * LAYOUT.token_bytes
 
 
 def test_streams_are_read_in_their_order_and_one_at_a_time() -> None:
@@ -416,7 +407,7 @@ def test_a_failed_write_back_leaves_no_hole() -> None:
         engine.flush()
         engine.write_back(torch.full((3, 2, 2, 4), 3.0), torch.full((3, 2, 2, 4), 3.0))
         engine.flush()
-        assert engine.gather_chunks(0, torch.tensor([[6, 7]] * 2), 1)[0][0, :, 0].tolist() == [1.0, 3.0]
+        assert engine.read(6, 8)[0][0, 0, :, 0].tolist() == [1.0, 3.0]
 
 
 def test_a_stalled_link_raises() -> None:
@@ -475,10 +466,6 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
                 copies.append(pieces)
             for layer, pieces in enumerate(copies):
                 assert torch.equal(torch.cat(pieces, dim=2).cpu(), kv[layer, :, :, :tokens])
-        chunks = torch.randint(0, tokens // 8, (4, 64))
-        keys, _ = engine.gather_chunks(1, chunks.cuda(), 8)
-        whole = kv[1, 0, :, :tokens].unflatten(1, (-1, 8))
-        assert torch.equal(keys.cpu(), whole[torch.arange(4)[:, None], chunks].flatten(1, 2))
         read = torch.stack(engine.read(tokens - 13, tokens + 17), dim=1)
         assert torch.equal(read.cpu(), kv[:, :, :, -30:])
         engine.close()
