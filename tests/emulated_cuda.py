@@ -739,8 +739,14 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 class _Generator(torch.Generator):
+    """The CPU's, which says that it is of the device that was asked for."""
+
+    device: torch.device = torch.device("cpu")
+
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        return super().__new__(cls, "cpu")
+        made = super().__new__(cls, "cpu")
+        made.device = torch.device(device)
+        return made
 
 
 def _tensor(
