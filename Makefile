@@ -26,6 +26,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+	EMULATED_CUDA=late $(BIN)/python -m pytest -n auto --dist worksteal -m gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

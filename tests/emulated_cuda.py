@@ -17,11 +17,14 @@ import ctypes
 import functools
 import itertools
 import math
+import os
 import random
+import shutil
 import subprocess
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +37,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+EMULATED = "EMULATED_CUDA" in os.environ
+"""Whether the tests run on it; its value is one of `SCHEDULES`."""
 SCHEDULES = ("late", "soon", "random")
 MEMORY = 24 * 2**30
 CUDA = torch.device("cuda", 0)
@@ -80,11 +85,12 @@ class Stream:
         CARD.progress(self)
 
     def compute(self, upto: int) -> None:
-        with CARD.lock:
+        if self.done >= upto:
+            return
+        with CARD.lock, _disable_current_modes(), torch.inference_mode():  # which writes tensors of any mode
             while self.done < upto:
                 self.done += 1  # before it runs: what it waits for may lie in this stream again
-                with _disable_current_modes():
-                    self._work.popleft()()
+                self._work.popleft()()
 
     def wait_event(self, event: Event) -> None:
         stream, place = event.stream, event.place
@@ -264,14 +270,13 @@ def _reuse(content: Tensor, used: list[tuple[Stream, int]]) -> None:
 
 
 def _spoil(content: Tensor) -> None:
-    with _plain_mode():
-        kind = content.dtype
-        if content.is_floating_point():
-            content.fill_(math.nan)
-        elif kind == torch.bool:
-            content.fill_(True)
-        else:
-            content.fill_(torch.iinfo(kind).max)
+    kind = content.dtype
+    if content.is_floating_point():
+        content.fill_(math.nan)
+    elif kind == torch.bool:
+        content.fill_(True)
+    else:
+        content.fill_(torch.iinfo(kind).max)
 
 
 class CudaTensor(Tensor):
@@ -440,9 +445,6 @@ def _plain(value: Any) -> Any:
     return _map(lambda one: one.content if isinstance(one, CudaTensor) else one, value)
 
 
-_plain_mode = torch.inference_mode  # writes tensors of any mode
-
-
 def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in (aten.is_pinned.default, aten._pin_memory.default, aten.pin_memory.default):
         (tensor, *_) = args
@@ -461,7 +463,7 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = _plain(kwargs) | ({"device": _CPU} if "device" in kwargs else {})
     pinned = given.pop("pin_memory", False)
     if on_card:
-        with _plain_mode():
+        with torch.inference_mode():
             made = func(*_plain(args), **given)
     else:
         made = func(*_plain(args), **given)
@@ -475,15 +477,15 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _store(into: Tensor, made: Tensor) -> None:
-    with _plain_mode():
+    with torch.inference_mode():
         into.copy_(made)
 
 
 def _new(like: Tensor) -> CudaTensor:
     """Memory of the device, whose content is garbage."""
-    with _plain_mode():
+    with torch.inference_mode():
         content = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    _spoil(content)
+        _spoil(content)
     return CudaTensor(content, _Memory(content))
 
 
@@ -507,20 +509,20 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = _map(functools.partial(_argument, func), (args, kwargs))
     if func in _WAITS or masks:
         _wait(func)
-        with _plain_mode():
+        with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
         return _map(lambda one: _ready(one) if isinstance(one, Tensor) else one, result)
     views, writes = _aliases(func)
     if views:
         viewed = next(one for one in _leaves(args) if isinstance(one, CudaTensor))
-        with _plain_mode():
+        with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
         with torch.inference_mode(viewed.is_inference()):
             return _map(lambda content: CudaTensor(content, viewed.memory), result)
     given, named = _plain(args), _plain(kwargs)
     if writes:
         if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
-            with _plain_mode():
+            with torch.inference_mode():
                 drawn = func(given[0].clone(), *given[1:], **named)
             _enqueue(lambda: _store(given[0], drawn))
         else:
@@ -566,7 +568,7 @@ def _results(func: Any, args: Any, kwargs: Any) -> Any:
     """What it returns, by torch's own rules for tensors without content; asked for once."""
     key = func, _key(args), tuple(kwargs), _key(tuple(kwargs.values()))
     if key not in _KNOWN:
-        with _plain_mode():
+        with torch.inference_mode():
             _KNOWN[key] = func(*_map(_meta, args), **_map(_meta, kwargs))
     return _KNOWN[key]
 
@@ -584,11 +586,10 @@ def _meta(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
-    with _plain_mode():
-        result = func(*args, **kwargs)
-        made = [one for one in _leaves(result) if isinstance(one, Tensor)] if outs else []
-        for out, one in zip(outs, made, strict=True):
-            out.copy_(one)
+    result = func(*args, **kwargs)
+    made = [one for one in _leaves(result) if isinstance(one, Tensor)] if outs else []
+    for out, one in zip(outs, made, strict=True):
+        out.copy_(one)
 
 
 def _ready(content: Tensor) -> CudaTensor:
@@ -653,16 +654,15 @@ def _to_copy(
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    with _plain_mode():
-        wide = torch.float32 if query.dtype.itemsize < 4 else query.dtype
-        scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if bias is not None:
-            scores = scores + bias
-        if causal:
-            rows, columns = scores.shape[-2:]
-            scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -math.inf)
-        lse = scores.logsumexp(-1)
-        return ((scores - lse[..., None]).exp() @ value.to(wide)).to(query.dtype), lse.float()
+    wide = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+    scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        rows, columns = scores.shape[-2:]
+        scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -math.inf)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ value.to(wide)).to(query.dtype), lse.float()
 
 
 def _attend(
@@ -670,7 +670,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     for one in (query, key, value):
         assert isinstance(one, CudaTensor) and one.dim() == 4 and one.stride(-1) == 1, "as CUDA's kernel asks"
-    with _plain_mode():
+    with torch.inference_mode():
         out = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device="meta")
         lse = torch.empty(*query.shape[:2], rows, dtype=torch.float32, device="meta")
     made = _new(out), _new(lse)
@@ -784,9 +784,12 @@ def _reset_peak(device: object = None) -> None:
 
 
 def install(schedule: str = "late", seed: int = 0) -> None:
-    """From now on this process sees one CUDA device; what has looked before does not know."""
+    """From now on this process sees one CUDA device, if there is a compiler to make it known to torch."""
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is not known: use one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"EMULATED_CUDA={schedule} is not known: use one of {', '.join(SCHEDULES)}")
+    if shutil.which("g++") is None:
+        warnings.warn("no g++: no CUDA device is emulated", stacklevel=2)
+        return
     CARD.schedule, CARD.random = schedule, random.Random(seed)
     _set_guard()
     properties = SimpleNamespace(

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from small_engine import PARAMS, PROMPT
+from emulated_cuda import CARD, EMULATED
+from small_engine import PROMPT
 from test_streaming_engine import small_llm
 
 from cpu_kv.cuda_link import _CudaTicket
-from offload_rt import passes
+from offload_rt import SamplingParams, passes
 from offload_rt.host import Arriving
 from offload_rt.model import NotANumber
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif("EMULATED_CUDA" not in os.environ, reason="of the emulated device alone"),
+    pytest.mark.skipif(not EMULATED, reason="of the emulated device alone"),
 ]
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
 def _late() -> Iterator[None]:
-    from emulated_cuda import CARD
-
     schedule, CARD.schedule = CARD.schedule, "late"
     yield
     CARD.schedule = schedule
@@ -123,9 +121,10 @@ def test_a_graph_computes_what_stands_there_when_it_is_replayed() -> None:
 def test_a_wait_that_is_missing_changes_what_is_written(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    params = SamplingParams(max_tokens=12)
     with small_llm(CUDA, "retrieval", resident_tokens=32, cpu_tokens=48) as llm:
-        expected = llm.generate(PROMPT, PARAMS).tokens
-        assert llm.rerun(PARAMS).tokens == expected
+        expected = llm.generate(PROMPT, params).tokens
+        assert llm.rerun(params).tokens == expected
         if missing == "copies":
             monkeypatch.setattr(_CudaTicket, "wait", lambda ticket: None)
         elif missing == "compute":
@@ -133,7 +132,7 @@ def test_a_wait_that_is_missing_changes_what_is_written(
         else:
             monkeypatch.setattr(Arriving, "wait", lambda arriving: arriving._there)
         try:
-            found = llm.rerun(PARAMS).tokens
+            found = llm.rerun(params).tokens
         except NotANumber:
             found = []
         monkeypatch.undo()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EMULATED_CUDA
+from emulated_cuda import EMULATED
 from small_engine import CONFIGS, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
@@ -97,7 +97,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize("share", SHARES[::3])
 def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
-    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED_CUDA else 60))
+    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 60))
     source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
     offload = {"resident_tokens": share[0], "cpu_tokens": share[1]}

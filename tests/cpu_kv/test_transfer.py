@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_cuda import EMULATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -444,7 +445,7 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
     with PagedKVStore(layout, pin=True, slab_tokens=2048) as store:
         sequence = store.new_sequence()
         engine = TransferEngine(sequence, link, segment_tokens=768, ring_buffers=ring_buffers)
-        load = torch.randn(2048, 2048, device="cuda")
+        load = torch.randn(*2 * [64 if EMULATED else 2048], device="cuda")
         for start in range(0, tokens, 1280):
             for layer in range(layout.layers):
                 block = kv[layer, :, :, start : start + 1280].cuda()
