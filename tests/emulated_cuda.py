@@ -34,6 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -493,6 +494,7 @@ _WAITS = {
     aten.nonzero.default,
     aten.masked_select.default,
     aten.equal.default,
+    aten.allclose.default,
     aten._local_scalar_dense.default,
     aten.unique_dim.default,
     aten._unique2.default,
@@ -837,6 +839,7 @@ def install(schedule: str = "late", seed: int = 0) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.utils._device._device_constructors()  # knows `torch.tensor` as it was
     torch.tensor, torch.Generator = _tensor, _Generator  # type: ignore[assignment, misc]
     threading.Thread.run = _thread_run  # type: ignore[method-assign]
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # `Module.to` makes new parameters

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from emulated_cuda import EMULATED
-from small_engine import CONFIGS, PARAMS, PROMPT, engine_overrides
+from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
+from offload_rt.config import config_names
 from offload_rt.engine import Engine
 from offload_rt.graphs import GraphedModel
 from offload_rt.host import to_host
@@ -176,6 +177,16 @@ def test_no_layer_of_a_pass_waits_for_the_device(
         expected = llm.generate(PROMPT, PARAMS).tokens
         monkeypatch.setattr(FullCache, "attend", watched)
         assert llm.rerun(PARAMS).tokens == expected
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@pytest.mark.parametrize("config", config_names())
+def test_every_configuration_writes_what_plain_decoding_does(device: torch.device, config: str) -> None:
+    """The demo pair, whose parts (a draft model, a head) all configurations find."""
+    overrides = {"store.page": PAGE, "retrieval.budget": 128, "retrieval.recent": 32}
+    params = SamplingParams(max_tokens=12)
+    with LLM(device=device.type, dtype="float32", config=config, overrides=overrides) as llm:
+        assert llm.generate(byte_ids(400), params).tokens == llm.plain(params).tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
