@@ -168,6 +168,7 @@ class Case:
         about: what it compares, in a line.
         systems: as `Named` has them: the first one is the reference, the last one stands for ours.
         contexts: prompt lengths in tokens.
+        batches: how many texts of such a length are continued together.
         new_tokens: decoded a run.
         turns: interleaved runs of every system, after one that is not timed.
         link_gb_s: of an emulated link that KV lies behind; 0: none.
@@ -181,6 +182,7 @@ class Case:
     about: str
     systems: tuple[str, ...]
     contexts: tuple[int, ...]
+    batches: tuple[int, ...] = (1,)
     new_tokens: int = 64
     turns: int = 3
     link_gb_s: float = 0.0
@@ -229,6 +231,25 @@ CASES = (
         (*TRANSFORMERS, *OURS),
         (4096, 8192, 16_384, 32_768, 65_536, 131_072),
         if_quick={"contexts": (4096, 8192), "new_tokens": 32},
+    ),
+    Case(
+        "batch",
+        "texts that are continued together, by how many: the best batch of each system",
+        (
+            *TRANSFORMERS[:2],
+            "deepspeed:resident",
+            "deepspeed:offloaded",
+            "zero_style:rebuilt",
+            "llamacpp:f32",
+            "openvino:f32",
+            "ours:plain",
+            "ours:lookup",
+            "ours:retrieval",
+            "ours:triforce",
+        ),
+        (8192,),
+        batches=(1, 2, 4, 8),
+        if_quick={"contexts": (4096,), "batches": (1, 4), "new_tokens": 32},
     ),
     Case(
         "link",

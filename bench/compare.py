@@ -34,11 +34,11 @@ def run(arguments: argparse.Namespace) -> None:
         said = "have no system in common at the same prompt, with the same settings"
         raise UsageError(f"{arguments.old} and {arguments.new} {said}")
     cells = [
-        [row["system"], report.tokens_name(row["context"]), row["place"], *figures, row["verdict"]]
+        [row["system"], report.sizes(row["context"], row["batch"]), row["place"], *figures, row["verdict"]]
         for row in rows
         for figures in [[report.number(row[key]) for key in ("old_ms", "new_ms", "ratio")]]
     ]
-    header = ["system", "context", "place", "old ms", "new ms", "new / old", ""]
+    header = ["system", "prompt", "place", "old ms", "new ms", "new / old", ""]
     print(report.table(header, cells), end="\n\n")
     print(json.dumps(rows))
 
@@ -48,9 +48,9 @@ SETTINGS = ("benchmark", *OF_MODELS, "link_gb_s", "new_tokens", "prompt")
 
 
 def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """ms a token by settings, place, context and system; the last of several."""
+    """ms a token by settings, place, sizes and system; the last of several."""
     return {
-        (*_settings(record), record.get("place", ""), record["context"], row["system"]): row["ms_per_token"]
+        (*_settings(record), *_point(record), row["system"]): row["ms_per_token"]
         for record in report.read_lines("result", path)
         for row in record["rows"]
         if "error" not in row
@@ -63,9 +63,13 @@ def _settings(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*map(record.get, SETTINGS), record.get("gpu_memory_gib", 0.0), paced)
 
 
+def _point(record: Mapping[str, Any]) -> tuple[str, int, int]:
+    return record.get("place", ""), report.batch(record), record["context"]
+
+
 def _compared(key: Sequence[Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Two spreads of ms a token."""
-    found = dict(zip(("place", "context", "system"), key[-3:], strict=True))
+    found = dict(zip(("place", "batch", "context", "system"), key[-4:], strict=True))
     found |= {"old_ms": old["median"], "new_ms": new["median"]}
     verdict = "faster" if new["max"] < old["min"] else "slower" if new["min"] > old["max"] else "within noise"
     return found | {"ratio": new["median"] / old["median"], "verdict": verdict}

@@ -228,7 +228,7 @@ def text(given: Given, context: int, *, streamed: bool = False) -> Iterator[Row]
     with closing(Text(target, None, CudaLink(device), config, context + ROOM)) as opened:
         torch.cuda.reset_peak_memory_stats(device)
         row: Row = {"context": context}
-        row["prefill_s"] = opened.read(random_prompt(shape.vocabulary, context)) / 1e3
+        row["prefill_s"] = opened.read([random_prompt(shape.vocabulary, context)]) / 1e3
         row["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
         row |= parts | {"planned_gib": sum(parts.values()) - parts["planned_reserve_gib"]}

@@ -1,13 +1,13 @@
-"""One text, continued again and again by several compositions, with all that happened recorded."""
+"""A prompt, continued again and again by several compositions, with all that happened recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import count
 
 from bench.held import HeldVerifier
 from bench.rounds import Recorded, interval
+from bench.systems import Prompt
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.caches.places import Shares
@@ -23,12 +23,12 @@ from offload_rt.writer import Writer
 
 
 class Text:
-    """A prompt in the store of an engine, continued again and again by several compositions.
+    """A prompt, of one text or several, in the store of an engine, continued by several compositions.
 
     Args:
         link: is closed with the text.
         config: its store, its prefill and the means that it keeps hold for every composition.
-        capacity: tokens of the longest prompt and its continuation together.
+        capacity: tokens of the longest text and its continuation together.
         shares: not as `config` says, or the plan on a GPU, but these.
         notices: what the user is told, the models' own notices among it; the engine's are added.
     """
@@ -49,72 +49,73 @@ class Text:
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None
         self._seeds = count()
-        self._prompt: list[int] = []
-        self._session: Session | None = None
+        self._prompt: Prompt = ()
+        self.sessions: list[Session] = []
         self.close = self._engine.close
 
     @property
-    def session(self) -> Session:
-        """The text that was read."""
-        assert self._session is not None
-        return self._session
-
-    @property
     def placed(self) -> dict[str, int]:
-        """How many tokens of the prompt lie where, by the names of `Shares`; whole pages are streamed."""
-        page, shares = self._engine.store.layout.page_size, self.session.full.shares
-        streamed = (len(self._prompt) - 1) // page * page - shares.resident_tokens - shares.cpu_tokens
+        """How many tokens of a text lie where, by the names of `Shares`; whole pages are streamed."""
+        page, shares = self._engine.store.layout.page_size, self.sessions[0].full.shares
+        streamed = (len(self._prompt[0]) - 1) // page * page - shares.resident_tokens - shares.cpu_tokens
         return asdict(shares) | {"streamed_tokens": max(0, streamed)}
 
     def _continuation(self, new_tokens: int, temperature: float = 0.0) -> Continuation:
         draws = GeneratorDraws(next(self._seeds), self._engine.target.device)
         return Continuation(Sampling(Sampler(temperature), draws), new_tokens)
 
-    def read(self, prompt: Sequence[int]) -> float:
+    def read(self, prompt: Prompt) -> float:
         """Takes a prompt, if it is another one than before; returns ms of its prefill."""
-        if list(prompt) != self._prompt:
-            if self._session is not None:
-                self._engine.close_session(self._session)
-            continuation = self._continuation(self._capacity - len(prompt))
-            self._session = self._engine.open(prompt, continuation, self._shares)
-            self._prompt, self._ms = list(prompt), self._session.prefill_ms
+        if prompt != self._prompt:
+            while self.sessions:
+                self._engine.close_session(self.sessions.pop())
+            self._prompt = ()
+            for text in prompt:
+                continuation = self._continuation(self._capacity - len(text))
+                self.sessions.append(self._engine.open(text, continuation, self._shares))
+            self._prompt = prompt
+            self._ms = sum(session.prefill_ms for session in self.sessions)
             if self._recording is not None:
                 self._recording.record()
         return self._ms
 
     def begin(self, config: Config, new_tokens: int = 1, temperature: float = 0.0) -> float:
         """Back to the end of the prompt; returns ms in which the composition's caches took the prompt."""
-        session = self.session
-        session.rerun(self._engine.available(config), self._continuation(new_tokens, temperature))
-        return session.prefill_ms
+        for session in self.sessions:
+            session.rerun(self._engine.available(config), self._continuation(new_tokens, temperature))
+        return sum(session.prefill_ms for session in self.sessions)
 
     def run(
         self, config: Config, new_tokens: int, held: float | None = None, temperature: float = 0.0
-    ) -> tuple[GenerationResult, Recorded]:
-        """Continues the prompt.
+    ) -> tuple[list[GenerationResult], Recorded]:
+        """Continues the prompt; the results of its texts, and the rounds of the first one.
 
         Args:
             held: at what a synthetic verdict holds the acceptance.
         """
-        session = self.session
         self.begin(config, new_tokens, temperature)
         if held is not None:
-            session.verifier = HeldVerifier(session.verifier, held)
+            for session in self.sessions:
+                session.verifier = HeldVerifier(session.verifier, held)
         self._timeline.spans.clear()
         self._copies()
         params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
-        writer = Writer(self._engine, session, params, None, self._notices)
+        writers = [Writer(self._engine, one, params, None, self._notices) for one in self.sessions]
         try:
-            while not writer.ended:
-                (round,) = self._engine.step([session])
-                if isinstance(round, Exception):
-                    raise round
-                list(writer.write(round))
+            while going := [writer for writer in writers if not writer.ended]:
+                made = self._engine.step([writer.session for writer in going])
+                for writer, round in zip(going, made, strict=True):
+                    if isinstance(round, Exception):
+                        raise round
+                    list(writer.write(round))
         finally:
-            self._engine.stop(session)  # the link would go on into a pass that nobody asks for
-        start, end = interval(session.rounds)
+            for session in self.sessions:
+                self._engine.stop(session)  # the link would go on into a pass that nobody asks for
+        rounds = self.sessions[0].rounds
+        start, end = interval(rounds)
         copies = [copy for copy in self._copies() if start <= copy.end and copy.start <= end]
-        return writer.result(), Recorded(session.rounds, list(self._timeline.spans), copies)
+        recorded = Recorded(rounds, list(self._timeline.spans), copies)
+        return [writer.result() for writer in writers], recorded
 
     def _copies(self) -> list[CopyRecord]:
         return self._recording.recorded() if self._recording is not None else []

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import report
 from bench.cases import Named
-from bench.systems import Setup
+from bench.systems import Prompt, Setup
 from offload_rt.devices import available_memory
 from offload_rt.machine.hardware import GIB
 
@@ -49,7 +49,7 @@ class Job:
     Attributes:
         setup: has room for the prompt and its continuation.
         systems: `adapter:system+key=value`; the first one is the reference.
-        answer: what a greedy continuation begins with if a needle is found.
+        answers: what a greedy continuation of each text begins with if a needle is found.
         turns: interleaved runs of every system, after one that is not timed.
         kv_token_bytes, weight_bytes: of the target.
         picture: what the last system draws of its last run; none without a path.
@@ -57,10 +57,10 @@ class Job:
 
     setup: Setup
     systems: Sequence[str]
-    prompt: Sequence[int]
+    prompt: Prompt
     new_tokens: int
     turns: int
-    answer: Sequence[int] = ()
+    answers: Prompt = ()
     kv_token_bytes: int = 0
     weight_bytes: int = 0
     picture: str = ""
@@ -138,7 +138,7 @@ class _Opened:
         self._job, self._closing, self._say = job, closing, say
         self._workers: dict[str, Worker] = {}
         self._failed: dict[str, str] = {}
-        self._least = job.weight_bytes + job.setup.capacity * job.kv_token_bytes
+        self._least = job.weight_bytes + len(job.prompt) * job.setup.capacity * job.kv_token_bytes
         self._free = available_memory()
         self._opened: dict[str, dict[str, Any]] = {}
         for name in job.systems:
@@ -178,7 +178,7 @@ class _Opened:
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self._job.systems}
         for name in runs:
             self._say(f"{name} reads the prompt")
-            if (answer := self._ask(name, "prepare", list(self._job.prompt))) is not None:
+            if (answer := self._ask(name, "prepare", self._job.prompt)) is not None:
                 read[name] = answer["ms"]
         left = ""
         for turn in range(self._job.turns + 1):
@@ -216,8 +216,10 @@ class _Opened:
         }
         if last["figures"]:
             row["figures"] = [one["figures"] for one in runs]
-        if self._job.answer:
-            both = list(zip(tokens, self._job.answer, strict=False))
+        if self._job.answers:
+            texts = zip(*[iter(tokens)] * self._job.new_tokens, strict=True)
+            pairs = zip(texts, self._job.answers, strict=True)
+            both = [both for text, answer in pairs for both in zip(text, answer, strict=False)]
             row["answered"] = sum(token == other for token, other in both) / len(both)
         return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
 
@@ -228,7 +230,7 @@ class _Opened:
             both = enumerate(zip(tokens, expected, strict=False))
             first = next((at for at, (token, other) in both if token != other), None)
             row["first_difference"] = first
-            if first is not None:
+            if first is not None and len(self._job.prompt) == 1:
                 with suppress(SystemFailed):  # it does not tell
                     system, asked = reference.partition(":")[2], expected[:first]
                     logits = self._worker(reference).ask("logits_after", system, asked)["logits"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def add_parser(commands: Any) -> None:
         parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T")
         if not case.places[0].name:
             parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s")
+            together = "how many texts of a context are continued together"
+            parser.add_argument("--batches", type=inputs.counts(1), metavar="N,N", help=together)
         default = "float32, on a GPU bfloat16 for random weights"
         parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {default}")
         parser.add_argument("--device", default="auto", metavar="cpu|cuda")
@@ -120,7 +123,7 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
             after.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(case.threads)
         study = _Study(case, arguments, device)
-        records = [study.record(context, place) for context in case.contexts for place in case.places]
+        records = [study.record(*point) for point in study.points]
     page = report.page(records)
     title = f"# {case.about[0].upper()}{case.about[1:]}"
     measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())
@@ -137,6 +140,7 @@ class _Study:
 
     Attributes:
         out: the file of its records.
+        points: contexts, how many texts, and where their KV lies.
     """
 
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
@@ -154,7 +158,7 @@ class _Study:
         model, draft = _folders(arguments, shape_dtype, work)
         self._shape, self._plain = find_shape(model, shape_dtype), Named("ours", "plain").config(case.options)
         draws = partial(random_models.random_prompt, self._shape.vocabulary) if random else None
-        self._prompts, self._answers, texts = _prompts(arguments, model, case.contexts, draws)
+        self._prompts, self._answers, texts = _prompts(arguments, model, case, draws)
         memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
         self._setup = Setup(
             str(model),
@@ -188,8 +192,8 @@ class _Study:
             "overrides": {key: str(one) for key, one in case.options.items()},
         }
         self._held = self._read()
-        points = [(context, place.name) for context in case.contexts for place in case.places]
-        if not self._held.keys() >= set(points):
+        self.points = list(product(case.contexts, case.batches, case.places))
+        if not self._held.keys() >= {(*sizes, place.name) for *sizes, place in self.points}:
             rate = machine.read_rate(device)  # while nothing else is in memory
             self._alone: dict[str, Any] = {"read_rate_gb_s": rate}
             if case.places[0].name:
@@ -197,25 +201,29 @@ class _Study:
                 sizes = case.contexts[-1], self._plain.speculation.gamma2
                 self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
 
-    def _read(self) -> dict[tuple[int, str], dict[str, Any]]:
-        """What an earlier run of the same kind has left, by context and place."""
+    def _prompt(self, context: int, batch: int) -> list[list[int]]:
+        """Of so many texts; none where that is nothing of this run."""
+        return self._prompts.get(context, [])[:batch]
+
+    def _read(self) -> dict[tuple[int, int, str], dict[str, Any]]:
+        """What an earlier run of the same kind has left, by context, batch and place."""
         held = {}
         for one in report.read_lines("--out", self.out) if self.out.exists() else ():
-            prompt = self._prompts.get(one["context"], ())
-            same = report.settings(one) == report.settings(self._common | {"prompt": _digest(prompt)})
+            prompt = self._prompt(one["context"], report.batch(one))
+            same = report.settings(one) == report.settings(self._common | {"prompt": _digest(chain(*prompt))})
             if same and any("error" not in row for row in one["rows"]):
-                held[one["context"], one["place"]] = one
+                held[one["context"], report.batch(one), one["place"]] = one
         return held
 
-    def record(self, context: int, place: Place) -> dict[str, Any]:
-        """What was or is now measured of all systems at a context and a place."""
-        case, shape, setup, where = self._case, self._shape, self._setup, f"{context} tokens"
-        where += f", {place.name}" if place.name else ""
-        if held := self._held.get((context, place.name)):
+    def record(self, context: int, batch: int, place: Place) -> dict[str, Any]:
+        """What was or is now measured of all systems at a context, a batch and a place."""
+        case, shape, setup, prompt = self._case, self._shape, self._setup, self._prompt(context, batch)
+        where = ", ".join(filter(None, [report.sizes(context, batch), place.name]))
+        if held := self._held.get((context, batch, place.name)):
             say(f"{where}: as measured at {held['date']}, in {self.out}")
             return held
-        in_place = self._held.get((context, IN_PLACE.name), {"rows": []})["rows"]
-        kv_bytes, link = context * shape.token_bytes, case.link_gb_s
+        in_place = self._held.get((context, batch, IN_PLACE.name), {"rows": []})["rows"]
+        kv_bytes, link = batch * context * shape.token_bytes, case.link_gb_s
         if place.stream:
             link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(in_place))
             say(f"{where}: a link of {link:.2f} GB/s")
@@ -223,12 +231,12 @@ class _Study:
         options = {**case.options, **place.options(context, self._plain.store.page)}
         capacity = context + case.new_tokens + ROOM
         job = Job(
-            replace(setup, capacity=capacity, link_gb_s=link, options=options),
+            replace(setup, capacity=capacity, link_gb_s=link, options=options, batch=batch),
             systems,
-            self._prompts[context],
+            prompt,
             case.new_tokens,
             case.turns,
-            self._answers.get(context, ()),
+            self._answers.get(context, [])[:batch],
             shape.token_bytes,
             shape.weight_bytes,
         )
@@ -241,8 +249,9 @@ class _Study:
         record = report.envelope(case.name, self._arguments, self._described) | self._common | self._alone
         record |= {
             "context": context,
+            "batch": batch,
             "place": place.name,
-            "prompt": _digest(self._prompts[context]),
+            "prompt": _digest(chain(*prompt)),
             "load_average": self._described["load_average"],
             "link_rate_gb_s": link,
             "bound_ms": kv_bytes / 1e6 / link if link else in_memory,
@@ -254,7 +263,7 @@ class _Study:
             rounds.check_tokens(rows, rows if place is IN_PLACE else in_place, where)
             prediction_accuracy.predict_rows(record, in_place)
         _append(self.out, record)
-        self._held[context, place.name] = record
+        self._held[context, batch, place.name] = record
         return record
 
 
@@ -295,39 +304,54 @@ def adapters() -> list[str]:
 def _prompts(
     arguments: argparse.Namespace,
     model: Path,
-    contexts: Sequence[int],
+    case: Case,
     draws: Callable[[int], list[int]] | None,
-) -> tuple[dict[int, list[int]], dict[int, list[int]], list[str]]:
-    """By context, the prompt and what answers it (nothing without needles); and the texts' names.
+) -> tuple[dict[int, list[list[int]]], dict[int, list[list[int]]], list[str]]:
+    """By context, the texts of a prompt and what answers them (nothing without needles); and their names.
 
     Args:
         draws: so many tokens at random, in the place of texts.
     """
+    most, contexts = case.batches[-1], case.contexts
+
+    def split(tokens: list[int], context: int) -> list[list[int]]:
+        return [tokens[at : at + context] for at in range(0, most * context, context)]
+
     if draws is not None:
-        return {context: draws(context) for context in contexts}, {}, ["drawn at random"]
+        return (
+            {context: split(draws(most * context), context) for context in contexts},
+            {},
+            ["drawn at random"],
+        )
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UsageError(f"--model {model}: has no tokenizer to read a text with")
     names, tokens = inputs.read_tokens(arguments.text, tokenizer)
-    if contexts[-1] > len(tokens):
-        raise UsageError(f"--contexts {contexts[-1]}: the text has {len(tokens)} tokens; use a longer --text")
+    if most * contexts[-1] > len(tokens):
+        of = f"--contexts {contexts[-1]}" + f", --batches {most}" * (most > 1)
+        raise UsageError(f"{of}: the text has {len(tokens)} tokens; use a longer --text")
+    prompts = {context: split(tokens, context) for context in contexts}
     if not arguments.needles:
-        return {context: tokens[:context] for context in contexts}, {}, names
-    prompts, answers = {}, {}
+        return prompts, {}, names
+    answers = dict[int, list[list[int]]]()
     alphabet = sorted(set(tokens))
-    for context in contexts:
+    for context, texts in prompts.items():
         generator = torch.Generator().manual_seed(0)
-        try:
-            prompt, passages = needles.plant(tokens, context - needles.CUE, NEEDLES, 1, alphabet, generator)
-        except ValueError as error:
-            raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
-        passage = passages[NEEDLES // 2]
-        prompts[context] = prompt + passage[: needles.CUE]
-        answers[context] = passage[needles.CUE :]
+        answers[context] = []
+        for text in texts:
+            try:
+                text[:], passages = needles.plant(
+                    text, context - needles.CUE, NEEDLES, 1, alphabet, generator
+                )
+            except ValueError as error:
+                raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
+            passage = passages[NEEDLES // 2]
+            text += passage[: needles.CUE]
+            answers[context].append(passage[needles.CUE :])
     return prompts, answers, names
 
 
-def _digest(values: Sequence[object]) -> str:
+def _digest(values: Iterable[object]) -> str:
     return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()[:16]
 
 

@@ -20,7 +20,7 @@ from bench.systems import Setup
 
 pytestmark = pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="make bench-peers installs them")
 
-PROMPTS = (byte_ids(700), byte_ids(300, start=5000), [7])
+PROMPTS = ([byte_ids(700), byte_ids(700, start=5000)], [byte_ids(300, start=5000)], [[7]])
 NEW_TOKENS = 24
 TIED = {"tie_word_embeddings": True}
 EXACT: list[tuple[str, str, dict[str, Any]]] = [
@@ -41,7 +41,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> str:
 def saved(folder: Path, work: str, arch: str = "llama-gqa", dtype: str = "float32", **changes: Any) -> Setup:
     """A tiny checkpoint; OpenVINO rounds weights to float16."""
     tiny_target(arch, seed=3, vocabulary=4096, **changes).to(torch.float16).save_pretrained(folder)
-    return Setup(str(folder), None, dtype, "cpu", 1, 1000, 32, work)
+    return Setup(str(folder), None, dtype, "cpu", 1, 1000, 32, work, batch=2)
 
 
 @contextmanager
@@ -64,16 +64,17 @@ def test_a_system_continues_greedily(
     target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with opened(system, setup) as (worker, name, _):
         for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
+            ids = torch.tensor(prompt)
             with torch.inference_mode():
                 for _ in range(NEW_TOKENS):
                     ids = torch.cat([ids, target(ids).logits[:, -1:].argmax(-1)], dim=1)
-            expected = ids[0, len(prompt) :].tolist()
-            assert len(set(expected)) > 1
+            expected = ids[:, len(prompt[0]) :]
+            assert len(expected.unique()) > 1
             assert worker.ask("prepare", name, prompt)["ms"] >= 0
             for count in (NEW_TOKENS, 3, NEW_TOKENS):
                 run = worker.ask("run", name, count)
-                assert run["tokens"] == expected[:count] and run["ms"] > 0 and run["timed"] > 0
+                assert run["tokens"] == expected[:, :count].flatten().tolist()
+                assert run["ms"] > 0 and run["timed"] > 0
 
 
 @pytest.mark.parametrize(

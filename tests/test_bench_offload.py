@@ -322,11 +322,12 @@ def config_of(name: str, ahead: int, **changes: object) -> Config:
 def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
     config, plain = config_of("retrieval", 1), config_of("plain", 0)
     with closing(tiny_text(PacedLink(1e12), config, 224)) as text:
-        for prompt in (byte_ids(200), byte_ids(150, start=9)):
+        for prompt in ([byte_ids(200)], [byte_ids(150, start=9), byte_ids(150)]):
             assert text.read(prompt) == text.read(prompt) > 0
             found = [text.run(config, 16), text.run(plain, 24), text.run(config, 16)]
-            first, second, third = (result.tokens for result, _ in found)
-            assert first == second[:16] == third and len(second) == 24
+            first, second, third = ([result.tokens for result in results] for results, _ in found)
+            assert first == [tokens[:16] for tokens in second] == third
+            assert [len(tokens) for tokens in second] == [24] * len(prompt)
             for _, run in found:
                 assert run.rounds and run.spans and run.copies, "of this run"
                 assert all(span.start >= run.rounds[0].started for span in run.spans)
@@ -344,7 +345,7 @@ def endless_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def decoded(acceptance: float, ahead: int, tokens: int) -> Sequence[RoundTimes]:
     config = config_of("retrieval", ahead, **{"speculation.gamma2": 4})
     with closing(tiny_text(PacedLink(1e9), config, 200 + tokens)) as text:
-        text.read(random_prompt(64, 200))
+        text.read([random_prompt(64, 200)])
         return text.run(config, tokens, acceptance)[1].rounds
 
 
@@ -629,7 +630,7 @@ def test_mistakes_are_told_in_a_line(
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
     config = config_of("retrieval", 2)
     with closing(tiny_text(PacedLink(1e8), config, 224, Shares(cpu_tokens=32))) as text:
-        text.read(byte_ids(200))
+        text.read([byte_ids(200)])
         _, found = text.run(config, 24)
     shown = lanes(found)
     assert all(shown.values()), {name: len(times) for name, times in shown.items()}

@@ -32,7 +32,7 @@ class Fake:
         print("libraries print on stdout")
         self.kind, self.label, self.prompt = kind, f"fake {kind}", []
     def prepare(self, prompt):
-        self.prompt = list(prompt)
+        (self.prompt,) = prompt
         return 5.0
     def run(self, new_tokens):
         if self.kind == "fails":
@@ -85,7 +85,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(folder: Path, systems: Sequence[str], **changes: Any) -> list[Row]:
-    job = Job(setup(folder), tuple(systems), list(range(20)), 6, 2)
+    job = Job(setup(folder), tuple(systems), [list(range(20))], 6, 2)
     return runner.run(replace(job, **changes), lambda text: None)
 
 
@@ -98,7 +98,7 @@ def test_rows_of_what_works_and_of_what_does_not(
         monkeypatch.setattr(runner, "ONE_PROCESS", ("fake",))
     else:
         systems.insert(4, "fake:dies")
-    good, differs, *failed = rows = measured(fakes, systems, answer=[20, 21, 0, 23])
+    good, differs, *failed = rows = measured(fakes, systems, answers=[[20, 21, 0, 23]])
     assert [row["system"] for row in rows] == systems
     assert good["tokens"] == [20 + at for at in range(6)] and good["first_difference"] is None
     assert good["ms_per_token"] == {"median": 2.0, "min": 2.0, "max": 2.0, "runs": [2.0, 2.0]}
@@ -185,7 +185,7 @@ def test_results_are_appended_and_not_measured_again(
     asked: list[int] = []
 
     def run(job: Job, say: Any) -> list[Row]:
-        asked.append(len(job.prompt))
+        asked.append(len(job.prompt[0]))
         return rows_of(job)
 
     monkeypatch.setattr(runner, "run", run)
@@ -212,6 +212,40 @@ def test_results_are_appended_and_not_measured_again(
     capsys.readouterr()
 
 
+def test_a_page_says_the_best_batch_of_each_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Job] = []
+    times = {"transformers:static": {1: 8.0, 2: 5.0, 4: 6.0}, "ours:plain": {1: 4.0, 2: 3.0, 4: 2.0}}
+
+    def run(job: Job, say: Any) -> list[Row]:
+        asked.append(job)
+        rows = dict(zip(job.systems, rows_of(job), strict=True))
+        for name, of in times.items():
+            rows[name]["ms_per_token"]["median"] = of[len(job.prompt)]
+        return list(rows.values())
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+    out = tmp_path / "batch.jsonl"
+    given = ["batch", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
+    given += ["--contexts", "40", "--no-plot"]
+    assert command_line.main([*given, "--batches", "1,4"]) == 0
+    assert command_line.main([*given, "--batches", "2,4"]) == 0, "another one is added"
+    assert [len(job.prompt) for job in asked] == [1, 4, 2]
+    (tokens,), several, pair = (job.prompt for job in asked)
+    assert several[0] == pair[0] == tokens and pair[1] == several[1] != tokens
+    assert {len(text) for text in several} == {40}
+    assert all(job.setup.batch == len(job.prompt) for job in asked)
+    bounds = [json.loads(line)["bound_ms"] for line in out.read_text().splitlines()]
+    assert bounds[2] - bounds[0] == pytest.approx((bounds[1] - bounds[0]) / 3)  # of KV, beside weights
+    assert command_line.main([*given, "--batches", "1,2,4"]) == 0 and len(asked) == 3
+    page = out.with_suffix(".md").read_text()
+    best = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    assert ["ours:plain", "4", "2.00", "2.00", "2.50", "1.00"] in best
+    assert ["transformers:static", "2", "5.00", "1.60", "1.00", "0.40"] in best
+    assert page.index("## 40 tokens") < page.index("## 2 texts of 40 tokens")
+    assert command_line.main(["compare", str(out), str(out)]) == 0
+
+
 def test_what_failed_as_a_whole_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -232,7 +266,7 @@ def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
     assert tokenizer is not None
     names, tokens = inputs.read_tokens(None, tokenizer)
     assert names == ["Moby-Dick, chapters 1 to 48"]
-    assert len(tokens) >= max(length for case in CASES for length in case.contexts)
+    assert len(tokens) >= max(case.contexts[-1] * case.batches[-1] for case in CASES)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +274,9 @@ def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
     [
         ("--systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
         ("--systems ours", "argument --systems: ours: write adapter:system"),
-        ("--systems ours:plain --contexts 100000000", "the text has"),
+        ("--systems ours:plain --contexts 100000000", "--contexts 100000000: the text has"),
+        ("--systems ours:plain --batches 9999999", "--contexts 4096, --batches 9999999: the text has"),
+        ("--systems ours:plain --batches 0", "argument --batches: '0' is not a whole number of at least 1"),
         ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
         ("--systems ours:plain --out {page}", "is where the page or the plots go; name it .jsonl"),
         ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
@@ -283,7 +319,7 @@ def test_bad_input(
 
 
 def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt ends with the beginning of a passage that its middle holds; the rest of it is the answer."""
+    """Texts end with the beginning of a passage that their middle holds; the rest of it is the answer."""
     jobs: list[Job] = []
 
     def run(job: Job, say: Any) -> list[Row]:
@@ -292,17 +328,19 @@ def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
-    given = "peers --needles --no-plot --contexts 1000 --systems transformers:dynamic,ours:plain,ours:lookup"
+    given = "peers --needles --no-plot --contexts 1000 --batches 2"
+    given += " --systems transformers:dynamic,ours:plain,ours:lookup"
     assert command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")]) == 0
     assert (
         "| answered |" in (tmp_path / "out.md").read_text() and " 50% |" in (tmp_path / "out.md").read_text()
     )
     (job,) = jobs
-    prompt, answer = list(job.prompt), list(job.answer)
-    assert len(prompt) == 1000 and len(answer) == 24
-    cue, passage = prompt[-8:], prompt[-8:] + answer
-    at = next(at for at in range(300, 700) if prompt[at : at + 32] == passage)
-    assert prompt[at : at + 8] == cue
+    passages = []
+    for text, answer in zip(job.prompt, job.answers, strict=True):
+        assert len(text) == 1000 and len(answer) == 24
+        passages.append([*text[-8:], *answer])
+        assert any(text[at : at + 32] == passages[-1] for at in range(300, 700))
+    assert passages[0] != passages[1]
 
 
 def test_results_are_compared_with_noise_in_mind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+Prompt = Sequence[Sequence[int]]
+"""A text, or several that are equally long, as token ids."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -24,6 +27,7 @@ class Setup:
         device: `cpu` or `cuda:N`.
         threads: that compute, on a CPU.
         capacity: tokens of the longest prompt and its continuation together.
+        batch: most texts of a prompt; they are continued together.
         chunk: prompt tokens read at a time, where a system lets one choose.
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
         temperature: 0 decodes greedily.
@@ -44,6 +48,7 @@ class Setup:
     temperature: float = 0.0
     link_gb_s: float = 0.0
     gpu_memory_gib: float = 0.0
+    batch: int = 1
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
     acceptance: float | None = field(default=None, compare=False)
@@ -58,13 +63,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """A continuation of the prompt.
+    """A continuation of the prompt, or of each of its texts.
 
     Attributes:
-        tokens: ids, as many as were asked for: no end token ends it.
+        tokens: ids, text after text, of each as many as were asked for: no end token ends it.
         ms: from the end of the prefill to the last token. Where a system computes the first token with its
             prefill, from that token on; `timed` are the tokens of that time.
-        rounds: passes of the target, where a system tells.
+        rounds: passes of the target, each over all texts, where a system tells.
         accepted: share of the drafted tokens that stood, by what drafted them.
         parts_ms: what the time went to.
         notes: what a reader must know of this run.
@@ -84,7 +89,7 @@ class Run:
 class System(Protocol):
     """One way to continue a prompt. Used from one thread; whatever it raises becomes its row.
 
-    One that can has `logits_after(tokens)`: the logits, a list, behind the prompt and `tokens`; and
+    One that can has `logits_after(tokens)`: the logits, a list, behind the one text and `tokens`; and
     `draw(path)`: a picture of its last run.
     """
 
@@ -93,8 +98,8 @@ class System(Protocol):
     notes: tuple[str, ...]
     """What a reader must know: another precision of its KV, that it is rebuilt, …"""
 
-    def prepare(self, prompt: Sequence[int]) -> float:
-        """Reads a prompt, but perhaps its last token; forgets what was read before. Returns ms."""
+    def prepare(self, prompt: Prompt) -> float:
+        """Reads a prompt, but perhaps its texts' last tokens; forgets what was read before. Returns ms."""
 
     def run(self, new_tokens: int) -> Run:
         """Continues the prompt from its end; any number of times, always from there."""

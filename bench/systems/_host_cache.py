@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class HostLayer(DynamicLayer):
-    """KV of a layer in host memory, in buffers `[1, heads, capacity, head_dim]`.
+    """KV of a layer in host memory, in buffers `[texts, heads, capacity, head_dim]`.
 
     `keys` and `values` are views of what is filled: `crop` shortens them, and `update` goes on from there.
     """

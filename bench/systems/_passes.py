@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from bench.systems import Run, Setup
+from bench.systems import Prompt, Run, Setup
 
 
 def load(folder: str, setup: Setup, attention: str = "sdpa") -> Any:
@@ -26,30 +26,30 @@ def load(folder: str, setup: Setup, attention: str = "sdpa") -> Any:
 
 
 class Text:
-    """A model that has read all of a prompt but its last token.
+    """A model that has read all of a prompt but its texts' last tokens.
 
     Args:
         chunk: tokens that it reads at a time.
         new_cache: makes what it reads into; None: a `DynamicCache`.
 
     Attributes:
-        ids: the prompt, `[1, tokens]`.
+        ids: the prompt, `[texts, tokens]`.
     """
 
     def __init__(self, model: Any, chunk: int, new_cache: Callable[[], Any] | None = None) -> None:
         self.model, self._chunk = model, chunk
         self._new_cache = new_cache or partial(DynamicCache, config=model.config)
         self.cache: Any = None
-        self._prompt: list[int] = []
+        self._prompt: Prompt = ()
 
     @torch.inference_mode()
-    def read(self, prompt: Sequence[int]) -> float:
+    def read(self, prompt: Prompt) -> float:
         """Takes a prompt, if it is another one than before; returns ms of its prefill."""
-        if list(prompt) != self._prompt:
+        if prompt != self._prompt:
             self.cache = None  # frees its memory before the next one is filled
-            self.cache, self._prompt = self._new_cache(), list(prompt)
+            self.cache, self._prompt = self._new_cache(), prompt
             started = perf_counter()
-            self.ids = torch.tensor([self._prompt], device=self.model.device)
+            self.ids = torch.tensor(self._prompt, device=self.model.device)
             for part in self.ids[:, :-1].split(self._chunk, dim=1):
                 if part.shape[1]:
                     self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -109,7 +109,7 @@ class Continued:
         self._static, self._looped, self._options = static, looped, options
         self._cache: Any = None
 
-    def prepare(self, prompt: Sequence[int]) -> float:
+    def prepare(self, prompt: Prompt) -> float:
         self._cache = None  # as above
         read_ms, started = self.text.read(prompt), perf_counter()
         self._cache = self.text.static_cache(self.setup.capacity) if self._static else self.text.cache
@@ -130,8 +130,8 @@ class Continued:
             else:
                 token = logits.argmax(-1, keepdim=True)
             tokens.append(token)
-        found = torch.cat(tokens, dim=1)[0].tolist()
-        return Run(found, 1e3 * (perf_counter() - started), count, count)
+        found = torch.cat(tokens, dim=1).flatten().tolist()
+        return Run(found, 1e3 * (perf_counter() - started), len(found), count)
 
     def _generate(self, count: int) -> Run:
         """Timed from the first round's tokens to the last: without what `generate` sets up, but where one
@@ -142,7 +142,8 @@ class Continued:
         out = self.text.model.generate(ids, **options, **({"temperature": law, "top_k": 0} if law else {}))
         times, (_, *rounds) = zip(*arrivals, strict=True)
         ms = 1e3 * (times[-1] - times[1 if len(rounds) > 1 else 0])
-        return Run(out[0, ids.shape[1] :].tolist(), ms, sum(rounds[1:]) or count, len(rounds))
+        found = out[:, ids.shape[1] :].flatten().tolist()
+        return Run(found, ms, sum(rounds[1:]) or len(found), len(rounds))
 
     @torch.inference_mode()
     def logits_after(self, tokens: Sequence[int]) -> list[float]:

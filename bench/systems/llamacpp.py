@@ -1,23 +1,24 @@
-"""llama.cpp, by llama-cpp-python: with KV of either precision, flash attention, and its prompt look-up."""
+"""llama.cpp, by llama-cpp-python: with KV of either precision, flash attention, and its prompt look-up.
+
+Passes are llama.cpp's own, without what llama-cpp-python does around them; a text is a sequence of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import llama_cpp
+import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Run, Setup, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup, refuse_link
 
 KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
-CONTEXT_STEP = 256
-"""llama.cpp rounds contexts up to multiples of it, and the buffers of llama-cpp-python do not follow."""
-
 LOOKUP = (3, 4)
 """Most tokens that prompt look-up compares, and most that it proposes a round: fastest on a CPU behind 16K
 tokens. For GPUs, llama-cpp-python recommends 10."""
@@ -43,68 +44,99 @@ class LlamaCpp:
         device, _, index = setup.device.partition(":")
         on_gpu = device != "cpu"
         if on_gpu and not llama_cpp.llama_supports_gpu_offload():
-            raise ImportError(
-                f"llama-cpp-python cannot use {setup.device}: reinstall it with CMAKE_ARGS=-DGGML_CUDA=ON"
-            )
-        chunk = max(setup.chunk, 1 + LOOKUP[1])  # it samples from one batch what it proposed
-        self._llama = llama_cpp.Llama(
-            str(gguf_file(Path(setup.model), setup.dtype, setup.folder)),
-            n_gpu_layers=-1 if on_gpu else 0,
-            split_mode=llama_cpp.LLAMA_SPLIT_MODE_NONE,
-            main_gpu=int(index or 0),
-            n_ctx=-(-setup.capacity // CONTEXT_STEP) * CONTEXT_STEP,
-            n_batch=chunk,
-            n_ubatch=chunk,
-            n_threads=setup.threads,
-            n_threads_batch=setup.threads,
-            type_k=KV_TYPES[kv],
-            type_v=KV_TYPES[kv],
-            flash_attn=flash,
-            offload_kqv=offload_kqv,
-            # With a draft, llama-cpp-python keeps logits of all tokens: by this it makes room for them.
-            logits_all=lookup,
-            draft_model=LlamaPromptLookupDecoding(*LOOKUP) if lookup else None,
-            verbose=False,
-        )
-        self._lookup, self._temperature = lookup, setup.temperature
-        parts = [f"llama-cpp-python {llama_cpp.__version__}", f"{kv} KV"]
-        notes = []
-        if flash:
-            parts.append("flash attention")
-        if lookup:
-            parts.append(f"prompt look-up of {LOOKUP[1]} tokens")
-        if on_gpu and not offload_kqv:
-            parts.append("attention on the CPU")
-        if kv != setup.dtype:
-            notes.append(f"KV is {kv}, weights are {setup.dtype}")
-        if kv == "float16" and not (on_gpu and offload_kqv):
-            rounded = "sums of values" if flash else "attention weights"
-            notes.append(f"queries and {rounded} are rounded to float16")
-        if on_gpu and setup.gpu_memory_gib:
-            notes.append(f"is not kept to {setup.gpu_memory_gib:g} GiB of the GPU")
-        self.label, self.notes = ", ".join(parts), tuple(notes)
+            raise ImportError("llama-cpp-python is without CUDA: build it with CMAKE_ARGS=-DGGML_CUDA=ON")
+        model, context = llama_cpp.llama_model_default_params(), llama_cpp.llama_context_default_params()
+        model.n_gpu_layers, model.main_gpu = -1 if on_gpu else 0, int(index or 0)
+        model.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
+        context.n_ctx, context.n_seq_max = setup.batch * (setup.capacity + LOOKUP[1]), setup.batch
+        context.n_batch = context.n_ubatch = self._chunk = max(setup.chunk, setup.batch * (1 + LOOKUP[1]))
+        context.n_threads = context.n_threads_batch = setup.threads
+        context.type_k = context.type_v = KV_TYPES[kv]
+        context.flash_attn_type, context.offload_kqv = int(flash), offload_kqv
+        llama_cpp.llama_backend_init()
+        file = gguf_file(Path(setup.model), setup.dtype, setup.folder)
+        self._model: Any = llama_cpp.llama_model_load_from_file(str(file).encode(), model)
+        self._context: Any = self._model and llama_cpp.llama_init_from_model(self._model, context)
+        if not self._context:
+            raise ValueError("llama.cpp makes no context of it")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(self._chunk, 0, 1)
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self._tokens, self._temperature = llama_cpp.llama_vocab_n_tokens(vocabulary), setup.temperature
+        self._lookup = LlamaPromptLookupDecoding(*LOOKUP) if lookup else None
+        host, rounded = on_gpu and not offload_kqv, "sums of values" if flash else "attention weights"
+        parts = {
+            f"llama-cpp-python {llama_cpp.__version__}, {kv} KV": True,
+            "flash attention": flash,
+            f"prompt look-up of {LOOKUP[1]} tokens": lookup,
+            "attention on the CPU": host,
+        }
+        notes = {
+            f"KV is {kv}, weights are {setup.dtype}": kv != setup.dtype,
+            f"queries and {rounded} are rounded to float16": kv == "float16" and (host or not on_gpu),
+            f"is not kept to {setup.gpu_memory_gib:g} GiB of the GPU": on_gpu and setup.gpu_memory_gib > 0,
+        }
+        self.label = ", ".join(part for part, holds in parts.items() if holds)
+        self.notes = tuple(note for note, holds in notes.items() if holds)
 
-    def prepare(self, prompt: Sequence[int]) -> float:
-        self._prompt = list(prompt)
-        started = perf_counter()
-        self._llama.reset()
-        # Look-up needs logits of its drafts only; left to itself, it computes those of the whole prompt.
-        self._llama._logits_all = False
-        self._llama.eval(self._prompt[:-1])
+    def _pass(self, entries: Sequence[tuple[int, int, int]], *, logits: bool) -> None:
+        """A pass over a text's number, a position and a token each."""
+        batch, batch.n_tokens = self._batch, len(entries)
+        for at, (text, position, token) in enumerate(entries):
+            batch.token[at], batch.pos[at], batch.logits[at] = token, position, logits
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, text
+        if llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError("a pass of llama.cpp has failed")
+
+    def _choices(self, count: int) -> list[int]:
+        """Tokens behind each entry of a pass."""
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (count, self._tokens))
+        if self._temperature:
+            logits = logits / self._temperature + np.random.gumbel(size=logits.shape)
+        chosen: list[int] = logits.argmax(-1).tolist()
+        return chosen
+
+    def prepare(self, prompt: Prompt) -> float:
+        self._prompt, started = prompt, perf_counter()
+        llama_cpp.llama_memory_clear(self._memory, True)
+        for number, text in enumerate(prompt):
+            entries = [(number, at, token) for at, token in enumerate(text[:-1])]
+            for at in range(0, len(entries), self._chunk):
+                self._pass(entries[at : at + self._chunk], logits=False)
         return 1e3 * (perf_counter() - started)
 
     def run(self, new_tokens: int) -> Run:
-        # Not reset, it goes on behind `n_tokens`; what is behind that is removed.
-        self._llama.n_tokens = len(self._prompt) - 1
-        self._llama._logits_all = self._lookup
-        law = {"temp": self._temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        generated = self._llama.generate(self._prompt[-1:], reset=False, **law)
-        started = perf_counter()
-        tokens = list(islice(generated, new_tokens))
-        return Run(tokens, 1e3 * (perf_counter() - started), new_tokens)
+        length, count = len(self._prompt[0]), len(self._prompt)
+        end, ends = length + new_tokens, [length] * count
+        ids = np.empty((count, end), np.intc)
+        ids[:, :length] = self._prompt
+        self._forget(ends)
+        rounds, alone, drafted, started = 0, 0, 0, perf_counter()
+        while going := [number for number in range(count) if ends[number] < end]:
+            entries = []
+            for number in going:
+                known = ids[number, : ends[number]]
+                draft = self._lookup(known)[: end - 1 - len(known)] if self._lookup else ()
+                entries += [(number, *one) for one in enumerate([*known[-1:], *draft], len(known) - 1)]
+            self._pass(entries, logits=True)
+            for (number, at, token), choice in zip(entries, self._choices(len(entries)), strict=True):
+                if (ends[number], ids[number, at]) == (at + 1, token):  # nothing stands behind a rejected one
+                    ids[number, at + 1], ends[number] = choice, at + 2
+            self._forget(ends)
+            rounds, alone, drafted = rounds + 1, alone + len(going), drafted + len(entries) - len(going)
+        ms, tokens = 1e3 * (perf_counter() - started), ids[:, length:].flatten().tolist()
+        accepted = {"lookup": (len(tokens) - alone) / drafted} if drafted else {}
+        return Run(tokens, ms, len(tokens), rounds, accepted)
+
+    def _forget(self, ends: Sequence[int]) -> None:
+        """Of each text, what was passed from its last token on."""
+        for number, end in enumerate(ends):
+            llama_cpp.llama_memory_seq_rm(self._memory, number, end - 1, -1)
 
     def close(self) -> None:
-        self._llama.close()
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)
 
 
 SYSTEMS: dict[str, Opener] = {

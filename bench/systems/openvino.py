@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +12,7 @@ import openvino
 import openvino_genai
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Run, Setup, kv_values, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup, kv_values, refuse_link
 
 GIB = 2**30
 
@@ -28,17 +27,13 @@ class OpenVino:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.max_num_batched_tokens = setup.chunk
-        scheduler.cache_size = 1 + -(-4 * kv_values(setup) * setup.capacity // GIB)
-        given: dict[str, Any] = {"ATTENTION_BACKEND": "PA", "INFERENCE_NUM_THREADS": setup.threads}
+        scheduler.cache_size = 1 + -(-4 * kv_values(setup) * setup.capacity * setup.batch // GIB)
+        given: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
         if exact:
             given |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
-        self._pipeline = openvino_genai.LLMPipeline(
-            # It reads no other unquantised type.
-            str(gguf_file(Path(setup.model), "float16", setup.folder)),
-            "CPU",
-            scheduler_config=scheduler,
-            **given,
-        )
+        # It reads no other unquantised type.
+        file = str(gguf_file(Path(setup.model), "float16", setup.folder))
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(file, scheduler, "CPU", given)
         self._how = openvino_genai.GenerationConfig(ignore_eos=True, do_sample=setup.temperature > 0)
         if setup.temperature:
             self._how.temperature, self._how.top_k, self._how.top_p = setup.temperature, 0, 1.0
@@ -48,21 +43,28 @@ class OpenVino:
         if not exact:
             self.notes += ("not lossless: KV has 8 bits",)
 
-    def prepare(self, prompt: Sequence[int]) -> float:
-        self._prompt = openvino.Tensor(np.array([prompt], dtype=np.int64))
+    def prepare(self, prompt: Prompt) -> float:
+        self._prompt = [openvino.Tensor(np.array([text], dtype=np.int64)) for text in prompt]
         started = perf_counter()
         self._generate(1)
         return 1e3 * (perf_counter() - started)
 
     def run(self, new_tokens: int) -> Run:
-        done = self._generate(max(2, new_tokens))
-        # The first token comes with what the cache of blocks leaves of the prompt.
-        ms = done.perf_metrics.get_tpot().mean * (max(2, new_tokens) - 1)
-        return Run(list(done.tokens[0])[:new_tokens], ms, max(2, new_tokens) - 1)
+        ms, texts = self._generate(max(2, new_tokens))
+        timed = sum(len(text) - 1 for text in texts)
+        return Run([token for text in texts for token in text[:new_tokens]], ms, timed)
 
-    def _generate(self, count: int) -> Any:
+    def _generate(self, count: int) -> tuple[float, list[list[int]]]:
+        """Tokens of each text, and ms in which all but the first ones were made."""
         self._how.max_new_tokens = count
-        return self._pipeline.generate(self._prompt, self._how)
+        texts = [self._pipeline.add_request(*text, self._how) for text in enumerate(self._prompt)]
+        while not all(text.can_read() for text in texts):
+            self._pipeline.step()  # reads what the cache of blocks leaves of the prompt
+        started = perf_counter()
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        ms = 1e3 * (perf_counter() - started)
+        return ms, [text.read_all()[0].generated_ids for text in texts]
 
     def close(self) -> None:
         del self._pipeline

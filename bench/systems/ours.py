@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from bench.cases import text_config
 from bench.recorded_text import Text
 from bench.rounds import figures
-from bench.systems import Opener, Run, Setup
+from bench.systems import Opener, Prompt, Run, Setup
 from bench.timeline_plot import draw
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
 from offload_rt.config import config_names, load_config, uses_small_model
@@ -61,7 +60,7 @@ class Ours:
         self.notes: tuple[str, ...] = () if held is None else (held,)
         self._config, self._setup, self._text = config, setup, shared_text(setup)
 
-    def prepare(self, prompt: Sequence[int]) -> float:
+    def prepare(self, prompt: Prompt) -> float:
         """What a configuration makes of the prompt for itself (its caches, an index) is part of it."""
         read_ms = self._text.read(prompt)
         return read_ms + self._text.begin(self._config)
@@ -69,15 +68,21 @@ class Ours:
     def run(self, new_tokens: int) -> Run:
         setup = self._setup
         done, self._run = self._text.run(self._config, new_tokens, setup.acceptance, setup.temperature)
-        proposed = {level.name: level for level in done.levels if level.proposed}
+        tokens = [token for one in done for token in one.tokens]
+        levels = {
+            of[0].name: tuple(
+                map(sum, zip(*((one.accepted, one.proposed, one.ms) for one in of), strict=True))
+            )
+            for of in zip(*(one.levels for one in done), strict=True)
+        }
         return Run(
-            done.tokens,
-            done.timings.predicted_ms,
-            len(done.tokens),
-            done.rounds,
-            {name: level.accepted / level.proposed for name, level in proposed.items()},
-            {level.name: level.ms for level in done.levels},
-            tuple(done.notices),
+            tokens,
+            max(one.timings.predicted_ms for one in done),
+            len(tokens),
+            max(one.rounds for one in done),
+            {name: accepted / proposed for name, (accepted, proposed, _) in levels.items() if proposed},
+            {name: ms for name, (_, _, ms) in levels.items()},
+            tuple(done[0].notices),
             figures(self._run) | self._text.placed,
         )
 

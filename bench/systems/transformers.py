@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from bench.systems import Opener, Run, Setup, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup, refuse_link
 from bench.systems._passes import Continued, Text, load
 
 LOOKUP_TOKENS = 10  # what prompt look-up proposes a round by default
@@ -56,7 +55,7 @@ class Assisted(Generate):
         self._draft = shared_text(setup.draft, setup)
         super().__init__(how, setup, assistant_model=self._draft.model)
 
-    def prepare(self, prompt: Sequence[int]) -> float:
+    def prepare(self, prompt: Prompt) -> float:
         return super().prepare(prompt) + self._draft.read(prompt)
 
     def run(self, new_tokens: int) -> Run:

@@ -7,13 +7,12 @@ the GPU: what it offloads are prefixes of prompts, which come back before the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.systems import Opener, Run, Setup, kv_values, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup, kv_values, refuse_link
 
 GIB = 2**30
 BLOCK = 16  # tokens that share a place in its KV
@@ -45,7 +44,8 @@ class Vllm:
             total = torch.cuda.get_device_properties(0).total_memory / GIB
             given["gpu_memory_utilization"] = 0.9 * min(1.0, setup.gpu_memory_gib / total)
         if offloaded == "KV":
-            given["kv_offloading_size"] = 1 + tokens * kv_values(setup) * VALUE_BYTES[setup.dtype] / GIB
+            kv_bytes = setup.batch * tokens * kv_values(setup) * VALUE_BYTES[setup.dtype]
+            given["kv_offloading_size"] = 1 + kv_bytes / GIB
         if offloaded == "weights":
             files = Path(setup.model).glob("*.safetensors")
             given["cpu_offload_gb"] = sum(one.stat().st_size for one in files) / GIB
@@ -55,7 +55,7 @@ class Vllm:
             skip_tokenizer_init=True,
             generation_config="vllm",  # its own defaults, not the checkpoint's
             enable_prefix_caching=True,
-            max_num_seqs=1,
+            max_num_seqs=setup.batch,
             disable_log_stats=False,  # or it tells no times
             **given,
         )
@@ -64,8 +64,8 @@ class Vllm:
         self._kv_returns = offloaded == "KV"
         self.label = f"vLLM {vllm.__version__}, {offloaded or 'nothing'} offloaded"
 
-    def prepare(self, prompt: Sequence[int]) -> float:
-        self._prompt = {"prompt_token_ids": list(prompt)}
+    def prepare(self, prompt: Prompt) -> float:
+        self._prompt = [{"prompt_token_ids": list(text)} for text in prompt]
         self._llm.reset_prefix_cache()
         started = perf_counter()
         self._generate(1)
@@ -76,14 +76,15 @@ class Vllm:
             self._llm.reset_prefix_cache()  # of the GPU: what was offloaded stays
         done = self._generate(max(2, new_tokens))
         # The first token comes with what the cache of prefixes leaves of the prompt.
-        times, tokens = done.metrics, list(done.outputs[0].token_ids)
-        first = f"first token after {1e3 * times.first_token_latency:.0f} ms"
-        ms = 1e3 * (times.last_token_ts - times.first_token_ts)
-        return Run(tokens[:new_tokens], ms, len(tokens) - 1, notes=(first,) if self._kv_returns else ())
+        times = [one.metrics for one in done]
+        first = f"first token after {1e3 * min(one.first_token_latency for one in times):.0f} ms"
+        seconds = max(one.last_token_ts for one in times) - min(one.first_token_ts for one in times)
+        tokens = [token for one in done for token in one.outputs[0].token_ids[:new_tokens]]
+        timed = len(done) * (max(2, new_tokens) - 1)
+        return Run(tokens, 1e3 * seconds, timed, notes=(first,) if self._kv_returns else ())
 
     def _generate(self, count: int) -> Any:
-        (done,) = self._llm.generate([self._prompt], self._params(max_tokens=count), use_tqdm=False)
-        return done
+        return self._llm.generate(self._prompt, self._params(max_tokens=count), use_tqdm=False)
 
     def close(self) -> None:
         del self._llm

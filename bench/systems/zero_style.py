@@ -27,18 +27,19 @@ def host_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` `[1, query_heads, queries, head_dim]` over host KV `[1, heads, tokens, head_dim]`.
+    """Attention of `query` `[texts, query_heads, queries, head_dim]` over host KV `[texts, heads, tokens,
+    head_dim]`.
 
-    A single query goes to the CPU. A chunk of the prompt is compute-bound, and the KV comes to it.
+    Single queries go to the CPU. A chunk of the prompt is compute-bound, and the KV comes to it.
     """
     if query.shape[2] > 1:
         key, value = key.to(query.device), value.to(query.device)
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return out, None
     # The query heads of a KV head are its rows, so that it is read once for all of them.
-    rows = query.cpu().reshape(1, key.shape[1], -1, query.shape[3])
+    rows = query.cpu().reshape(*key.shape[:2], -1, query.shape[3])
     out = scaled_dot_product_attention(rows, key, value, scale=scaling)
-    return out.reshape(1, 1, query.shape[1], -1).to(query.device), None
+    return out.reshape(len(out), 1, query.shape[1], -1).to(query.device), None
 
 
 class Rebuilt(Continued):
