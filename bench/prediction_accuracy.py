@@ -153,7 +153,7 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
     placement = replace(placement, streamed_tokens=int(found["streamed_tokens"]))  # full pages alone
     drafted = request.drafts[-1]
     verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)
-    counts = (predictor.round(verification, draft, count) for count in predictor.outcomes)
+    counts = (predictor.round(verification, draft, count) for count in predictor.outcomes(drafted))
     best = min(counts, key=lambda one: one.ms)
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.ms_per_token)
     return dict(zip(PREDICTED, values, strict=True))

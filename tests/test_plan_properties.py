@@ -158,7 +158,7 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int,
             left = asked.context - min(cpu, asked.context)
             kept = most if resident >= 0 or cpu == 0 else min(most, left) // page * page
             places = {(kept, min(cpu, asked.context - kept))}
-        for (kept, attended), outcomes in itertools.product(places, predictor.outcomes):
+        for (kept, attended), outcomes in itertools.product(places, predictor.outcomes(drafted)):
             best = min(best, expected_round(predictor, drafted, kept, attended, outcomes, ring).ms_per_token)
     assert planned.check().ms_per_token == pytest.approx(best, rel=1e-9)
     placement = planned.placement

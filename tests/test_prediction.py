@@ -289,19 +289,29 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     asked = request({"offload.ahead": 4}, "trees", context=50_000, draft=None)
     assert [one.size for one in asked.drafts] == [64] and asked.longest_draft == 64
     predictor = Predictor(asked)
-    assert list(predictor.outcomes) == [0], "nothing is drafted ahead of its verdict"
+    assert list(predictor.outcomes(asked.drafts[0])) == [0], "nothing is drafted ahead of its verdict"
     one = predictor.step(asked.target, 4, 4096 + 208, graph=True)
     found = expected_round(predictor, asked.drafts[0])
     assert found.draft.ms == pytest.approx(16 * one.ms)
     assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))
     assert found.verification.gamma == 64 and found.chances == ()
-    # A small model's tree takes that model's steps; where its depth is chosen as it runs, 4 nodes a step.
+    # A small model's tree takes that model's steps.
     levels = [{"model": "draft", "cache": "streaming", "draft": "grown:32"}]
     small = Predictor(request({"speculation.levels": levels}, "naive", context=50_000))
     small_step = small.step(JF68M, 8, 256, graph=True)
     assert small.draft(small.request.drafts[0]).ms == pytest.approx(4 * small_step.ms)
-    unset = {"speculation.levels": levels, "speculation.gamma2": 0}
-    assert [one.depth for one in request(unset, "naive", context=50_000).drafts] == [8]
+    # The shapes are those that a round may choose, look-up's finds among them; fixed widths grow no further.
+    for draft, merge, most in (
+        ("auto", "", 64),
+        ("grown:64", "suffix", 64 + 32),
+        ("tree:8,8,8", "", 8 + 64),
+        ("tree:300", "", 300),
+        ("chain", "lookup", 32 + 32),
+    ):
+        level = {"model": "target", "cache": "retrieved", "draft": draft, "merge": merge}
+        free = request({"speculation.levels": [level], "speculation.gamma2": 0}, context=50_000)
+        assert free.longest_draft == most
+        assert free.drafts == free.speculation.shapes[-1].candidates()
     # All nodes of fixed widths count.
     fixed = {"speculation.levels": [levels[0] | {"draft": "tree:4,2"}], "speculation.gamma2": 3}
     assert plan(request(fixed, "naive", context=50_000)).gamma == 4 + 8 + 8

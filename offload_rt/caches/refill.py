@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -36,6 +37,28 @@ class Extent:
     @property
     def entries(self) -> int:
         return self.chosen_end + self.length - self.recent_start
+
+
+class _Rows:
+    """Memory of `[pages, heads, tokens, dim]` as rows, of which chunks are made.
+
+    A row is picked as a whole, where indexing by page, head and chunk picks an element at a time.
+    """
+
+    def __init__(self, part: Tensor, chunk: int) -> None:
+        pages, heads, tokens, dim = part.shape
+        self._chunk = chunk
+        self._page, self._head = (stride // dim for stride in part.stride()[:2])  # tokens between two
+        self._tokens = gcd(chunk, self._page, self._head)  # of a row
+        end = (pages - 1) * self._page + (heads - 1) * self._head + tokens
+        width = self._tokens * dim
+        self.memory = part.as_strided((end // self._tokens, width), (width, 1))
+
+    def of(self, page: Tensor, head: Tensor, at: Tensor) -> Tensor:
+        """Numbers of the rows of chunks: the page of each, its head, and its place there."""
+        first = (page * self._page + head * self._head + at * self._chunk) // self._tokens
+        each = torch.arange(self._chunk // self._tokens, device=first.device)
+        return (first[:, None] + each).flatten()
 
 
 class RetrievedRefill:
@@ -125,7 +148,7 @@ class RetrievedRefill:
         self._there = self._chunks.to(self.buffer.keys.device, non_blocking=True)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
-        chunk, (pages, _, tokens, _) = self._chunk, keys.shape
+        chunk, (pages, _, tokens, dim) = self._chunk, keys.shape
         first, per_page = start // chunk, tokens // chunk
         low = bisect_left(self._numbers, first)
         high = bisect_left(self._numbers, first + pages * per_page)
@@ -134,18 +157,22 @@ class RetrievedRefill:
         # What lies in host memory is picked by what was chosen there: the device need not be asked.
         numbers, heads, _ = (self._chunks if over_link else self._there)[:, low:high]
         page, at = (numbers - first) // per_page, (numbers - first) % per_page
-        sides = [part[:, :, : per_page * chunk].unflatten(2, (per_page, chunk)) for part in (keys, values)]
+        sides = [_Rows(part, chunk) for part in (keys, values)]
+        rows = sides[0].of(page, heads, at)
         self._missing -= (high - low) * chunk
         _, *places = self._there[:, low:high]  # heads and chunks
-        if not over_link:
-            self._put([side[page, heads, at] for side in sides], layer, tuple(places))
-            return
 
         def pick(packed: Tensor) -> None:
             for side, out in zip(sides, packed, strict=True):
-                torch.ops.aten.index(side, [page, heads, at], out=out)  # `side[page, heads, at]`, in place
+                torch.index_select(side.memory, 0, rows, out=out.view(len(rows), -1))
 
-        self._send((2, high - low, *sides[0].shape[3:]), pick, layer, tuple(places))
+        shape = 2, high - low, chunk, dim
+        if over_link:
+            self._send(shape, pick, layer, tuple(places))
+        else:
+            packed = keys.new_empty(shape)
+            pick(packed)
+            self._put(packed, layer, tuple(places))
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         extent = self.extent

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Final, Literal
 
 from offload_rt.errors import UsageError
@@ -23,6 +26,9 @@ RULE = (
     "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth), "
     "sequoia:N or grown:N (nodes)"
 )
+
+MOST_NODES = 256
+"""Of a tree of given widths whose depth is chosen as it runs, but for its first level."""
 
 AUTO: Final = "auto"
 """A chain or a grown tree, whichever yields more tokens a second."""
@@ -101,38 +107,33 @@ class DraftShape:
             nodes *= self.width(depth)
         return levels
 
-    @property
-    def given_nodes(self) -> bool:
-        """Whether its size is given, and not its depth."""
-        return self.nodes > 0
-
     @cached_property
     def size(self) -> int:
         """Nodes, at most."""
         if self.nodes:
             return self.nodes if self.depth else 0
-        return sum(map(sum, self.levels))
+        return sum(accumulate(map(self.width, range(self.depth)), mul))
 
     @property
     def per_pass(self) -> int:
         """Tokens in the widest pass that drafts it."""
         if self.kind == "grown":
             return -(-self.nodes // max(1, self.depth))
-        return max(map(sum, self.levels), default=0)
+        if self.kind == "sequoia":
+            return max(map(sum, self.levels), default=0)
+        return prod(map(self.width, range(self.depth))) if self.depth else 0
 
     def candidates(self) -> list[DraftShape]:
         """Shapes to choose among as it runs: itself, where its depth is given."""
         if self.depth:
             return [self]
-        kinds = [self]
         if self.kind == AUTO:
-            kinds = [CHAIN, *(DraftShape("grown", nodes=nodes) for nodes in (16, 32, 64))]
-        return [
-            kind.deep(depth)
-            for kind in kinds
-            for depth in DRAFT_LENGTHS
-            if kind.nodes >= depth or not kind.nodes
-        ]
+            grown = (DraftShape("grown", nodes=nodes) for nodes in (16, 32, 64))
+            return [one for kind in (CHAIN, *grown) for one in kind.candidates()]
+        if self.nodes:
+            return [self.deep(depth) for depth in DRAFT_LENGTHS if depth <= self.nodes]
+        shallowest, *deeper = map(self.deep, DRAFT_LENGTHS)
+        return [shallowest, *(shape for shape in deeper if shape.size <= MOST_NODES)]
 
     def expected_tokens(self, rates: Sequence[float]) -> float:
         """What a verification of it yields where children of each rank are accepted so often.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config import DRAFT_STREAMING
-from offload_rt.expectations import SECOND_CHOICE
+from offload_rt.expectations import DRAFT_LENGTHS, SECOND_CHOICE
 from offload_rt.machine.hardware import COMPUTE_SHARE, GIB, MEMORY_SHARE
-from offload_rt.planning.placement import LONGEST_DRAFT, PlanRequest
+from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (
     ALL_REDUCE_MS,
     EXCHANGE_MS,
@@ -73,10 +73,10 @@ def reckoning(request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain
 
 def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
     rates = ", ".join(f"{level} {request.acceptance(level):.2f}" for level in request.levels)
-    chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {LONGEST_DRAFT}"
+    chosen = "as given" if request.config.speculation.gamma2 else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
     shape = best.verification.drafted
     drafted = f"gamma2 {shape.depth} ({chosen}), so that a round of 1 + α + … + α^γ"
-    if not request.drafts_chains:
+    if shape.kind != "chain":
         drafted = f"trees of {shape.size} nodes in {shape.depth} steps, whose siblings save up to "
         drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"
     yield f"acceptance of a drafted token: {rates}; {drafted} yields {best.tokens:.2f} tokens"

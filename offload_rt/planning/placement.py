@@ -24,10 +24,9 @@ from offload_rt.config import (
     Config,
     SpeculationConfig,
 )
-from offload_rt.drafting.shapes import AUTO, CHAIN, DraftShape
+from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.expectations import (
-    DRAFT_LENGTHS,
     HEAD_ACCEPTANCE,
     LOOKUP_ACCEPTANCE,
     SAME_MODEL_ACCEPTANCE,
@@ -39,9 +38,7 @@ from offload_rt.planning.shapes import ModelShape, head_shape
 from offload_rt.weighing import Weighed
 
 SCORE_BYTES = 4  # of a chunk, a layer and a KV head: float32
-NODES_A_STEP = 4  # of a grown tree whose depth is chosen as it runs
 PADDING = 0.01  # of a vocabulary
-LONGEST_DRAFT = max(DRAFT_LENGTHS)
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
@@ -116,26 +113,15 @@ class PlanRequest:
         return max(1, len(self.hardware.gpus))
 
     @cached_property
-    def drafts(self) -> tuple[DraftShape, ...]:
-        """Shapes of drafts for the full cache, to choose from: chains of any length unless one is given."""
-        if not self.levels:
-            return (CHAIN,)
-        shape = self.speculation.shapes[-1]
-        if shape.given_nodes and not shape.depth:
-            shape = shape.deep(max(1, shape.nodes // NODES_A_STEP))
-        return (shape,) if shape.depth else tuple(map(shape.deep, range(1, LONGEST_DRAFT + 1)))
+    def drafts(self) -> list[DraftShape]:
+        """Shapes of drafts for the full cache, to choose among."""
+        return self.speculation.shapes[-1].candidates() if self.levels else [CHAIN]
 
-    @property
-    def drafts_chains(self) -> bool:
-        """Not trees, as far as that is known beforehand."""
-        return self.drafts[0].kind in ("chain", AUTO)
-
-    @property
+    @cached_property
     def longest_draft(self) -> int:
         """Tokens of the longest draft that a pass may verify."""
-        longest = self.drafts[-1]
-        merged = self.levels and self.speculation.levels[-1].merge  # as deep a chain again
-        return longest.size + (longest.depth if merged else 0)
+        merged = bool(self.levels and self.speculation.levels[-1].merge)  # as deep a chain again
+        return max(shape.size + merged * shape.depth for shape in self.drafts)
 
     @property
     def given_resident(self) -> int | None:

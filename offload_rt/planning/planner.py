@@ -176,7 +176,9 @@ def _best_round(predictor: Predictor) -> RoundTime:
         def at(outcomes: int, resident: int, cpu: int) -> RoundTime:
             return predictor.round(verification(resident, cpu), draft, outcomes)
 
-        found = (_candidates(request, capacity, partial(at, outcomes)) for outcomes in predictor.outcomes)
+        found = (
+            _candidates(request, capacity, partial(at, outcomes)) for outcomes in predictor.outcomes(drafted)
+        )
         return min(chain.from_iterable(found), key=lambda one: one.ms)
 
     return min(starmap(shortest, product(rings, request.drafts)), key=lambda found: found.ms_per_token)

@@ -157,12 +157,12 @@ class Predictor:
         if not request.in_place:
             self.processor = self.gpu = request.hardware.joined_gpu
 
-    @property
-    def outcomes(self) -> range:
-        """How many verdicts may be drafted for ahead of time; 0 alone where none are."""
-        # What may follow a tree is not guessed.
-        guessed = self.request.levels and self.request.drafts_chains and not self.request.in_place
-        ahead = self.config.offload.ahead if guessed else 0
+    def outcomes(self, drafted: DraftShape) -> range:
+        """For how many verdicts on such a draft one may draft ahead of time; 0 alone where for none."""
+        levels = self.request.levels
+        # What may follow a tree is not guessed, nor what a source finds.
+        guessed = drafted.kind == "chain" and levels and levels[-1] not in SOURCES
+        ahead = self.config.offload.ahead if guessed and not self.request.in_place else 0
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, graph: bool = False) -> Work:
