@@ -27,6 +27,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	EMULATED_CUDA=late $(BIN)/python -m pytest -n auto --dist worksteal -m gpu
+	EMULATED_CUDA=random $(BIN)/python -m pytest -m gpu tests/cpu_kv
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

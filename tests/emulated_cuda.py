@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._device
@@ -177,6 +177,9 @@ class Card:
         self.random = random.Random(0)
         self.sync_debug = "default"
         self.allocated = self.peak = 0
+        # Of memory, by its address: another's by now; or its own from that point of its stream on.
+        self.reused: set[int] = set()
+        self.begins: dict[int, tuple[Stream, int]] = {}
         self.fraction = 1.0
 
     def progress(self, stream: Stream) -> None:
@@ -252,6 +255,10 @@ class _Memory:
         freed, self.stream.freed = self.stream.freed, []
         for spoil in freed:
             self.stream.put(spoil)
+        self.address = content.untyped_storage().data_ptr()
+        CARD.reused.discard(self.address)
+        if freed:
+            CARD.begins[self.address] = self.stream, self.stream.submitted
         self.used_by: set[Stream] = set()
         self.keep = _thread.graph is not None  # in the graph's own pool
         CARD.allocated += content.nbytes
@@ -259,6 +266,7 @@ class _Memory:
 
     def __del__(self) -> None:
         CARD.allocated -= self.content.nbytes
+        CARD.begins.pop(self.address, None)
         if not self.keep:
             used = [(other, other.submitted) for other in self.used_by]
             self.stream.freed.append(functools.partial(_reuse, self.content, used))
@@ -268,6 +276,17 @@ def _reuse(content: Tensor, used: list[tuple[Stream, int]]) -> None:
     for stream, place in used:
         stream.compute(place)
     _spoil(content)
+    if content.nbytes:
+        CARD.reused.add(content.untyped_storage().data_ptr())
+
+
+def _check_owned(content: Tensor) -> None:
+    address = content.untyped_storage().data_ptr()
+    if address in CARD.reused:
+        raise RuntimeError("CUDA error: memory is written that was given back, and is another's by now")
+    stream, place = CARD.begins.get(address, (_DEFAULT, 0))
+    if stream.done < place:
+        raise RuntimeError("CUDA error: memory is written while it may still be another's")
 
 
 def _spoil(content: Tensor) -> None:
@@ -378,7 +397,9 @@ class Pinned:
         made = torch.frombuffer(memory, dtype=torch.uint8)
         self.register(made.data_ptr(), size)
         weakref.finalize(memory, self.unregister, made.data_ptr())
-        return made[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        there = made[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        _spoil(there)
+        return there
 
 
 PINNED = Pinned()
@@ -405,6 +426,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     to_card = device is not None and torch.device(device).type == "cuda"
     here = any(isinstance(one, CudaTensor) for one in _leaves((args, kwargs)))
+    if (drawn_by := kwargs.get("generator")) is not None:
+        _check_generator(drawn_by, to_card or here)
     if not to_card and not here:
         return _on_host(func, args, kwargs)
     if _is_composite(func):
@@ -415,6 +438,12 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if to_card or device is not None:
         return _make(func, args, kwargs)
     return _compute(func, args, kwargs)
+
+
+def _check_generator(generator: torch.Generator, on_card: bool) -> None:
+    if (generator._cdata in _Generator.on_card) != on_card:  # its Python object is another one by now
+        raise RuntimeError("Expected a generator of the device that is drawn on")
+    _refuse_in_capture("a generator that is not registered draws the same at every replay")
 
 
 @functools.cache
@@ -454,7 +483,8 @@ def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return PINNED.empty(tensor.shape, tensor.dtype).copy_(tensor)
     if kwargs.pop("pin_memory", False):
         like = func(*args, **kwargs)
-        return PINNED.empty(like.shape, like.dtype).copy_(like)
+        made = PINNED.empty(like.shape, like.dtype)
+        return made if "empty" in func.name() else made.copy_(like)
     return func(*args, **kwargs)
 
 
@@ -478,6 +508,11 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _store(into: Tensor, made: Tensor) -> None:
+    _check_owned(into)
+    _copy(into, made)
+
+
+def _copy(into: Tensor, made: Tensor) -> None:
     with torch.inference_mode():
         into.copy_(made)
 
@@ -505,11 +540,9 @@ _TAKES_HOST_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_pu
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation on tensors of the device."""
-    masks = func in _TAKES_HOST_INDICES and any(
-        isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1]
-    )
-    args, kwargs = _map(functools.partial(_argument, func), (args, kwargs))
-    if func in _WAITS or masks:
+    waits = func in _WAITS or (func in _TAKES_HOST_INDICES and _waits_for_indices(*args[1:3]))
+    args, kwargs = _own(func, args, kwargs)
+    if waits:
         _wait(func)
         with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
@@ -523,18 +556,19 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _map(lambda content: CudaTensor(content, viewed.memory), result)
     given, named = _plain(args), _plain(kwargs)
     if writes:
-        if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
-            with torch.inference_mode():
-                drawn = func(given[0].clone(), *given[1:], **named)
-            _enqueue(lambda: _store(given[0], drawn))
-        else:
-            _enqueue(lambda: _run(func, given, named, ()))
         names = [argument.name for argument in func._schema.arguments]
         written = [
             kwargs[name] if name in kwargs else args[names.index(name)]
             for name in writes
             if name in kwargs or names.index(name) < len(args)
         ]
+        if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
+            with torch.inference_mode():
+                drawn = func(given[0].clone(), *given[1:], **named)
+            _enqueue(lambda: _store(given[0], drawn))
+        else:
+            contents = list(_leaves(_plain(written)))
+            _enqueue(lambda: _run(func, given, named, (), contents))
         returned = func._schema.returns
         return None if not returned else written[0] if len(returned) == 1 else tuple(written)
     results = _map(lambda one: _new(one) if isinstance(one, Tensor) else one, _results(func, given, named))
@@ -543,16 +577,31 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return results
 
 
-def _argument(func: Any, value: Any) -> Any:
-    """Only the device's own tensors, and numbers, which go along with the call."""
-    if not isinstance(value, Tensor) or isinstance(value, CudaTensor):
-        return value
-    if value.dim() == 0:
-        return value.clone()
-    if func in _TAKES_HOST_INDICES:
-        _wait(func)
-        return value.clone()
-    raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu: {func}")
+def _is_hosts(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, CudaTensor)
+
+
+def _waits_for_indices(indices: Sequence[Tensor | None], value: Tensor | None = None) -> bool:
+    """How many entries a mask selects is read, unless a number is put there; what the host has is sent."""
+    given = [one for one in indices if one is not None]
+    masked = any(one.dtype in (torch.bool, torch.uint8) for one in given)
+    number = _is_hosts(value)
+    return any(_is_hosts(one) for one in given) or masked != number
+
+
+def _own(func: Any, args: Any, kwargs: Any) -> Any:
+    """Only the device's own tensors; indices go along with the call, and numbers that are not joined."""
+    indices = args[1] if func in _TAKES_HOST_INDICES else ()
+    joined = isinstance(args[0], (list, tuple))
+
+    def own(value: Any) -> Any:
+        if not _is_hosts(value):
+            return value
+        if (value.dim() == 0 and not joined) or any(value is one for one in indices):
+            return value.clone()
+        raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu: {func}")
+
+    return _map(own, (args, kwargs))
 
 
 @functools.cache
@@ -587,7 +636,9 @@ def _meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
+def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
+    for one in written:
+        _check_owned(one)
     result = func(*args, **kwargs)
     made = [one for one in _leaves(result) if isinstance(one, Tensor)] if outs else []
     for out, one in zip(outs, made, strict=True):
@@ -608,24 +659,32 @@ def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         there = into.content
         if isinstance(source, CudaTensor):
             content = source.content
-        elif source.dim() == 0:
-            content = source.clone()
-        elif non_blocking and _is_pinned(source):
-            content = source  # read when the copy runs
         else:
-            if not non_blocking:
+            _refuse_in_capture("a graph would read the host's memory at every replay")
+            content = source  # read when the copy runs
+            if not (non_blocking and _is_pinned(source) and _in_one_piece(source, into)):
                 _wait("a copy from the host")
-            content = source.clone()
+                content = source.clone()
         _enqueue(lambda: _store(there, content))
         return into
     assert isinstance(source, CudaTensor)
     content = source.content
-    if non_blocking and _is_pinned(into):
-        _enqueue(lambda: _store(into, content))
+    if non_blocking and _is_pinned(into) and _in_one_piece(into, source):
+        _enqueue(lambda: _copy(into, content))
     else:
         _wait("a copy to the host")
-        _store(into, content)
+        _copy(into, content)
     return into
+
+
+def _in_one_piece(hosts: Tensor, other: Tensor) -> bool:
+    """Whether a copy is one transfer; else torch goes by pageable memory, which the host waits for."""
+    return hosts.is_contiguous() or (hosts.dtype == other.dtype and _dense_alike(hosts, other))
+
+
+def _dense_alike(one: Tensor, other: Tensor) -> bool:
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense(one)
+    return dense and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _to_copy(
@@ -744,10 +803,12 @@ class _Generator(torch.Generator):
     """The CPU's, which says that it is of the device that was asked for."""
 
     device: torch.device = torch.device("cpu")
+    on_card: ClassVar[set[int]] = set()
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         made = super().__new__(cls, "cpu")
-        made.device = torch.device(device)
+        made.device = CUDA if torch.device(device).type == "cuda" else _CPU
+        (cls.on_card.discard if made.device == _CPU else cls.on_card.add)(made._cdata)
         return made
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from cpu_kv import CpuLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEngine
 from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.caches.refresh import Refresh
 from offload_rt.caches.retrieved import RetrievedCache
@@ -682,3 +683,19 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
             if retrieved.refresh.count > before:
                 found.append(number)
         assert found == refreshed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_buffer_that_grows_is_copied_before_others_have_its_memory() -> None:
+    buffer = BufferPool().take(LAYOUT, 2**16, torch.device("cuda"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**7)  # what comes next is late
+        grown = buffer.with_room(2**16 + 1)
+    shape = buffer.all_keys.shape
+    del buffer
+    others = [torch.ones(shape, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    assert not grown.keys.any() and not grown.values.any() and len(others) == 2

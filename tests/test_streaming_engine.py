@@ -18,7 +18,7 @@ from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from cpu_kv import PacedLink
+from cpu_kv import PacedLink, head_major
 from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
 from offload_rt.config import config_names
@@ -122,8 +122,34 @@ def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None
                 assert llm.rerun(SamplingParams(max_tokens=8), config=config).tokens == plain[which][:8]
 
 
+@DEVICES
+@pytest.mark.parametrize("share", SHARES[::3])
+@pytest.mark.parametrize("refresh", ["stream", "store"])
+def test_what_is_retrieved_is_the_texts(device: torch.device, share: tuple[int, int], refresh: str) -> None:
+    """Tokens would not tell: whatever a draft's cache holds, they are those of plain decoding."""
+    offload = {"resident_tokens": share[0], "cpu_tokens": share[1], "refresh_from": refresh}
+    with small_llm(device, "retrieval", **offload) as llm:
+        events = llm.stream(PROMPT, PARAMS)
+        for _ in zip(range(24), events, strict=False):
+            pass
+        (session,) = llm._engine._sessions
+        (cache,) = session._caches
+        session.full.engine.flush()
+        sequence = session.full.sequence
+        for layer in range(sequence.layout.layers):
+            runs = sequence.views(layer, 0, sequence.length)
+            for side, held in enumerate((cache.keys, cache.values)):
+                text = torch.cat([head_major(run[side]) for run in runs], dim=1)
+                own = held[layer, :, : cache.entries].cpu()
+                exact = torch.cdist(own, text, compute_mode="donot_use_mm_for_euclid_dist") < 1e-5
+                assert bool(exact.any(-1).all())
+                if side == 0:  # values of equal bytes are equal in the first layer
+                    assert int(exact.any(1).sum(-1).min()) == cache.entries
+        events.close()
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("tool", "environment"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -471,3 +472,36 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
         assert torch.equal(read.cpu(), kv[:, :, :, -30:])
         engine.close()
         link.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_destination_that_is_let_go_is_nobody_elses_before_the_copy() -> None:
+    link = CudaLink("cuda")
+    source = torch.ones(2**20, pin_memory=True)
+    with torch.cuda.stream(link._streams[False]):
+        torch.cuda._sleep(10**7)  # the link is busy meanwhile
+    ticket = link.copy([(torch.empty_like(source, device="cuda"), source)])
+    others = torch.zeros(2**20, device="cuda")
+    torch.cuda.current_stream().synchronize()
+    ticket.synchronize()
+    assert not others.any()
+    link.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_what_is_sent_arrives_whole_however_late() -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)
+    link = CudaLink("cuda")
+    with PagedKVStore(layout, pin=True) as store:
+        engine = TransferEngine(store.new_sequence(), link)
+        load = torch.ones(2**20, device="cuda")
+        for _ in range(4):
+            load = load + 1  # its memory goes to what is sent next, which may not come before
+        sent = [engine.send([2**20], methodcaller("fill_", number)) for number in range(6)]
+        for number, one in enumerate(sent):
+            assert bool((engine.await_sent(one) == number).all())
+        assert bool((load == 5).all())
+        engine.close()
+    link.close()
