@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import torch
 
@@ -58,6 +59,8 @@ class CudaLink:
                 if recording is not None and begun is not None:
                     recording.copies.append((to_host, pair_bytes(pairs), begun, event))
         except RuntimeError as error:
+            with suppress(RuntimeError):
+                stream.synchronize()  # what had begun by then uses memory that is given back now
             return PassedTicket(failure(pairs, to_host, error))
         return _CudaTicket(event, self.device, pairs, to_host, self._timeout)
 

@@ -23,6 +23,7 @@ from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.caches.refill import ChunkRows
 from offload_rt.caches.refresh import Refresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import ByAttention, ByMeanKeys
@@ -683,6 +684,18 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
             if retrieved.refresh.count > before:
                 found.append(number)
         assert found == refreshed
+
+
+@pytest.mark.parametrize(("chunk", "between", "heads_apart"), [(4, 24, 8), (4, 22, 10), (6, 20, 9)])
+def test_chunks_are_picked_by_rows(chunk: int, between: int, heads_apart: int) -> None:
+    """Of pages, and where a chunk is no whole number of the tokens between two heads or two pages."""
+    part = torch.randn(600)[5:].as_strided((3, 2, 8, 2), (between * 2, heads_apart * 2, 2, 1))
+    assert part.unique().numel() == part.numel()
+    page, head, at = torch.tensor([[0, 2, 1, 2], [1, 0, 1, 1], [0, 0, 0, 8 // chunk - 1]])
+    rows = ChunkRows(part, chunk)
+    picked = rows.memory.index_select(0, rows.of(page, head, at)).view(4, chunk, 2)
+    for one, *place, first in zip(picked, page, head, at * chunk, strict=True):
+        assert torch.equal(one, part[tuple(place)][first : first + chunk])
 
 
 @pytest.mark.gpu

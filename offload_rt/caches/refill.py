@@ -39,7 +39,7 @@ class Extent:
         return self.chosen_end + self.length - self.recent_start
 
 
-class _Rows:
+class ChunkRows:
     """Memory of `[pages, heads, tokens, dim]` as rows, of which chunks are made.
 
     A row is picked as a whole, where indexing by page, head and chunk picks an element at a time.
@@ -157,7 +157,7 @@ class RetrievedRefill:
         # What lies in host memory is picked by what was chosen there: the device need not be asked.
         numbers, heads, _ = (self._chunks if over_link else self._there)[:, low:high]
         page, at = (numbers - first) // per_page, (numbers - first) % per_page
-        sides = [_Rows(part, chunk) for part in (keys, values)]
+        sides = [ChunkRows(part, chunk) for part in (keys, values)]
         rows = sides[0].of(page, heads, at)
         self._missing -= (high - low) * chunk
         _, *places = self._there[:, low:high]  # heads and chunks
