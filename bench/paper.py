@@ -267,7 +267,6 @@ LAYERS = ("all", *GROUPS, "skip:2", "skip:2,3", "skip:1a,2a,3a")
 GROWN = ("grown:10", "grown:20", "grown:40")
 """Of depth 5, so 2, 4 and 8 nodes wide."""
 PROBED = 64
-BATCH = ("plain", "lookup")
 
 
 def shapes(study: Continued) -> list[Row]:
@@ -340,36 +339,6 @@ def _likeness(study: Continued) -> dict[str, float]:
     return {name: float(cosine(one, found["all"], dim=-1).mean()) for name, one in found.items()}
 
 
-def batch(study: Continued) -> list[Row]:
-    """Several texts at once.
-
-    TriForce, table 4; in place, tokens a second together and in turn.
-    """
-    models, tokens, sizes = study.models, study.tokens, study.sizes
-    count, length = sizes.batch, sizes.batch_context
-    step = max(1, (len(tokens) - length) // count)
-    prompts = [tokens[at * step : at * step + length] for at in range(count)]
-    params = SamplingParams(max_tokens=sizes.new_tokens, seed=0, ignore_eos=True)
-    rows = []
-    for config in BATCH:
-        say(f"batch of {count}, {config}")
-        with LLM.from_models(models.target, None, models.tokenizer, config) as llm:
-            turns = []
-            for _ in range(3):
-                alone = [llm.generate(prompt, params) for prompt in prompts]
-                together = llm.generate(prompts, params)
-                assert [one.tokens for one in alone] == [one.tokens for one in together]
-                made = 1e3 * sum(len(one.tokens) for one in alone)
-                turn_ms = sum(one.timings.predicted_ms for one in alone)
-                # Members of a batch end together but for the last rounds.
-                turns.append((made / turn_ms, made / max(one.timings.predicted_ms for one in together)))
-        row = {"config": config, "prompts": count, "context": length}
-        row |= {"in_turn_tokens_per_s": median(one for one, _ in turns)}
-        row |= {"batch_tokens_per_s": median(one for _, one in turns)}
-        rows.append(row | {"ratio": median(batch / alone for alone, batch in turns)})
-    return rows
-
-
 @dataclass(frozen=True)
 class Sizes:
     """How much `paper` measures; the last four are those of `model_card.Sizes`."""
@@ -379,8 +348,6 @@ class Sizes:
     seeds: int = size(12, "texts of each row", inputs.count(1))
     temperature: float = size(0.6, "of sampling", inputs.number(), metavar="T")
     new_tokens: int = size(192, "of each text", inputs.count(8), "-n")
-    batch: int = size(4, "prompts at once", inputs.count(2))
-    batch_context: int = size(8192, "tokens of each of them", inputs.count(64))
     shapes: tuple[str, ...] = size(SHAPES, "of drafts", inputs.names(SHAPES), metavar="A,B")
     positions: int = 192
     divisors: tuple[int, ...] = (1,)
@@ -404,7 +371,6 @@ PARTS = {
     "sources": Part(sources, VARIANT, ("tokens_per_pass", "over_plain")),
     "shapes": Part(shapes, ("draft",), ("tokens_per_pass", "expected")),
     "layers": Part(layers),
-    "batch": Part(batch),
     "ceiling": Part(ceilings, ("context",), ("ceiling", "expected", "measured")),
 }
 PAPER = Study(
@@ -414,7 +380,7 @@ PAPER = Study(
     many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
     over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
     sizes=Sizes(),
-    quick=Sizes(context=4096, seeds=2, new_tokens=48, batch_context=2048, positions=48),
+    quick=Sizes(context=4096, seeds=2, new_tokens=48, positions=48),
     add_arguments=add_arguments,
     opened=Continued.opened,
     parts=PARTS,

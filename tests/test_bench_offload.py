@@ -112,8 +112,8 @@ def test_records_of_a_cuda_link() -> None:
     link.record()
     source = torch.ones(2**20, pin_memory=True)
     there = torch.empty(2**20, device="cuda")
-    link.copy([(there, source)])
-    link.copy([(source, there)], to_host=True).synchronize()
+    sent = link.copy([(there, source)], after=link.mark())
+    link.copy([(source, there)], after=sent, to_host=True).synchronize()
     first, second = link.recorded()
     assert (first.to_host, second.to_host) == (False, True)
     assert first.byte_count == second.byte_count == 2**22

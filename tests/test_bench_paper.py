@@ -33,7 +33,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     build([list(real_text().encode()[2000:4000])], byte_tokenizer(), stored)
     arguments = f"--model {folder / 'target'} --draft {folder / 'draft'} --text {text} --datastore {stored}"
     arguments += f" --out {out} --context 320 --rate 1 --seeds 2 -n 24"
-    arguments += " --batch 2 --batch-context 100"
     with pytest.MonkeyPatch.context() as fewer:
         small = dataclasses.replace(PAPER, sizes=Sizes(shapes=SHAPES))
         fewer.setattr(command_line, "COMMANDS", (small,))
@@ -122,9 +121,3 @@ def test_approximate_layers_cost_acceptance(report: dict[str, Any]) -> None:
     assert trees == {(f"{tree}@5", flag) for tree in paper.GROWN for flag in (True, False)}
     assert rows["groups:1", True] == rows["groups:1", False] == rows["all", True] > 0.2
     assert min(rows["groups:3", True], rows["skip:1a,2a,3a", True]) > 0.1
-
-
-def test_batches_are_held_against_the_same_prompts_in_turn(report: dict[str, Any]) -> None:
-    assert [row["config"] for row in report["batch"]] == list(paper.BATCH)
-    for row in report["batch"]:
-        assert row["prompts"] == 2 and row["context"] == 100 and row["ratio"] > 0
