@@ -1,7 +1,7 @@
 """`python -m bench COMMAND`: tables to stdout, progress to stderr, results as JSON.
 
 The last line on stdout is the result as JSON. Exit codes: 0 done; 1 a check of `gpu` failed;
-2 the request cannot be fulfilled (one line on stderr); 130 interrupted.
+2 the request cannot be fulfilled (one line on stderr); 130 interrupted; 141 the reader of stdout is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bench.attention import ATTENTION
 from bench.model_card import MODEL_CARD
 from bench.paper import PAPER
 from offload_rt.cli import Parser
+from offload_rt.commands.exits import READER_GONE, drop_stdout
 from offload_rt.errors import UsageError
 
 COMMANDS = (
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         arguments = parser.parse_args(words, argparse.Namespace(words=words))
         return arguments.run(arguments) or 0
+    except BrokenPipeError:
+        drop_stdout()
+        return READER_GONE
     except (UsageError, OSError) as error:
         print(f"bench: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2

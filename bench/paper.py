@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import chain
-from pathlib import Path
 from statistics import median, stdev
 
 import torch
@@ -22,6 +21,7 @@ from bench.texts import Texts, passed, recompose
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
 from offload_rt.config import load_config, uses_small_model
+from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import Plan
 from offload_rt.drafting.shapes import DraftShape
@@ -206,9 +206,7 @@ def sources(study: Continued) -> Iterator[Variant]:
     yield Variant("n-grams of the text", "lookup")
     yield Variant("suffixes of the text", "suffix")
     if study.arguments.datastore is not None:
-        levels = [{"model": "datastore", "draft": "grown:64"}]
-        rest = {"speculation.levels": levels, "datastore.path": str(study.arguments.datastore)}
-        yield Variant("REST", "lookup", rest, paper=1.47)
+        yield Variant("REST", "lookup", study.arguments.datastore, paper=1.47)
     if study.models.names[0] == DEMO or "head.path" in dict(study.arguments.overrides):
         yield Variant("a head on hidden states", "heads")
     for cache, name, paper in (("retrieved", "retrieved KV", None), ("shared", "all KV", 1.36)):
@@ -355,10 +353,18 @@ class Sizes:
     caches: tuple[str, ...] = tuple(CACHES)
 
 
+def _datastore(path: str) -> dict[str, object]:
+    """An argument type: what drafts from a datastore, as configuration keys."""
+    levels = [{"model": "datastore", "draft": "grown:64"}]
+    keys: dict[str, object] = {"speculation.levels": levels, "datastore.path": path}
+    open_datastore(load_config("lookup", keys))  # or refuses
+    return keys
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that are no sizes."""
     texts.add_arguments(parser, draft=True)
-    parser.add_argument("--datastore", type=Path, metavar="FILE", help="of other texts, for REST")
+    parser.add_argument("--datastore", type=_datastore, metavar="FILE", help="of other texts, for REST")
 
 
 VARIANT, SPEEDS = ("variant",), ("over_plain", "paper")

@@ -53,9 +53,9 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Predicts every row anew, prints the table, writes the JSON."""
     path: Path = arguments.results
+    records = report.read_lines("results", path)
     name = f"prediction-accuracy-{path.stem}.json"
     out = inputs.destination(arguments.out or path.with_name(name), name)
-    records = report.read_lines("results", path)
     if not records or any(one["benchmark"] != "offload" for one in records):
         raise UsageError(f"results {path}: is no result of `bench offload`")
     rows, in_place = list[Row](), dict[str, Sequence[Row]]()

@@ -19,7 +19,7 @@ from offload_rt.results import GenerationResult, SamplingParams
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session
 from offload_rt.timeline import Timeline
-from offload_rt.writer import Writer
+from offload_rt.writer import Writer, step
 
 
 class Text:
@@ -102,12 +102,11 @@ class Text:
         params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
         writers = [Writer(self._engine, one, params, None, self._notices) for one in self.sessions]
         try:
-            while going := [writer for writer in writers if not writer.ended]:
-                made = self._engine.step([writer.session for writer in going])
-                for writer, round in zip(going, made, strict=True):
-                    if isinstance(round, Exception):
-                        raise round
-                    list(writer.write(round))
+            while not all(writer.ended for writer in writers):
+                for events in step(self._engine, writers):
+                    list(events)
+            if failed := next((writer.error for writer in writers if writer.error), None):
+                raise failed
         finally:
             for session in self.sessions:
                 self._engine.stop(session)  # the link would go on into a pass that nobody asks for

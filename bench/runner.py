@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 OWN_ENVIRONMENT = ("ours", "transformers", "zero_style", "layer_prefetch")  # of what runs in this program's
 ONE_PROCESS = ("ours", "transformers")  # for all systems of it
+NOT_INSTALLED = "not installed: make bench-peers"
 WARM_UP_TOKENS = 8
 PATIENCE_S = 1800.0
 CLOSING_S = 5.0
@@ -76,7 +77,7 @@ class Worker:
     def __init__(self, adapter: str, setup: Setup, patience_s: float = PATIENCE_S) -> None:
         python = sys.executable if adapter in OWN_ENVIRONMENT else str(PEERS_PYTHON)
         if not Path(python).exists():
-            raise SystemFailed("not installed: make bench-peers")
+            raise SystemFailed(NOT_INSTALLED)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(setup.threads)}
         if adapter != "ours":  # which asks for it where there is a GPU, and may have done so here
             environment.pop("OMP_WAIT_POLICY", None)

@@ -211,7 +211,9 @@ class _Study:
         for one in report.read_lines("--out", self.out) if self.out.exists() else ():
             prompt = self._prompt(one["context"], report.batch(one))
             same = report.settings(one) == report.settings(self._common | {"prompt": _digest(chain(*prompt))})
-            if same and any("error" not in row for row in one["rows"]):
+            missed = [row.get("error") for row in one["rows"]]
+            installed = runner.PEERS_PYTHON.exists() and runner.NOT_INSTALLED in missed  # by now
+            if same and None in missed and not installed:
                 held[one["context"], report.batch(one), one["place"]] = one
         return held
 

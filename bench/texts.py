@@ -24,7 +24,7 @@ from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session, Shared
 from offload_rt.text import encode
 
-READ_ON = ("acceptance", "policies")
+READ_ON = ("acceptance", "policies", "layers")
 """Parts of studies that go on behind the context."""
 
 

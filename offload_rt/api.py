@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,7 @@ from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, che
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.session import Continuation, Session
 from offload_rt.text import encode
-from offload_rt.writer import Writer
+from offload_rt.writer import Writer, step
 
 NO_DRAFT = "none"
 PLAIN = "plain"
@@ -179,9 +180,9 @@ class LLM:
 
     @property
     def last_result(self) -> GenerationResult:
-        """Of the newest text, also of one that was interrupted."""
+        """Of the newest text that has ended, also of one that was interrupted; a batch leaves none."""
         if self._result is None:
-            raise UsageError("nothing has been generated yet")
+            raise UsageError("nothing has been generated yet, but perhaps a batch")
         return self._result
 
     def encode(self, text: str, last: int | None = None) -> list[int]:
@@ -228,21 +229,29 @@ class LLM:
         if len(wanted) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts but {len(wanted)} parameters: give one for each")
         checked = [self._check_prompt(*one) for one in zip(prompts, wanted, strict=True)]
-        longest = max(len(tokens) for tokens in checked), max(one.max_tokens for one in wanted)
-        self._engine.check_room(*longest, texts=len(checked))
+        sizes = [(len(tokens), one.max_tokens) for tokens, one in zip(checked, wanted, strict=True)]
         with ExitStack() as closing:
+            with self._turn:
+                self._make_room(sizes)
             writers = []
             for tokens, one in zip(checked, wanted, strict=True):
                 writers.append(self._open(tokens, one))
                 closing.callback(self._engine.close_session, writers[-1].session)
-            for writer in writers:
-                writer.begin()
-            while going := [writer for writer in writers if not writer.ended]:
-                rounds = self._engine.step([writer.session for writer in going])
-                for writer, round in zip(going, rounds, strict=True):
-                    for _ in writer.write(round):
-                        pass
+            while not all(writer.ended for writer in writers):
+                for events in step(self._engine, writers):
+                    deque(events, maxlen=0)
             return [writer.result() for writer in writers]
+
+    def _make_room(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Gives back the last text for others, each of so many tokens and new ones.
+
+        Raises:
+            UsageError: there is no room for them; then the last text stays.
+        """
+        self._engine.check_room(sizes, instead_of=self._last)
+        if self._last is not None:
+            self._engine.close_session(self._last)
+        self._last = self._result = None
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Generator[TokenEvent]:
         """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands.
@@ -251,11 +260,7 @@ class LLM:
         """
         tokens = self._check_prompt(prompt, params)
         with self._turn:
-            before = self._last
-            self._engine.check_room(len(tokens), params.max_tokens, instead_of=before)
-            self._last = self._result = None
-            if before is not None:
-                self._engine.close_session(before)
+            self._make_room([(len(tokens), params.max_tokens)])
             events = self._run(self._open(tokens, params))
         next(events)  # from here on closing it ends the text
         return events
@@ -289,7 +294,7 @@ class LLM:
         Args:
             config: another composition; None: this LLM's own. Its prefill and store are those of the first
                 time, when the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
-            overrides: config values by full key, where a `config` is named.
+            overrides: config values by full key, of a `config` that is named.
 
         Returns:
             A result whose `prompt_ms` is the time to fill the caches that the composition drafts with.
@@ -300,11 +305,13 @@ class LLM:
             if session is None:
                 raise UsageError("there is no prompt to decode again: generate first")
             settings = session.planned
+            if config is None and overrides:
+                raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
             if config is not None:
                 given = load_config(config, overrides)
                 _check_datastores([given], self._tokenizer, self._engine.target.vocabulary)
                 settings = self._engine.available(given)
-            self._engine.check_room(session.prompt_tokens, params.max_tokens, instead_of=session)
+            self._engine.check_room([(session.prompt_tokens, params.max_tokens)], instead_of=session)
             params = params.seeded()
             session.rerun(settings, self._continuation(params))
             first = self._result
@@ -330,10 +337,10 @@ class LLM:
         try:
             yield OPENED
             while not writer.ended:
-                (round,) = self._engine.step([session])
-                if isinstance(round, Exception):
-                    raise round
-                yield from writer.write(round)
+                for events in step(self._engine, [writer]):
+                    yield from events
+            if writer.error is not None:
+                raise writer.error
         finally:
             self._engine.stop(session)  # the link would go on into a pass that nobody asks for
             self._keep(session, writer.result())

@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"offload-rt: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        drop_stdout()
+        where = "stdout" if error.filename is None else error.filename
+        print(f"offload-rt: error: {where}: cannot be written ({error.strerror})", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt as interrupt:
         print("offload-rt: interrupted", file=sys.stderr)
         return status_of(interrupt)

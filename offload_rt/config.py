@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.shapes import MOST_NODES, DraftShape
 from offload_rt.errors import UsageError
 
 LOOKUP = "lookup"
@@ -30,7 +30,7 @@ TARGET_RETRIEVED = "target:retrieved"
 TARGET_SHARED = "target:shared"
 
 LONGEST_MATCH = 64
-"""Tokens by which a datastore's suffixes are sorted: more are never compared."""
+"""Tokens of a text's end: more are never compared, and a datastore's suffixes are sorted by so many."""
 
 SOURCES = (LOOKUP, SUFFIX, DATASTORE)
 """Levels without a model: what followed the text's end elsewhere."""
@@ -42,8 +42,9 @@ AUTO = "auto"
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 """What `auto` stands for: the one that the planner predicts to be fastest, the first among equals."""
 
-Count = Annotated[int, 0]  # and the least that is allowed
+Count = Annotated[int, 0]  # and the least that is allowed, perhaps the most
 Positive = Annotated[int, 1]
+Entries = Annotated[int, 1, 2**24]  # more than any context has tokens
 
 
 class InvalidValue(UsageError):
@@ -101,7 +102,7 @@ EVERY = RefreshPolicy()
 class RetrievalConfig:
     """The retrieved cache of a layer and KV head, in tokens."""
 
-    budget: Positive = 4096  # entries held: the first chunk, the best chunks and the recent window together
+    budget: Entries = 4096  # entries held: the first chunk, the best chunks and the recent window together
     chunk: Positive = 8  # scored and chosen together
     recent: Positive = 256  # at least so many of the latest are always held
     refresh: RefreshPolicy = EVERY  # when the entries are chosen anew
@@ -183,10 +184,12 @@ class SpeculationConfig:
     # From the cheapest to the dearest; each drafts for the next one, the last for the target over its full
     # cache. None: plain decoding.
     levels: tuple[LevelConfig, ...]
-    gamma1: Positive = 2  # depth of the drafts that the levels below the last one propose
+    gamma1: Annotated[int, 1, MOST_NODES] = (
+        2  # depth of the drafts that the levels below the last one propose
+    )
     # Depth of those for the target over its full cache; 0: chosen as it runs, by what passes and drafts take
     # and by how many tokens are accepted.
-    gamma2: Count = 0
+    gamma2: Annotated[int, 0, MOST_NODES] = 0
     step_down: bool = True  # give up speculation where it does not pay
 
     def __post_init__(self) -> None:
@@ -194,6 +197,10 @@ class SpeculationConfig:
         ranks = [LEVELS.index(name) for name in self.names]
         rule = f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}"
         _require(ranks == sorted(set(ranks)), key, self.names, rule)
+        for level, shape in zip(self.levels, self.shapes, strict=True):
+            least = shape.deep(max(1, shape.depth))
+            rule = f"has {least.size} nodes at depth {least.depth}: must have at most {MOST_NODES}"
+            _require(least.size <= MOST_NODES, f"{key}.draft", level.draft, rule)
         for below, above in pairwise(self.levels):
             rule = f"{above.name} proposes what rounds with the level below yield: chain or sequences:K"
             _require(above.shape.kind in ("chain", "sequences"), f"{key}.draft", above.draft, rule)
@@ -222,8 +229,8 @@ class SpeculationConfig:
 class DraftConfig:
     """Entries kept by streaming caches."""
 
-    sinks: Count = 16  # the first tokens
-    window: Positive = 240  # the latest tokens
+    sinks: Annotated[int, 0, 2**24] = 16  # the first tokens
+    window: Entries = 240  # the latest tokens
 
 
 @dataclass(frozen=True)
@@ -237,7 +244,7 @@ class HeadConfig:
 class LookupConfig:
     """Lengths in tokens of the endings that look-up in the text searches for, the longest first."""
 
-    max_ngram: int = 4  # `suffix` has no longest one
+    max_ngram: Annotated[int, 0, LONGEST_MATCH] = 4  # `suffix` has no longest one
     min_ngram: Positive = 1
 
     def __post_init__(self) -> None:
@@ -250,12 +257,8 @@ class DatastoreConfig:
     """A datastore of other texts (`offload-rt datastore build`)."""
 
     path: str = ""  # of its file
-    longest: Positive = 16  # tokens of the text's end that are compared
+    longest: Annotated[int, 1, LONGEST_MATCH] = 16  # tokens of the text's end that are compared
     occurrences: Positive = 64  # how many are looked at
-
-    def __post_init__(self) -> None:
-        rule = f"must be at most {LONGEST_MATCH}"
-        _require(self.longest <= LONGEST_MATCH, "datastore.longest", self.longest, rule)
 
 
 @dataclass(frozen=True)
@@ -443,6 +446,10 @@ def _config_path(name_or_path: str) -> Path:
     if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one
         return path
     names = [AUTO, *config_names()]
+    if name_or_path == AUTO:
+        raise UsageError(
+            f"config {AUTO}: stands for several; give a TOML file or one of {', '.join(names[1:])}"
+        )
     is_folder = os.path.isdir(name_or_path)
     if is_folder or path.suffix == ".toml" or path.parent != Path("."):
         wrong = "is a folder" if is_folder else "no such file"
@@ -488,11 +495,13 @@ def _require_type(expected: Any, key: str, value: Any) -> None:
         allowed = get_args(expected)
         _require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
         return
-    kind, *least = get_args(expected) or (expected,)
+    kind, *bounds = get_args(expected) or (expected,)
     # bool is a subclass of int, and `true` is no number of tokens.
     _require(type(value) is kind, key, value, f"must be {_TYPES[kind]}")
-    for number in least:
-        _require(value >= number, key, value, f"must be at least {number}")
+    for least in bounds[:1]:
+        _require(value >= least, key, value, f"must be at least {least}")
+    for most in bounds[1:]:
+        _require(value <= most, key, value, f"must be at most {most}")
 
 
 def _shown(value: object) -> str:

@@ -112,7 +112,7 @@ class Engine:
             shares: which shares of the KV are not streamed; None: as planned.
         """
         with self._lock:
-            self.check_room(len(prompt), continuation.max_tokens)
+            self.check_room([(len(prompt), continuation.max_tokens)])
             config = self.configs[0]
             if shares is None:
                 config, shares = self._plan(len(prompt), continuation.max_tokens)
@@ -198,18 +198,17 @@ class Engine:
             self._chosen = chosen
         return plans[0]
 
-    def check_room(
-        self, prompt_tokens: int, new_tokens: int, texts: int = 1, instead_of: Session | None = None
-    ) -> None:
-        """Refuses a text that has more tokens than the model has positions, or than memory holds.
+    def check_room(self, sizes: Sequence[tuple[int, int]], instead_of: Session | None = None) -> None:
+        """Refuses texts of which one has more tokens than the model has positions, or all than memory holds.
 
         Args:
-            texts: how many of them together.
+            sizes: tokens of each prompt, and new ones.
             instead_of: an open text that gives its memory back first.
         """
         self._check_open()
-        check_positions(self.target, prompt_tokens, new_tokens)
-        total = prompt_tokens + new_tokens
+        for prompt_tokens, new_tokens in sizes:
+            check_positions(self.target, prompt_tokens, new_tokens)
+        total = sum(map(sum, sizes))
         layout = self.store.layout
         token_bytes = layout.token_bytes
         page = layout.page_size
@@ -220,12 +219,12 @@ class Engine:
         available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
         if instead_of is not None:
             available += instead_of.full.sequence.length * layout.token_bytes
-        needed = total * token_bytes * texts
+        needed = total * token_bytes
         if needed > available:
+            fits = "the longest context that fits is" if len(sizes) == 1 else "of all texts together fit"
             raise UsageError(
                 f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
-                f"{available / 2**30:.1f} GiB are available: the longest context that fits is "
-                f"{available // token_bytes // texts} tokens"
+                f"{available / 2**30:.1f} GiB are available: {fits} {available // token_bytes} tokens"
             )
 
     def _check_open(self) -> None:

@@ -81,6 +81,7 @@ class SamplingParams(Sampler):
             raise UsageError(f"max-tokens {self.max_tokens} is out of range: use 1 or more")
         if isinstance(self.stop, str | bytes) or not isinstance(self.stop, Collection):
             raise UsageError(f"stop {self.stop!r} must be a sequence of strings")
+        object.__setattr__(self, "stop", tuple(self.stop))
         for text in self.stop:
             if not isinstance(text, str):
                 raise UsageError(f"stop string {text!r} is no string (str)")
@@ -171,7 +172,7 @@ class GenerationResult:
         text: their text, up to a stop string.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
         plain_tokens: decoded without drafts because speculation did not pay.
-        error: what went wrong, where the text of a batch ended with an error.
+        error: what went wrong, where the text ended with an error.
     """
 
     model: str

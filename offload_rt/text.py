@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = Non
 
     Args:
         last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
+
+    Raises:
+        UsageError: the text is no Unicode.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        said = f"character {error.start} is half of a surrogate pair; decode the text anew"
+        raise UsageError(f"prompt {reprlib.repr(text)}: {said}") from None
     tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]  # no warning about long prompts
     return tokens if last is None else keep_last(tokens, last, tokenizer.bos_token_id)
 

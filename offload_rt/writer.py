@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -25,11 +25,23 @@ from offload_rt.session import Session
 from offload_rt.text import TextStream
 
 
+def step(engine: Engine, writers: Sequence[Writer]) -> Iterator[Iterator[TokenEvent]]:
+    """A round of every text that has not ended: the events of one after the other, for the caller to take."""
+    going = [writer for writer in writers if not writer.ended]
+    started = perf_counter()
+    rounds = engine.step([writer.session for writer in going])
+    ms = 1e3 * (perf_counter() - started)  # without what the caller does between two rounds
+    return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
+
+
 class Writer:
     """Turns the rounds of one text into events and, at the end, into a result.
 
     Args:
         notices: what the user was told so far; it may grow.
+
+    Attributes:
+        error: what ended the text before its time.
     """
 
     def __init__(
@@ -47,23 +59,19 @@ class Writer:
         self._stream = TextStream(tokenizer, params.stop)
         self._tokens: list[int] = []
         self._finish: FinishReason = "interrupted"
-        self._error: str | None = None
+        self.error: Exception | None = None
         self._ms = 0.0
-        self.begin()
-
-    def begin(self) -> None:
-        """Decoding begins now; until here other texts of a batch were read."""
-        self._started = perf_counter()
 
     @property
     def ended(self) -> bool:
         """Whether the text is complete."""
         return self._finish != "interrupted"
 
-    def write(self, round: Round | Exception) -> Generator[TokenEvent]:
-        """Events of a round's tokens, up to the end of the text."""
+    def write(self, round: Round | Exception, ms: float) -> Generator[TokenEvent]:
+        """Events of a round's tokens, up to the end of the text; it took so many ms."""
+        self._ms += ms
         if isinstance(round, Exception):
-            self._finish, self._error = "error", str(round) or type(round).__name__
+            self._finish, self.error = "error", round
             return
         ends = self.session.stop_tokens
         for number, token in enumerate(round.tokens):
@@ -77,7 +85,6 @@ class Writer:
                 self._finish = "length"
             if self.ended and not self._stream.stopped:
                 text += self._stream.finish()
-            self._ms = 1e3 * (perf_counter() - self._started)
             yield TokenEvent(token, text, number < round.accepted)
             if self.ended:
                 return
@@ -133,5 +140,5 @@ class Writer:
             ),
             plain_tokens=session.pace.breaks.plain_tokens,
             notices=notices,
-            error=self._error,
+            error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )

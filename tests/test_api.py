@@ -162,6 +162,11 @@ def test_what_is_no_prompt(make: Any, prompt: Any, message: str) -> None:
         make("plain").generate(prompt, PARAMS)
 
 
+def test_a_prompt_that_is_no_unicode(make: Any) -> None:
+    with pytest.raises(UsageError, match=r"prompt 'a\\ud800b': character 1 is half of a surrogate pair"):
+        make("plain").generate("a\ud800b", PARAMS)
+
+
 def test_what_are_no_params(make: Any) -> None:
     llm = make("plain")
     for prompt in ("a", ["a", "b"]):
@@ -170,6 +175,11 @@ def test_what_are_no_params(make: Any) -> None:
                 llm.generate(prompt, params)
     with pytest.raises(UsageError, match="params None: give SamplingParams"):
         llm.generate("a", PARAMS) and llm.rerun(None)
+    with pytest.raises(UsageError, match="overrides retrieval.budget: name the config that they are for"):
+        llm.rerun(PARAMS, overrides={"retrieval.budget": 512})
+    with pytest.raises(UsageError, match="config auto: stands for several"):
+        llm.rerun(PARAMS, "auto")
+    assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))
 
 
 def test_a_model_that_is_none_where_one_is_wanted(target: PreTrainedModel) -> None:
@@ -358,6 +368,30 @@ def test_a_stop_string_that_is_not_completed_stays_in_the_text(make: Any, plain_
     text = bytes(plain_tokens).decode()
     result = make().generate(PROMPT, SamplingParams(max_tokens=60, stop=(text[-2:] + "and no more",)))
     assert result.text == text and result.finish_reason == "length"
+
+
+def test_a_text_that_fails_says_why(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("plain")
+    monkeypatch.setattr(llm._engine, "step", lambda sessions: [RuntimeError("the link broke")])
+    with pytest.raises(RuntimeError, match="the link broke"):
+        llm.generate(PROMPT, PARAMS)
+    assert (llm.last_result.finish_reason, llm.last_result.error) == ("error", "the link broke")
+
+
+def test_times_are_those_of_rounds(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the caller does between two tokens."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr("offload_rt.writer.perf_counter", clock)
+    llm = make("triforce")
+    for _ in llm.stream(PROMPT, PARAMS):
+        now += 100.0
+    assert llm.last_result.timings.predicted_ms == 1e3 * llm.last_result.rounds
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -209,7 +209,7 @@ TABLE = [
     ("plan --context 10 --gpu none --config nothing", "unknown config 'nothing'"),
     ("plan --context 10 --gpu none --set retrieval.size=1", "retrieval.size"),
     ("plan --context 10 --gpu none --acceptance 2", "acceptance 2"),
-    ("plan --context -5 --gpu none", "context -5"),
+    ("plan --context -5 --gpu none", "'-5' is no number of tokens"),
     ("plan --context 10 --gpu none --json /no/such/folder/x", "its folder does not exist"),
     ("plan --context 10 --gpu none --config naive --draft none", "drafts with a small model"),
     (

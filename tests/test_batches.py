@@ -158,14 +158,36 @@ def test_an_interrupt_ends_all_members(make: Any, monkeypatch: pytest.MonkeyPatc
     assert [told(one) for one in llm.generate(PROMPTS, params)] == [told(one) for one in expected]
 
 
-def test_a_batch_gives_its_memory_back(make: Any) -> None:
-    llm = make("triforce")
-    kept = llm.generate(PROMPT, SamplingParams(max_tokens=12))
-    used = llm._engine.store.used_bytes
-    llm.generate(PROMPTS, SamplingParams(max_tokens=3))
-    assert llm._engine.store.used_bytes == used
-    # The text before is still there.
-    assert llm.last_result == kept and llm.plain(SamplingParams(max_tokens=12)).tokens == kept.tokens
+def test_a_batch_gives_its_memory_back_and_that_of_the_text_before(make: Any) -> None:
+    llm, params = make("triforce"), SamplingParams(max_tokens=3)
+    llm.generate(PROMPT, params)
+    llm.generate(PROMPTS, params)
+    assert llm._engine.store.used_bytes == 0
+    with pytest.raises(UsageError, match="nothing has been generated yet, but perhaps a batch"):
+        _ = llm.last_result
+    with pytest.raises(UsageError, match="there is no prompt to decode again"):
+        llm.plain(params)
+
+
+def test_room_for_a_batch_is_room_for_the_sum_of_its_texts(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM.from_models(target, config="plain") as llm:
+        kept = llm.generate(PROMPT, SamplingParams(max_tokens=3))
+        token_bytes = llm._engine.store.layout.token_bytes + llm._engine.target.hidden_size * 4
+        sizes = [(40, 10), (2, 8)]
+        monkeypatch.setattr("offload_rt.engine.available_memory", lambda: 60 * token_bytes)
+        texts, params = (
+            [byte_ids(length) for length, _ in sizes],
+            [SamplingParams(max_tokens=n) for _, n in sizes],
+        )
+        assert [len(one.tokens) for one in llm.generate(texts, params)] == [10, 8]
+        kept = llm.generate(PROMPT[:30], SamplingParams(max_tokens=3))
+        taken = llm._engine.store.reserved_bytes
+        monkeypatch.setattr("offload_rt.engine.available_memory", lambda: -taken)
+        with pytest.raises(UsageError, match="KV of 60 tokens .* of all texts together fit"):
+            llm.generate(texts, params)
+        assert llm.last_result == kept, "refused, a batch leaves the text before"
 
 
 def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None:

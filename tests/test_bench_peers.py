@@ -189,6 +189,7 @@ def test_results_are_appended_and_not_measured_again(
         return rows_of(job)
 
     monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "PEERS_PYTHON", tmp_path / "python")
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     out = tmp_path / "peers.jsonl"
     common = ["peers", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
@@ -209,6 +210,9 @@ def test_results_are_appended_and_not_measured_again(
     for other in (["-n", "9"], ["--turns", "2"], ["--systems", "transformers:static,ours:plain,ours:trees"]):
         assert command_line.main([*common, "--contexts", "32", "--no-plot", *other]) == 0
     assert asked == [64, 32, 32, 32, 32], "what was measured in another way is not taken"
+    (tmp_path / "python").touch()
+    assert command_line.main([*common, "--contexts", "32", "--no-plot"]) == 0
+    assert asked == [64, 32, 32, 32, 32, 32], "what was not installed may be measured now"
     capsys.readouterr()
 
 
@@ -223,6 +227,7 @@ def test_a_page_says_the_best_batch_of_each_system(tmp_path: Path, monkeypatch: 
             rows[name]["ms_per_token"]["median"] = of[len(job.prompt)]
         return list(rows.values())
 
+    monkeypatch.setattr(runner, "PEERS_PYTHON", tmp_path / "none")
     monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     out = tmp_path / "batch.jsonl"

@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     whole = folder.absolute()
     out: Path = arguments.out or whole.with_name(f"{whole.name}.datastore.safetensors")
     check_writable("--out", out)
+    if out.suffix != ".safetensors":
+        raise UsageError(f"--out {out}: is no name of a datastore; name it {out.name}.safetensors")
     source = demo_model("target") if arguments.model is None else arguments.model
     tokenizer = load_tokenizer(source)
     if tokenizer is None:

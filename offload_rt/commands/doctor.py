@@ -44,14 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     report = inspect(arguments.refresh, None if arguments.quiet else tell_measuring)
     found = warnings(report)
+    if arguments.json is not None:
+        write_json("--json", arguments.json, {**report.to_json(), "warnings": list(found)})
     for line in table(report):
         print(line)
     if found:
         print("\nWarnings")
         for warning in found:
             print(textwrap.fill(warning, LINE_WIDTH, initial_indent="  - ", subsequent_indent="    "))
-    if arguments.json is not None:
-        write_json("--json", arguments.json, {**report.to_json(), "warnings": list(found)})
     return 0
 
 

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of
-from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig, config_names, parse_override
+from offload_rt.config import (
+    AUTO,
+    RetrievalConfig,
+    SpeculationConfig,
+    config_names,
+    load_configs,
+    parse_override,
+)
 from offload_rt.errors import UsageError, first_line
 from offload_rt.files import check_writable, write_json
 
@@ -169,7 +176,9 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    text = prompts.read(arguments)  # before the runtime is imported: that alone takes seconds
+    # Before the runtime is imported: that alone takes seconds.
+    load_configs(arguments.config, dict(arguments.overrides))
+    text = prompts.read(arguments)
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
     console = Console(arguments.quiet)
@@ -182,15 +191,15 @@ def run(arguments: argparse.Namespace) -> int:
         result = llm.last_result
         report = result.to_json()
         console.summary(result)
-        if arguments.compare_plain and not status and failure is None:
-            try:
+        try:
+            if arguments.compare_plain and not status and failure is None:
                 report["plain"] = _compare(llm, params, console)
-            except KeyboardInterrupt as interrupt:
-                console.say("compared   interrupted")
-                status = status_of(interrupt)
-        # Before the runtime closes: on a broken link, closing may fail too.
-        if arguments.json is not None:
-            write_json("--json", arguments.json, report)
+        except KeyboardInterrupt as interrupt:
+            console.say("compared   interrupted")
+            status = status_of(interrupt)
+        finally:  # before the runtime closes: on a broken link, closing may fail too
+            if arguments.json is not None:
+                write_json("--json", arguments.json, report)
         if failure is not None:
             tokens = len(result.tokens)
             raise UsageError(f"{failure}; the text ends after {tokens} tokens, which stand") from failure
@@ -213,7 +222,7 @@ def machine_errors_in_a_line() -> Iterator[None]:
     except (CopyFailed, TransferStalled) as error:
         raise MachineError(f"{error}; check the GPU and its driver (nvidia-smi)") from error
     except (MemoryError, torch.OutOfMemoryError) as error:
-        remedy = "give a shorter prompt or fewer new tokens"
+        remedy = "give a shorter prompt, fewer new tokens or a smaller --retrieval-budget"
         raise MachineError(f"out of memory: {first_line(error)}; {remedy}") from error
 
 

@@ -74,10 +74,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _tokens(text: str) -> int:
     """A number of tokens; "96k" is 96 × 1,024."""
     number, unit = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    try:
-        return unit * int(number)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 100000 or 96k") from None
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 100000 or 96k")
+    return unit * int(number)
 
 
 def run(arguments: argparse.Namespace) -> int:

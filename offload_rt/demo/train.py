@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from offload_rt.demo.windows import WindowSampler, attention_bias
+from offload_rt.errors import UsageError
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = 4096
@@ -79,11 +81,26 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
+def minutes(text: str) -> float:
+    """An argument type: a finite time above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+    return number
+
+
 def read_corpus(folder: Path) -> list[str]:
+    """
+    Raises:
+        UsageError: there are no texts, or one cannot be read.
+    """
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise SystemExit(f"no .txt files in {folder}: name a folder of UTF-8 text files")
-    return [file.read_text(encoding="utf-8") for file in files]
+        raise UsageError(f"no .txt files in {folder}: name a folder of UTF-8 text files")
+    try:
+        return [file.read_text(encoding="utf-8") for file in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{folder}: holds a text that cannot be read as UTF-8 ({error})") from None
 
 
 def read_books(folder: Path, tokenizer: Any) -> list[Tensor]:
@@ -277,14 +294,18 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder of .txt files")
     add("--out", type=Path, required=True, help="folder for target/ and draft/")
-    add("--minutes", type=float, default=120.0, help="for the target")
-    add("--draft-minutes", type=float, default=12.0)
+    add("--minutes", type=minutes, default=120.0, help="for the target")
+    add("--draft-minutes", type=minutes, default=12.0)
     add("--longest-window", type=int, default=32_768)
     add("--seed", type=int, default=0)
     add("--init", type=Path, help="continue from this target instead of random weights")
     add("--begin", type=float, default=0.0, help="with --init: progress to go on from")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
+    try:
+        texts = read_corpus(options.corpus)
+    except UsageError as error:
+        parser.error(str(error))
 
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
@@ -295,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
         target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
     else:
-        tokenizer = train_tokenizer(read_corpus(options.corpus))
+        tokenizer = train_tokenizer(texts)
         target = LlamaForCausalLM(target_config())
     for folder in (target_folder, draft_folder):
         tokenizer.save_pretrained(folder)

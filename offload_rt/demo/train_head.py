@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.demo.train import Optimizers, autocast, rate_scale, read_books, steps_within
+from offload_rt.demo.train import (
+    Optimizers,
+    autocast,
+    minutes,
+    rate_scale,
+    read_books,
+    read_corpus,
+    steps_within,
+)
 from offload_rt.demo.windows import WindowSampler
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
@@ -139,8 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, help="file for the head (.safetensors)")
     add("--model", help="folder or hub id of the target (default: the demo's)")
     add("--eval", type=Path, help="folder of .txt files on which acceptance is told")
-    add("--minutes", type=float, default=15.0)
-    add("--seed", type=int, default=0)
+    add("--minutes", type=minutes, default=15.0, help="to train for (default: 15)")
+    add("--seed", type=int, default=0, help="repeats it (default: 0)")
     add("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(arguments)
     try:
@@ -152,6 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
             raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
+        for folder in filter(None, (options.corpus, options.eval)):
+            read_corpus(folder)
     except UsageError as error:
         parser.error(str(error))
     target.module.requires_grad_(False)

@@ -27,7 +27,10 @@ RULE = (
     "sequoia:N or grown:N (nodes)"
 )
 
-MOST_NODES = 256
+MOST_NODES = 1024
+"""Of any draft: far more than a pass verifies for nothing."""
+
+MOST_CHOSEN = 256
 """Of a tree of given widths whose depth is chosen as it runs, but for its first level."""
 
 AUTO: Final = "auto"
@@ -133,7 +136,7 @@ class DraftShape:
         if self.nodes:
             return [self.deep(depth) for depth in DRAFT_LENGTHS if depth <= self.nodes]
         shallowest, *deeper = map(self.deep, DRAFT_LENGTHS)
-        return [shallowest, *(shape for shape in deeper if shape.size <= MOST_NODES)]
+        return [shallowest, *(shape for shape in deeper if shape.size <= MOST_CHOSEN)]
 
     def expected_tokens(self, rates: Sequence[float]) -> float:
         """What a verification of it yields where children of each rank are accepted so often.

@@ -239,9 +239,13 @@ def _largest_budget(request: PlanRequest) -> int:
         return 0
     retrieval = request.config.retrieval
     chunk, least = retrieval.chunk, retrieval.chunk + retrieval.recent
-    sizes = [least, *range((least // chunk + 1) * chunk, retrieval.budget, chunk)]
-    count = _most(len(sizes), lambda n: not shortage(request.having("retrieval.budget", sizes[n - 1])))
-    return sizes[count - 1] if count else 0
+    larger = range((least // chunk + 1) * chunk, retrieval.budget, chunk)
+
+    def budget(count: int) -> int:
+        return larger[count - 2] if count > 1 else least
+
+    found = _most(1 + len(larger), lambda n: not shortage(request.having("retrieval.budget", budget(n))))
+    return budget(found) if found else 0
 
 
 def _others(request: PlanRequest) -> Iterator[str]:
