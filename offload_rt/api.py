@@ -249,9 +249,9 @@ class LLM:
             UsageError: there is no room for them; then the last text stays.
         """
         self._engine.check_room(sizes, instead_of=self._last)
-        if self._last is not None:
-            self._engine.close_session(self._last)
-        self._last = self._result = None
+        before, self._last, self._result = self._last, None, None
+        if before is not None:
+            self._engine.close_session(before)
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Generator[TokenEvent]:
         """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands.

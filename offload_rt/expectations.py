@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 15, 19, 23, 31)  # with its root, a draft fills tiles of queries
 SAME_MODEL_ACCEPTANCE = 0.92  # of a token the target drafts itself, over a smaller cache
 SMALL_MODEL_ACCEPTANCE = 0.5  # of a token a small model drafts
 HEAD_ACCEPTANCE = 0.65  # of a token a head on hidden states drafts

@@ -79,7 +79,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         return made[-1:]
 
     monkeypatch.setattr(engine, "ranked", of_a_large_one)
-    overrides = {"store.segment_tokens": 512}  # of which a deeper ring pays
+    overrides = {"store.segment_tokens": 1024}  # of which a deeper ring pays
     target = tiny_target("llama-gqa")
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         subject = llm._engine

@@ -118,9 +118,9 @@ def test_memory_of_one_card_by_hand() -> None:
     # three of them on their way to the host.
     chunk = 2048 * (4 * 4096 + 4 * 4096 + 3 * 11008) * 2 + 3 * 2048 * 16 * 1024
     assert parts["prefill"] == CONTEXT * (16 * 1024 + 4096 * 2) + chunk
-    # The newest tokens' KV: a page, a pass of up to 33, and its queries.
-    assert parts["newest_tokens"] == (256 + 33) * 512 * 1024 + 33 * 32 * 4096 * 2
-    assert parts["logits"] == 33 * 32000 * (2 + 4 + 4)
+    # The newest tokens' KV: a page, a pass of up to 32, and its queries.
+    assert parts["newest_tokens"] == (256 + 32) * 512 * 1024 + 32 * 32 * 4096 * 2
+    assert parts["logits"] == 32 * 32000 * (2 + 4 + 4)
 
 
 def test_two_cards_halve_what_is_split() -> None:
@@ -303,10 +303,10 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     # The shapes are those that a round may choose, look-up's finds among them; fixed widths grow no further.
     for draft, merge, most in (
         ("auto", "", 64),
-        ("grown:64", "suffix", 64 + 32),
+        ("grown:64", "suffix", 64 + 31),
         ("tree:8,8,8", "", 8 + 64),
         ("tree:300", "", 300),
-        ("chain", "lookup", 32 + 32),
+        ("chain", "lookup", 31 + 31),
     ):
         level = {"model": "target", "cache": "retrieved", "draft": draft, "merge": merge}
         free = request({"speculation.levels": [level], "speculation.gamma2": 0}, context=50_000)
