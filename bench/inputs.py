@@ -50,8 +50,10 @@ class Models:
 
 
 def command(commands: Any, name: str, run: Callable[..., int | None], about: str) -> Any:
-    """Declares a command, which measures what it is `about`; returns its parser."""
-    parser = commands.add_parser(name, help=about, description=f"Measures {about}.", allow_abbrev=False)
+    """Declares a command, which says what it is `about`; returns its parser."""
+    parser = commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+    )
     parser.set_defaults(run=run)
     return parser
 

@@ -79,17 +79,22 @@ def add_parser(commands: Any) -> None:
         rates = inputs.several(inputs.number(most=1.0))
         held = "coins hold the acceptance of our drafts, which is labelled as synthetic"
         parser.add_argument("--acceptance", type=rates, default=(), metavar="A,B", help=held)
-        parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N")
-        parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N")
-        parser.add_argument("--turns", type=inputs.count(1), metavar="N")
-        parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T")
+        parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N", help="tokens of prompts")
+        parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N", help="of a run")
+        timed = "runs of every system in turn, after one that is not timed"
+        parser.add_argument("--turns", type=inputs.count(1), metavar="N", help=timed)
+        heat = "of sampling (default: 0, greedy)"
+        parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T", help=heat)
         if not case.places[0].name:
-            parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s")
+            behind = "KV lies behind an emulated link; 0: none"
+            parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s", help=behind)
             together = "how many texts of a context are continued together"
             parser.add_argument("--batches", type=inputs.counts(1), metavar="N,N", help=together)
         default = "float32, on a GPU bfloat16 for random weights"
         parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {default}")
-        parser.add_argument("--device", default="auto", metavar="cpu|cuda")
+        parser.add_argument(
+            "--device", default="auto", metavar="cpu|cuda", help="default: a GPU if there is one"
+        )
         most = f"of a GPU, but for llama.cpp (default: {GPU_MEMORY_GIB:g} for random weights, else all)"
         parser.add_argument("--gpu-memory", type=inputs.number(), metavar="GiB", help=most)
         parser.add_argument("--quick", action="store_true", help="short prompts, fewer tokens")
@@ -124,6 +129,9 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
             torch.set_num_threads(case.threads)
         study = _Study(case, arguments, device)
         records = [study.record(*point) for point in study.points]
+    rows = [row for record in records for row in record["rows"]]
+    if all("error" in row for row in rows):
+        raise UsageError(f"no system ran; {rows[0]['system']}: {rows[0]['error']}")
     page = report.page(records)
     title = f"# {case.about[0].upper()}{case.about[1:]}"
     measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())

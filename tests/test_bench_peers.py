@@ -262,7 +262,7 @@ def test_what_failed_as_a_whole_is_measured_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     given = ["peers", "--systems", "ours:plain", "--contexts", "32", "--no-plot"]
     for _ in range(2):
-        assert command_line.main([*given, "--out", str(tmp_path / "peers.jsonl")]) == 0
+        assert command_line.main([*given, "--out", str(tmp_path / "peers.jsonl")]) == 2
     assert len(asked) == 2
 
 
