@@ -129,17 +129,17 @@ def run(declared: Case, arguments: argparse.Namespace) -> None:
             torch.set_num_threads(case.threads)
         study = _Study(case, arguments, device)
         records = [study.record(*point) for point in study.points]
-    rows = [row for record in records for row in record["rows"]]
-    if all("error" in row for row in rows):
-        raise UsageError(f"no system ran; {rows[0]['system']}: {rows[0]['error']}")
     page = report.page(records)
     title = f"# {case.about[0].upper()}{case.about[1:]}"
     measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())
     text = f"{title}\n\n`python -m bench {case.name}`. {measured}\n\n{page}\n"
     write_whole(study.out.with_suffix(PAGE), text)
+    print(page)
+    rows = [row for record in records for row in record["rows"]]
+    if all("error" in row for row in rows):
+        raise UsageError(f"no system ran; {rows[0]['system']}: {rows[0]['error']}")
     if arguments.plot and not records[0]["place"]:
         report.plot(records, study.out.with_suffix(PICTURE))
-    print(page)
     print(json.dumps(rounds.headline(records) if records[0]["place"] else records))
 
 

@@ -402,7 +402,7 @@ def test_ours_is_measured_streamed_and_as_planned(
     given = ["offload", "--model", "random:tiny", "--device", "cuda", "--acceptance", "1"]
     out = tmp_path / "out.jsonl"
     given += ["--contexts", "160", "--turns", "1", "--no-plot", "--out", str(out)]
-    assert command_line.main(given) == 0
+    assert command_line.main(given) == (0 if memory_bytes == GIB else 2)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [one["place"] for one in records] == ["streamed", "planned"]
     assert records[0]["options"] == TINY_KEYS | {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
