@@ -386,7 +386,7 @@ PAPER = Study(
     many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
     over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
     sizes=Sizes(),
-    quick=Sizes(context=4096, seeds=2, new_tokens=48, positions=48),
+    quick=Sizes(context=4096, seeds=2, new_tokens=48, positions=PROBED),
     add_arguments=add_arguments,
     opened=Continued.opened,
     parts=PARTS,

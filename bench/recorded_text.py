@@ -19,7 +19,7 @@ from offload_rt.results import GenerationResult, SamplingParams
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session
 from offload_rt.timeline import Timeline
-from offload_rt.writer import Writer, step
+from offload_rt.writer import Writer, finish
 
 
 class Text:
@@ -102,9 +102,7 @@ class Text:
         params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
         writers = [Writer(self._engine, one, params, None, self._notices) for one in self.sessions]
         try:
-            while not all(writer.ended for writer in writers):
-                for events in step(self._engine, writers):
-                    list(events)
+            finish(self._engine, writers)
             if failed := next((writer.error for writer in writers if writer.error), None):
                 raise failed
         finally:

@@ -151,9 +151,8 @@ def batch(record: Mapping[str, Any]) -> int:
 
 def sizes(context: int, batch: int) -> str:
     """Of a prompt."""
-    return (
-        f"{batch} texts of {tokens_name(context)} tokens" if batch > 1 else f"{tokens_name(context)} tokens"
-    )
+    each = f"{tokens_name(context)} tokens"
+    return f"{batch} texts of {each}" if batch > 1 else each
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
@@ -177,10 +176,8 @@ def _best(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A table for each context at which there are several batches."""
     for context in dict.fromkeys(record["context"] for record in records):
         times = defaultdict[str, dict[int, float]](dict)  # ms a token by system and batch
-        for record, row in (
-            (one, row) for one in records if one["context"] == context for row in one["rows"]
-        ):
-            if "error" not in row:
+        for record in (one for one in records if one["context"] == context):
+            for row in (one for one in record["rows"] if "error" not in one):
                 times[row["system"]][batch(record)] = row["ms_per_token"]["median"]
         least = {system: min(found.values()) for system, found in times.items()}
         references = [least.get(system) for system in REFERENCES]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,7 +34,7 @@ from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, che
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.session import Continuation, Session
 from offload_rt.text import encode
-from offload_rt.writer import Writer, step
+from offload_rt.writer import Writer, finish, step
 
 NO_DRAFT = "none"
 PLAIN = "plain"
@@ -237,9 +236,7 @@ class LLM:
             for tokens, one in zip(checked, wanted, strict=True):
                 writers.append(self._open(tokens, one))
                 closing.callback(self._engine.close_session, writers[-1].session)
-            while not all(writer.ended for writer in writers):
-                for events in step(self._engine, writers):
-                    deque(events, maxlen=0)
+            finish(self._engine, writers)
             return [writer.result() for writer in writers]
 
     def _make_room(self, sizes: Sequence[tuple[int, int]]) -> None:

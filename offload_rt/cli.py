@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except OSError as error:
         drop_stdout()
-        where = "stdout" if error.filename is None else error.filename
-        print(f"offload-rt: error: {where}: cannot be written ({error.strerror})", file=sys.stderr)
+        said = f"stdout: cannot be written ({error.strerror}); send it elsewhere"
+        print(f"offload-rt: error: {error if error.filename else said}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt as interrupt:
         print("offload-rt: interrupted", file=sys.stderr)

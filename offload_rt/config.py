@@ -44,7 +44,8 @@ AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 
 Count = Annotated[int, 0]  # and the least that is allowed, perhaps the most
 Positive = Annotated[int, 1]
-Entries = Annotated[int, 1, 2**24]  # more than any context has tokens
+MOST_ENTRIES = 2**24  # more than any context has tokens
+Entries = Annotated[int, 1, MOST_ENTRIES]
 
 
 class InvalidValue(UsageError):
@@ -229,7 +230,7 @@ class SpeculationConfig:
 class DraftConfig:
     """Entries kept by streaming caches."""
 
-    sinks: Annotated[int, 0, 2**24] = 16  # the first tokens
+    sinks: Annotated[int, 0, MOST_ENTRIES] = 16  # the first tokens
     window: Entries = 240  # the latest tokens
 
 

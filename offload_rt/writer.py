@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
@@ -32,6 +33,13 @@ def step(engine: Engine, writers: Sequence[Writer]) -> Iterator[Iterator[TokenEv
     rounds = engine.step([writer.session for writer in going])
     ms = 1e3 * (perf_counter() - started)  # without what the caller does between two rounds
     return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
+
+
+def finish(engine: Engine, writers: Sequence[Writer]) -> None:
+    """Rounds until every text has ended; nobody takes their events."""
+    while not all(writer.ended for writer in writers):
+        for events in step(engine, writers):
+            deque(events, maxlen=0)
 
 
 class Writer:

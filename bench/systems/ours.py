@@ -69,19 +69,16 @@ class Ours:
         setup = self._setup
         done, self._run = self._text.run(self._config, new_tokens, setup.acceptance, setup.temperature)
         tokens = [token for one in done for token in one.tokens]
-        levels = {
-            of[0].name: tuple(
-                map(sum, zip(*((one.accepted, one.proposed, one.ms) for one in of), strict=True))
-            )
-            for of in zip(*(one.levels for one in done), strict=True)
-        }
+        levels = {of[0].name: of for of in zip(*(one.levels for one in done), strict=True)}  # of all texts
+        stood = {name: sum(one.accepted for one in of) for name, of in levels.items()}
+        proposed = {name: sum(one.proposed for one in of) for name, of in levels.items()}
         return Run(
             tokens,
             max(one.timings.predicted_ms for one in done),
             len(tokens),
             max(one.rounds for one in done),
-            {name: accepted / proposed for name, (accepted, proposed, _) in levels.items() if proposed},
-            {name: ms for name, (_, _, ms) in levels.items()},
+            {name: stood[name] / count for name, count in proposed.items() if count},
+            {name: sum(one.ms for one in of) for name, of in levels.items()},
             tuple(done[0].notices),
             figures(self._run) | self._text.placed,
         )

@@ -255,10 +255,8 @@ def write_text(
         status = status_of(interrupt)
     except MachineError as error:
         failure = error
-    except OSError as error:
+    except BrokenPipeError:
         drop_stdout()
-        if not isinstance(error, BrokenPipeError):
-            raise UsageError(f"stdout: cannot be written ({error.strerror}); send it elsewhere") from None
         status = READER_GONE
     finally:
         console.clear()

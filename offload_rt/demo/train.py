@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,9 @@ def read_corpus(folder: Path) -> list[str]:
         raise UsageError(f"{folder}: holds a text that cannot be read as UTF-8 ({error})") from None
 
 
-def read_books(folder: Path, tokenizer: Any) -> list[Tensor]:
+def encoded(texts: Iterable[str], tokenizer: Any) -> list[Tensor]:
     """Token ids of each text, without special tokens."""
-    return [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in read_corpus(folder)]
+    return [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 class Optimizers:
@@ -320,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
         target = LlamaForCausalLM(target_config())
     for folder in (target_folder, draft_folder):
         tokenizer.save_pretrained(folder)
-    books = read_books(options.corpus, tokenizer)
+    books = encoded(texts, tokenizer)
     print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
     generator = torch.Generator().manual_seed(options.seed)
     sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)

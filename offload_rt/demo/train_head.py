@@ -21,9 +21,9 @@ from torch import Tensor
 from offload_rt.demo.train import (
     Optimizers,
     autocast,
+    encoded,
     minutes,
     rate_scale,
-    read_books,
     read_corpus,
     steps_within,
 )
@@ -160,8 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
             raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
-        for folder in filter(None, (options.corpus, options.eval)):
-            read_corpus(folder)
+        texts = read_corpus(options.corpus)
+        others = read_corpus(options.eval) if options.eval else []
     except UsageError as error:
         parser.error(str(error))
     target.module.requires_grad_(False)
@@ -170,17 +170,15 @@ def main(arguments: list[str] | None = None) -> int:
     generator = torch.Generator().manual_seed(options.seed)
     begin, vocabulary = tokenizer.bos_token_id or 0, len(tokenizer)
 
-    def windows_of(folder: Path) -> WindowSampler:
-        return WindowSampler(
-            read_books(folder, tokenizer), begin, vocabulary, target.max_positions, generator
-        )
+    def windows_of(texts: list[str]) -> WindowSampler:
+        return WindowSampler(encoded(texts, tokenizer), begin, vocabulary, target.max_positions, generator)
 
     head = new_head(target.hidden_size).to(target.device)
-    train(head, target, windows_of(options.corpus), steps_within(60 * options.minutes))
+    train(head, target, windows_of(texts), steps_within(60 * options.minutes))
     save_head(head, target, options.out)
-    if options.eval:
-        texts = windows_of(options.eval)
-        windows = [texts.draw(2 * LENGTH, 0.0, 0.0).tokens.to(target.device) for _ in range(EVALUATED)]
+    if others:
+        unseen = windows_of(others)
+        windows = [unseen.draw(2 * LENGTH, 0.0, 0.0).tokens.to(target.device) for _ in range(EVALUATED)]
         with autocast(target.device):
             print(f"acceptance by depth {_shown(acceptance(head, target, windows))}")
     return 0
