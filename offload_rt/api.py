@@ -232,10 +232,12 @@ class LLM:
         with ExitStack() as closing:
             with self._turn:
                 self._make_room(sizes)
-            writers = []
-            for tokens, one in zip(checked, wanted, strict=True):
-                writers.append(self._open(tokens, one))
-                closing.callback(self._engine.close_session, writers[-1].session)
+            opened: dict[int, Writer] = {}
+            # The shortest first: what it leaves of its share of a GPU's memory is for the longer ones.
+            for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
+                opened[at] = self._open(checked[at], wanted[at], texts=len(sizes) - len(opened))
+                closing.callback(self._engine.close_session, opened[at].session)
+            writers = [opened[at] for at in range(len(sizes))]
             finish(self._engine, writers)
             return [writer.result() for writer in writers]
 
@@ -273,9 +275,10 @@ class LLM:
             if kept is not None and kept is not session:
                 self._engine.close_session(kept)
 
-    def _open(self, tokens: list[int], params: SamplingParams) -> Writer:
+    def _open(self, tokens: list[int], params: SamplingParams, texts: int = 1) -> Writer:
         params = params.seeded()
-        return self._writer(self._engine.open(tokens, self._continuation(params)), params)
+        session = self._engine.open(tokens, self._continuation(params), texts=texts)
+        return self._writer(session, params)
 
     def _writer(self, session: Session, params: SamplingParams) -> Writer:
         return Writer(self._engine, session, params, self._tokenizer, self._notices)

@@ -21,7 +21,13 @@ from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.model import CausalModel
 from offload_rt.passes import PassThread, Together
-from offload_rt.planning.placement import PlanRequest, available, check_positions, check_vocabulary
+from offload_rt.planning.placement import (
+    PlanRequest,
+    available,
+    check_positions,
+    check_vocabulary,
+    shared,
+)
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.shapes import ModelShape, from_config
 from offload_rt.rounds import round_of
@@ -104,18 +110,19 @@ class Engine:
         return left
 
     def open(
-        self, prompt: Sequence[int], continuation: Continuation, shares: Shares | None = None
+        self, prompt: Sequence[int], continuation: Continuation, shares: Shares | None = None, texts: int = 1
     ) -> Session:
         """Reads a prompt, so that `step` can continue it. Others may be under way.
 
         Args:
             shares: which shares of the KV are not streamed; None: as planned.
+            texts: how many, this one and those that are opened after it, share what is free of a GPU.
         """
         with self._lock:
             self.check_room([(len(prompt), continuation.max_tokens)])
             config = self.configs[0]
             if shares is None:
-                config, shares = self._plan(len(prompt), continuation.max_tokens)
+                config, shares = self._plan(len(prompt), continuation.max_tokens, texts)
             shared = replace(self._shared, timeline=self.timeline)
             session = Session(shared, config, prompt, continuation, shares)
             report = self._on_progress
@@ -154,12 +161,12 @@ class Engine:
             session.full.cancel()
             self._thread.join()
 
-    def _plan(self, prompt_tokens: int, new_tokens: int) -> tuple[Config, Shares]:
+    def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Shares]:
         """Composition, sizes and shares for such a text; the planner keeps what the config gives."""
         on_gpu = self.target.device.type == "cuda"
         config = self.configs[0]
         if on_gpu or len(self.configs) > 1:
-            planned = self._fastest(prompt_tokens, new_tokens)
+            planned = self._fastest(prompt_tokens, new_tokens, texts)
             config = planned.request.config
         if self._link.in_place:
             return config, EVERYTHING_STREAMED
@@ -183,12 +190,14 @@ class Engine:
         assert target is not None
         return target, draft
 
-    def _fastest(self, prompt_tokens: int, new_tokens: int) -> Plan:
+    def _fastest(self, prompt_tokens: int, new_tokens: int, texts: int) -> Plan:
         """The fastest plan for such a text; tells which composition that is, where there is a choice."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
         hardware = usable_hardware(self.target.device, loaded, self._on_progress)
+        if texts > 1:
+            hardware = replace(hardware, gpus=tuple(shared(gpu, texts, loaded) for gpu in hardware.gpus))
         plans = ranked(
             PlanRequest(*self._shapes, config, prompt_tokens, new_tokens, hardware) for config in self.configs
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PARAMS, PROMPT, SIZES
+from small_engine import PAGE, PARAMS, PROMPT, SIZES, engine_overrides
 from small_engine import target as target  # a fixture
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
@@ -21,9 +21,9 @@ from offload_rt.config import load_config
 from offload_rt.engine import Engine
 from offload_rt.machine import doctor
 from offload_rt.machine.doctor import usable_hardware
-from offload_rt.machine.hardware import named_hardware
-from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.planner import Plan, plan
+from offload_rt.machine.hardware import Hardware, named_hardware
+from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
+from offload_rt.planning.planner import Plan, plan, ranked
 from offload_rt.planning.shapes import ModelShape, find_shape, from_config
 
 CPU = torch.device("cpu")
@@ -116,6 +116,46 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
             assert llm._last is not None
             (cache,) = llm._last.full.derived
             assert isinstance(cache, RetrievedCache) and cache._from_stream == (place == "stream")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened one after the other, the shortest first; none takes what the others need."""
+    reserve = GPU_RESERVE_BYTES
+    free, told = reserve + 1900 * 2**10, list[tuple[int, int]]()
+
+    def hardware(device: torch.device, loaded: int, on_progress: object) -> Hardware:
+        taken = sum(session.full._resident._memory.nbytes for session in subject._sessions)
+        card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=loaded + free - taken)
+        return replace(named_hardware("rtx4090"), gpus=(card,))
+
+    def seen(requests: Iterable[PlanRequest]) -> list[Plan]:
+        (request,) = requests
+        told.append((request.context, request.hardware.gpus[0].memory_bytes))
+        plans = ranked([request])
+        residents.append(plans[0].placement.resident_tokens)
+        return plans
+
+    residents: list[int] = []
+    monkeypatch.setattr(engine, "usable_hardware", hardware)
+    monkeypatch.setattr(engine, "ranked", seen)
+    target = tiny_target("llama-gqa")
+    sizes = engine_overrides() | {"prefill.chunk": 64}
+    with LLM.from_models(target, config="plain", overrides=sizes, link=PacedLink(1e9)) as llm:
+        subject = llm._engine
+        token_bytes, weights = subject.store.layout.token_bytes, subject.target.weight_bytes
+        prompts = [byte_ids(900), byte_ids(40), byte_ids(800)]
+        found = llm.generate(prompts, SamplingParams(max_tokens=3, seed=1))
+        assert [one.prompt_tokens for one in found] == [900, 40, 800]
+        left = free
+        for texts, (tokens, resident, (context, memory)) in zip(
+            (3, 2, 1), zip((40, 800, 900), residents, told, strict=True), strict=True
+        ):
+            assert (context, memory) == (tokens, weights + reserve + (left - reserve) // texts)
+            left -= -(-resident // PAGE) * PAGE * token_bytes
+        assert residents[0] == 40 and 0 < residents[1] < 800
+        alone = llm.generate(prompts[2], SamplingParams(max_tokens=3, seed=1))
+        assert residents[-1] == 800 and alone.tokens == found[2].tokens
 
 
 def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from offload_rt.expectations import (
     SAME_MODEL_ACCEPTANCE,
     SMALL_MODEL_ACCEPTANCE,
 )
-from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model import CausalModel
 from offload_rt.planning.shapes import ModelShape, head_shape
 from offload_rt.weighing import Weighed
@@ -251,8 +251,19 @@ def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int 
         **_computing_memory(request, gpu),
         "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes // parts,
         "newest_tokens": newest // parts,
-        "reserve": max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.gpus[gpu].memory_bytes)),
+        "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
+
+
+def _gpu_reserve(gpu: Gpu) -> int:
+    return max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * gpu.memory_bytes))
+
+
+def shared(gpu: Gpu, texts: int, loaded_bytes: int) -> Gpu:
+    """A GPU as it is for one of several texts, which share what is free beside the models and the reserve."""
+    common = loaded_bytes + _gpu_reserve(gpu)
+    memory = common + max(0, gpu.memory_bytes - common) // texts
+    return replace(gpu, name=f"{gpu.name}, shared by {texts} texts", memory_bytes=memory)
 
 
 def host_memory(request: PlanRequest) -> Memory:
