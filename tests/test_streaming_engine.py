@@ -215,6 +215,17 @@ def test_every_configuration_writes_what_plain_decoding_does(device: torch.devic
         assert llm.generate(byte_ids(400), params).tokens == llm.plain(params).tokens
 
 
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@pytest.mark.parametrize("config", ["triforce", "trees", "retrieval", "lookup"])
+def test_members_of_a_batch_are_their_single_runs(device: torch.device, config: str) -> None:
+    """Each with a ring, small caches and recorded graphs of its own; one ends while the others go on."""
+    prompts, lengths = [PROMPT, byte_ids(70, start=500), byte_ids(230)], (14, 6, 12)
+    params = [SamplingParams(temperature=0.7, seed=length, max_tokens=length) for length in lengths]
+    with small_llm(device, config, resident_tokens=32, cpu_tokens=48) as llm:
+        alone = [llm.generate(*one).tokens for one in zip(prompts, params, strict=True)]
+        assert [one.tokens for one in llm.generate(prompts, params)] == alone
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
 @pytest.mark.parametrize("config", CONFIGS)
