@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast, overload
@@ -30,16 +31,16 @@ from offload_rt.machine.doctor import usable_hardware
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import ranked
 from offload_rt.planning.shapes import find_shape
-from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, check_params, is_batch, token_ids
+from offload_rt.results import GenerationResult, SamplingParams, check_params, is_batch, token_ids
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.session import Continuation, Session
+from offload_rt.streams import KeptText, TokenStream
 from offload_rt.text import encode
-from offload_rt.writer import Writer, finish, step
+from offload_rt.writer import Writer, finish
 
 NO_DRAFT = "none"
 PLAIN = "plain"
 GREEDY = SamplingParams()
-OPENED = TokenEvent(-1, "", False)  # a stream's first event, which `LLM.stream` takes itself
 
 Prompt = str | Sequence[int]
 
@@ -149,9 +150,8 @@ class LLM:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
         self._on_notice = on_notice
-        self._turn = threading.RLock()  # of a thread whose text is the last one while it is made
-        self._last: Session | None = None
-        self._result: GenerationResult | None = None
+        # Of a thread that makes a text, from before its prompt is read; asked for before the engine's lock.
+        self._turn = threading.RLock()
         _check_datastores(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
         with ExitStack() as refused:
             models = []
@@ -161,6 +161,7 @@ class LLM:
             small = models[1] if draft is not None else None
             self._engine = Engine(models[0], small, configs, link, on_progress, self._notice)
             refused.pop_all()
+        self._kept = KeptText(self._engine)
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -180,9 +181,10 @@ class LLM:
     @property
     def last_result(self) -> GenerationResult:
         """Of the newest text that has ended, also of one that was interrupted; a batch leaves none."""
-        if self._result is None:
+        self._kept.end_dropped()
+        if self._kept.result is None:
             raise UsageError("nothing has been generated yet, but perhaps a batch")
-        return self._result
+        return self._kept.result
 
     def encode(self, text: str, last: int | None = None) -> list[int]:
         """Token ids of a prompt.
@@ -209,7 +211,8 @@ class LLM:
         """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
 
         The texts of a batch share every reading of the weights. Each has its own length, acceptance, stop and
-        seed; one that fails ends alone, with `finish_reason` "error".
+        seed; one that fails while they are continued ends alone, with `finish_reason` "error". An interrupt
+        ends all of them, and nothing is kept of a batch.
 
         Args:
             params: for all prompts, or one for each.
@@ -217,9 +220,10 @@ class LLM:
         if is_batch(prompt):
             return self._generate_all(cast(Sequence[Prompt], prompt), params)
         with self._turn:
-            for _ in self.stream(cast(Prompt, prompt), cast(SamplingParams, params)):
-                pass
-            return self.last_result
+            stream = self.stream(cast(Prompt, prompt), cast(SamplingParams, params))
+            deque(stream, maxlen=0)
+            assert stream.result is not None
+            return stream.result
 
     def _generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -229,9 +233,8 @@ class LLM:
             raise UsageError(f"{len(prompts)} prompts but {len(wanted)} parameters: give one for each")
         checked = [self._check_prompt(*one) for one in zip(prompts, wanted, strict=True)]
         sizes = [(len(tokens), one.max_tokens) for tokens, one in zip(checked, wanted, strict=True)]
-        with ExitStack() as closing:
-            with self._turn:
-                self._make_room(sizes)
+        with self._turn, ExitStack() as closing:
+            self._make_room(sizes)
             opened: dict[int, Writer] = {}
             # The shortest first: what it leaves of its share of a GPU's memory is for the longer ones.
             for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
@@ -247,12 +250,11 @@ class LLM:
         Raises:
             UsageError: there is no room for them; then the last text stays.
         """
-        self._engine.check_room(sizes, instead_of=self._last)
-        before, self._last, self._result = self._last, None, None
-        if before is not None:
-            self._engine.close_session(before)
+        self._kept.end_dropped()
+        self._engine.check_room(sizes, instead_of=self._kept.session)
+        self._kept.give_back()
 
-    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> Generator[TokenEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> TokenStream:
         """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands.
 
         Several streams may be open: each is a text of its own. The newest one that has ended is kept.
@@ -260,20 +262,7 @@ class LLM:
         tokens = self._check_prompt(prompt, params)
         with self._turn:
             self._make_room([(len(tokens), params.max_tokens)])
-            events = self._run(self._open(tokens, params))
-        next(events)  # from here on closing it ends the text
-        return events
-
-    def _keep(self, session: Session, result: GenerationResult) -> None:
-        """Keeps a text that has ended, unless a newer one has."""
-        with self._turn:
-            kept = self._last
-            if kept is not None and session.opened < kept.opened:
-                self._engine.close_session(session)
-                return
-            self._last, self._result = session, result
-            if kept is not None and kept is not session:
-                self._engine.close_session(kept)
+            return TokenStream(self._engine, self._open(tokens, params), self._kept)
 
     def _open(self, tokens: list[int], params: SamplingParams, texts: int = 1) -> Writer:
         params = params.seeded()
@@ -301,7 +290,8 @@ class LLM:
         """
         check_params(params)
         with self._turn:
-            session = self._last
+            self._kept.end_dropped()
+            session = self._kept.session
             if session is None:
                 raise UsageError("there is no prompt to decode again: generate first")
             settings = session.planned
@@ -314,13 +304,14 @@ class LLM:
             self._engine.check_room([(session.prompt_tokens, params.max_tokens)], instead_of=session)
             params = params.seeded()
             session.rerun(settings, self._continuation(params))
-            first = self._result
+            writer = self._writer(session, params)
             try:
-                for _ in self._run(self._writer(session, params)):
-                    pass
-                return self.last_result
+                finish(self._engine, [writer])
             finally:
-                self._result = first
+                self._engine.stop(session)
+            if writer.error is not None:
+                raise writer.error
+            return writer.result()
 
     def plain(self, params: SamplingParams = GREEDY) -> GenerationResult:
         """Decodes the last prompt again, plainly."""
@@ -331,19 +322,6 @@ class LLM:
         draws = GeneratorDraws(params.seed, self._engine.target.device)
         sampling = Sampling(params, draws, frozenset() if params.ignore_eos else self.end_tokens)
         return Continuation(sampling, params.max_tokens)
-
-    def _run(self, writer: Writer) -> Generator[TokenEvent]:
-        session = writer.session
-        try:
-            yield OPENED
-            while not writer.ended:
-                for events in step(self._engine, [writer]):
-                    yield from events
-            if writer.error is not None:
-                raise writer.error
-        finally:
-            self._engine.stop(session)  # the link would go on into a pass that nobody asks for
-            self._keep(session, writer.result())
 
     def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         target = self._engine.target

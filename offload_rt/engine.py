@@ -51,6 +51,7 @@ class Engine:
     Attributes:
         configs: among which the planner chooses for each text; without levels that cannot be had.
         timeline: records what runs when; it may be set before a text is opened.
+        lock: of the thread that opens, steps or ends texts.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Engine:
             self._thread = PassThread(target.device, lambda: self.timeline)
         self._shared = Shared(target, draft, self.store, self._link, backend, heads=self._heads)
         self._sessions: list[Session] = []
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._closed = False
 
     def available(self, config: Config) -> Config:
@@ -118,7 +119,7 @@ class Engine:
             shares: which shares of the KV are not streamed; None: as planned.
             texts: how many, this one and those that are opened after it, share what is free of a GPU.
         """
-        with self._lock:
+        with self.lock:
             self.check_room([(len(prompt), continuation.max_tokens)])
             config = self.configs[0]
             if shares is None:
@@ -136,20 +137,20 @@ class Engine:
 
     def step(self, sessions: Sequence[Session]) -> list[Round | Exception]:
         """One round of every session; their passes are one pass. What one raises is its result."""
-        with self._lock:
+        with self.lock:
             self._check_open()
             return Together([round_of(session) for session in sessions], self._thread).run()
 
     def stop(self, session: Session) -> None:
         """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
-        with self._lock:
+        with self.lock:
             if session in self._sessions:
                 self._end_pass(session)
                 session.stop()
 
     def close_session(self, session: Session) -> None:
         """Gives the memory of a text back. Idempotent."""
-        with self._lock:
+        with self.lock:
             if session in self._sessions:
                 self._sessions.remove(session)
                 self._end_pass(session)
@@ -190,7 +191,7 @@ class Engine:
         assert target is not None
         return target, draft
 
-    def _fastest(self, prompt_tokens: int, new_tokens: int, texts: int) -> Plan:
+    def _fastest(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> Plan:
         """The fastest plan for such a text; tells which composition that is, where there is a choice."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
@@ -225,7 +226,8 @@ class Engine:
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.
-        available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
+        with self.lock:
+            available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
         if instead_of is not None:
             available += instead_of.full.sequence.length * layout.token_bytes
         needed = total * token_bytes
@@ -242,7 +244,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives memory back and leaves models as they were given. Idempotent."""
-        with self._lock, ExitStack() as closing:
+        with self.lock, ExitStack() as closing:
             if self._closed:
                 return
             self._closed = True

@@ -112,11 +112,13 @@ class Running:
     Attributes:
         passed: what it computed, once it is over.
         number: of this text's work.
+        texts: whose pass it is.
         started: seconds of `time.perf_counter`.
     """
 
     passed: Future[Passed]
     number: int
+    texts: int
     started: float
 
     @property
@@ -294,7 +296,7 @@ class Together(Generic[T]):
                 passed.set_result((forward(), perf_counter()))
             except Exception as error:
                 passed.set_exception(error)
-        self._answer({number: Running(passed, number, started) for number in asked})
+        self._answer({number: Running(passed, number, len(asked), started) for number in asked})
 
     def _finish(self, asked: dict[int, Finish]) -> None:
         for number, request in asked.items():

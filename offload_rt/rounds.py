@@ -48,7 +48,7 @@ def round_of(text: Session) -> Work[Round]:
     both = perf_counter()
     round = yield from verifier.verdict(draft, verification.part, output)
     text.ready = ahead.get(tuple(round.tokens))
-    verifier.stats.ms += running.ms
+    verifier.stats.ms += running.ms / running.texts
     done = perf_counter()
     times = RoundTimes(
         started=started,

@@ -29,9 +29,10 @@ from offload_rt.text import TextStream
 def step(engine: Engine, writers: Sequence[Writer]) -> Iterator[Iterator[TokenEvent]]:
     """A round of every text that has not ended: the events of one after the other, for the caller to take."""
     going = [writer for writer in writers if not writer.ended]
-    started = perf_counter()
-    rounds = engine.step([writer.session for writer in going])
-    ms = 1e3 * (perf_counter() - started)  # without what the caller does between two rounds
+    with engine.lock:  # without what other threads do, nor what the caller does between two rounds
+        started = perf_counter()
+        rounds = engine.step([writer.session for writer in going])
+        ms = 1e3 * (perf_counter() - started)
     return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
 
 
@@ -111,6 +112,8 @@ class Writer:
                 f"{session.pace.breaks.plain_tokens} of {len(self._tokens)} tokens were decoded plainly, as "
                 "drafting them would have taken longer"
             )
+        with engine.lock:
+            kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
         counters, on_gpu = session.engine.counters, target.device.type == "cuda"
         return GenerationResult(
             model=target.name,
@@ -141,8 +144,8 @@ class Writer:
                 counters.bytes_to_device, counters.bytes_to_host, counters.bytes_abandoned, counters.wait_ms
             ),
             memory=Memory(
-                kv_bytes=engine.store.used_bytes,
-                kv_reserved_bytes=engine.store.reserved_bytes,
+                kv_bytes,
+                kv_reserved_bytes,
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
             ),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,10 +25,13 @@ from small_engine import draft as draft  # a fixture
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from transformers import PreTrainedModel
 
+from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
 from offload_rt.drafting import sources
+from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.streams import TokenStream
 
 ASCII = 128
 PROMPT = byte_ids(100, vocabulary=ASCII)
@@ -463,6 +469,74 @@ def test_threads_take_turns(make: Any, plain_tokens: list[int], uses: tuple[str,
         thread.join()
     assert found == [plain_tokens] * 15
     assert len(llm._engine._sessions) == 1
+
+
+@pytest.mark.parametrize("link", [None, PacedLink(1e9)], ids=["in place", "link"])
+def test_a_stream_that_is_let_go_ends_with_the_next_call(
+    target: PreTrainedModel, plain_tokens: list[int], link: PacedLink | None
+) -> None:
+    """Also where the garbage collector lets it go, in a thread that may wait for nothing."""
+
+    class Tab:  # a cycle, as objects of user interfaces have
+        def __init__(self, llm: LLM) -> None:
+            self.stream = llm.stream(PROMPT, PARAMS)
+            self.shows = self.show
+
+        def show(self) -> int:
+            return next(self.stream).token
+
+    with LLM.from_models(target, config="retrieval", overrides=SIZES, link=link) as llm:
+        event = next(llm.stream(PROMPT, PARAMS))
+        assert llm.last_result.tokens == [event.token] == plain_tokens[:1]
+        assert llm.plain(PARAMS).tokens == plain_tokens
+        assert Tab(llm).show() == plain_tokens[0]
+        with llm._engine.lock:
+            collecting = threading.Thread(target=gc.collect)
+            collecting.start()
+            collecting.join(10)
+            assert not collecting.is_alive()
+        assert llm.last_result.tokens == plain_tokens[:1]
+        assert len(llm._engine._sessions) == 1 and not llm._kept._dropped
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+
+
+def test_a_callback_may_use_the_llm(target: PreTrainedModel, plain_tokens: list[int]) -> None:
+    """As user interfaces do that handle what happens meanwhile; other threads take their turns."""
+    inner: list[list[int]] = []
+    streams: list[TokenStream] = []
+
+    def busy(phase: str, done: int, total: int) -> None:
+        if streams:
+            streams.pop().close()
+            time.sleep(0.1)  # another thread wants its turn
+            inner.append(llm.generate(PROMPT[:20], SamplingParams(max_tokens=3)).tokens)
+
+    with LLM.from_models(target, config="plain", overrides=SIZES, on_progress=busy) as llm:
+        streams.append(llm.stream(PROMPT, PARAMS))
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens, "its own, not the inner one's"
+        streams.append(llm.stream(PROMPT, PARAMS))
+        found: list[list[int]] = []
+        batch = threading.Thread(
+            target=lambda: found.extend(one.tokens for one in llm.generate([PROMPT], PARAMS))
+        )
+        batch.start()
+        time.sleep(0.02)  # it reads its prompt
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+        batch.join(60)
+        assert found == [plain_tokens] and [len(tokens) for tokens in inner] == [3, 3]
+
+
+def test_a_second_interrupt_leaves_the_text(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    stream = llm.stream(PROMPT, PARAMS)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "stop", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    assert len(llm.last_result.tokens) == 1 and len(llm._engine._sessions) == 1
+    stream.close()
+    assert stream.result is not None and stream.result.tokens == llm.last_result.tokens
 
 
 def test_a_stream_that_never_began_ends_as_any_other(make: Any, plain_tokens: list[int]) -> None:

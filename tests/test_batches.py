@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, LINKS, PAGE, PROMPT, engine_overrides, passes_of
+from small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, engine_overrides, passes_of
 from small_engine import draft as draft  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer
@@ -105,6 +105,13 @@ def test_one_pass_serves_all_members(make: Any, monkeypatch: pytest.MonkeyPatch)
     assert [len(counts) for counts, _ in passes] == [
         sum(count > at for count in LENGTHS) for at in range(max(LENGTHS))
     ]
+
+
+def test_members_share_the_time_of_their_passes(target: PreTrainedModel) -> None:
+    with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
+        together = llm.generate(PROMPTS, SamplingParams(max_tokens=12))
+        spent = sum(level.ms for member in together for level in member.levels)
+        assert spent <= max(member.timings.predicted_ms for member in together)
 
 
 @pytest.mark.parametrize("cache", ["full", "derived"])

@@ -40,8 +40,8 @@ def run(
     options: dict[str, Any] = {"overrides": overrides | {"speculation.levels": levels}, "link": LINKS[link]()}
     with LLM.from_models(target, draft, config="retrieval", **options) as llm:
         result = llm.generate(PROMPT, params)
-        assert llm._last is not None
-        return result, llm._last.rounds
+        assert llm._kept.session is not None
+        return result, llm._kept.session.rounds
 
 
 LEVELS: dict[str, Callable[[str], Tables]] = {

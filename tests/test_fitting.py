@@ -113,8 +113,8 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
         llm.generate(PROMPT, PARAMS)
         for again in (lambda: None, lambda: llm.rerun(PARAMS), lambda: llm.rerun(PARAMS, "retrieval")):
             again()
-            assert llm._last is not None
-            (cache,) = llm._last.full.derived
+            assert llm._kept.session is not None
+            (cache,) = llm._kept.session.full.derived
             assert isinstance(cache, RetrievedCache) and cache._from_stream == (place == "stream")
 
 
@@ -170,6 +170,6 @@ def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: p
         llm.generate(PROMPT, PARAMS)
         llm.plain(PARAMS)
         llm.rerun(PARAMS)
-        assert llm._last is not None
-        (derived,) = llm._last.full.derived
+        assert llm._kept.session is not None
+        (derived,) = llm._kept.session.full.derived
         assert isinstance(derived, RetrievedCache) and derived.budget == 48

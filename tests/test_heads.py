@@ -132,8 +132,8 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
     overrides |= {"retrieval.budget": 512}
     with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
         tokens = llm.generate(PROMPT, PARAMS).tokens
-        assert llm._last is not None
-        rounds = [times for times in llm._last.rounds if times.proposed]
+        assert llm._kept.session is not None
+        rounds = [times for times in llm._kept.session.rounds if times.proposed]
     assert all(times.accepted == times.proposed for times in rounds) == (len(levels) == 2)
     reference = CausalModel(target, "tiny")
     lags = []

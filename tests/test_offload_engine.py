@@ -189,8 +189,8 @@ def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch
     overrides = engine_overrides(ahead=2)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
-        assert llm._last is not None
-        assert llm._last.pace.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
+        assert llm._kept.session is not None
+        assert llm._kept.session.pace.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
 
 
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(
@@ -308,7 +308,7 @@ def test_rerun_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=CopiesAtOnce()) as llm:
         long = SamplingParams(max_tokens=100)
         tokens = llm.generate(PROMPT, long).tokens
-        assert llm._last is not None and llm._last.full._tail.buffer.capacity > PAGE + 64
+        assert llm._kept.session is not None and llm._kept.session.full._tail.buffer.capacity > PAGE + 64
         assert llm.rerun(long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
@@ -346,8 +346,8 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
     try:
         with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
             llm.generate(PROMPT, SHORT)
-            assert llm._last is not None
-            full = llm._last.full
+            assert llm._kept.session is not None
+            full = llm._kept.session.full
             held += map(
                 weakref.ref,
                 (full._resident._memory, full._tail.buffer.all_keys, full._tail.buffer.all_values),
@@ -370,7 +370,7 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             for free in (0, taken):
                 assert pool.free_bytes == free
                 llm._engine._fastest(*map(len, (PROMPT, PROMPT)))
-                llm._engine.close_session(llm._last)
+                llm._engine.close_session(llm._kept.session)
             assert told == [llm._engine.target.weight_bytes + free for free in (0, taken)]
         assert not any(one() for one in buffers), "nothing outlives the engine"
     finally:
