@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bench import inputs, machine
-from bench.inputs import say
-from bench.studies import Part, Row, Study, size
+from bench.inputs import say, size
+from bench.studies import Part, Row, Study
 from cpu_kv import KeysValues, KVLayout, PagedKVStore
 from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
 from offload_rt.config import StoreConfig
@@ -145,7 +144,6 @@ ATTENTION = Study(
     note=(__doc__ or "").partition("\n\n")[2],
     sizes=AttentionCase(),
     quick=AttentionCase(shapes=((4, 64),), tokens=65536, repeats=5),
-    add_arguments=lambda parser: parser.add_argument("--out", type=Path, metavar="FILE", help=inputs.OUT),
     opened=opened,
     parts={"measured": Part(measured, ("key_heads", "dtype", "queries"), ("gb_s", "torch_gb_s"))},
 )

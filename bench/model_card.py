@@ -15,9 +15,10 @@ from torch.nn.functional import cross_entropy, pad
 
 from bench import inputs
 from bench.acceptance import CACHES, HEAVY_HITTERS, small_caches
+from bench.inputs import size
 from bench.needles import needle
-from bench.studies import Part, Row, Study, size
-from bench.texts import Texts, add_arguments
+from bench.studies import Part, Row, Study
+from bench.texts import Texts
 from offload_rt.model import CausalModel
 from offload_rt.prefill import prefill
 from offload_rt.session import Session
@@ -59,7 +60,7 @@ def loss(study: Texts) -> list[Row]:
     found = defaultdict[int, list[Tensor]](list)
     for name, tokens in study.books.items():
         for window in windows:
-            prompt = window_of(tokens[:context], window, study.models.tokenizer.bos_token_id)
+            prompt = window_of(tokens[:context], window, study.tokenizer.bos_token_id)
             with study.session(f"{name}: loss after {window} tokens", prompt) as session:
                 found[window].append(token_losses(session))
 
@@ -109,7 +110,7 @@ MODEL_CARD = Study(
     note="Columns `paper` are the paper's figures, of another model.",
     sizes=Sizes(),
     quick=Sizes(context=8192, step=1024, positions=128),
-    add_arguments=partial(add_arguments, draft=False),
+    add_arguments=partial(inputs.add_arguments, draft=False),
     opened=Texts.opened,
     parts={
         "loss": Part(loss),

@@ -90,31 +90,8 @@ def pyplot() -> Any:
 
 
 SCHEMA = 2
-COMMON = (
-    "benchmark",
-    "schema",
-    "machine",
-    "model",
-    "draft",
-    "checkpoints",
-    "texts",
-    "dtype",
-    "needles",
-    "temperature",
-    "link_gb_s",
-    "gpu_memory_gib",
-    "new_tokens",
-    "turns",
-    "systems",
-    "overrides",
-    "prompt",
-)
-"""What the records of a side-by-side run have in common, at the places of one prompt."""
-
-
-def settings(record: Mapping[str, Any]) -> str:
-    """Equal for records of one prompt that were measured in the same way."""
-    return json.dumps([record.get(key) for key in COMMON], sort_keys=True)
+SETTINGS = "benchmark", "model", "draft", "dtype", "temperature", "link_gb_s", "new_tokens", "prompt"
+"""What is equal in records that measured the same."""
 
 
 def read_lines(option: str, path: Path) -> list[dict[str, Any]]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.cases import Named
+from bench import cases
 from cpu_kv.link import CopyRecord
 from offload_rt.errors import UsageError
 from offload_rt.pace import RoundTimes
 from offload_rt.timeline import Span
 
+PLAIN = "ours:plain"
+AHEAD_OF_NOTHING = "offload.ahead=0"
 RATIO = "predicted_over_measured"
 NEAR_TIE = 1e-3  # of two logits: closer than what rounding may do to them
 BESIDE_A_PASS = 1.3  # times what a draft takes alone: the pass works on the same cores
@@ -144,16 +146,16 @@ def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Ro
             name: median(turn[name] for turn in row["figures"] if name in turn) for name in names
         }
     for row in rows:
-        found, named = row["rounds"], Named.parse(row["system"])
-        plain = alike(rows, Named("ours", "plain"))
-        late = alike(rows, named, late=True)
+        found, system = row["rounds"], row["system"]
+        plain = alike(rows, PLAIN)
+        late = alike(rows, system, late=True)
         if plain is not None:
             found["times_plain"] = _times_as_fast(row, plain)
         if late is not None and late is not row:
             found["ahead_speedup"] = _times_as_fast(row, late)
         if stream_token_ms:
             stream = found["stream_ms"] = found["streamed_tokens"] * stream_token_ms
-            alone = alike(in_place, named)
+            alone = alike(in_place, system)
             bound = max(stream, alone["rounds"]["pass_ms"] if alone else 0.0)
             found["pass_over_bound"] = found["pass_ms"] / bound if bound else None
             if late is not None and "guessed_round_ms" in found:
@@ -174,12 +176,13 @@ def drafting_ms(in_place: Sequence[Row]) -> float:
     raise UsageError("--systems: none has drafted with its KV in place, which tells how fast a link to pace")
 
 
-def alike(rows: Sequence[Row], named: Named | None = None, *, late: bool = False) -> Row | None:
+def alike(rows: Sequence[Row], system: str | None = None, *, late: bool = False) -> Row | None:
     """The first row of the same system, whatever holds over a link; `late`: that drafted, nothing ahead."""
     for row in rows:
-        other, found = Named.parse(row["system"]), row.get("rounds", {})
-        same = named is None or other.in_place == named.in_place
-        if found and same and (not late or (other.drafts_late and "draft_token_ms" in found)):
+        found = row.get("rounds", {})
+        same = system is None or cases.in_place(row["system"]) == cases.in_place(system)
+        drafted = AHEAD_OF_NOTHING in row["system"].split("+") and "draft_token_ms" in found
+        if found and same and (drafted or not late):
             return row
     return None
 
@@ -190,7 +193,7 @@ def check_tokens(rows: Sequence[Row], in_place: Sequence[Row], where: str) -> No
     Raises:
         UsageError: they are others, and not for two logits that are as good as equal.
     """
-    plain = alike(in_place, Named("ours", "plain"))
+    plain = alike(in_place, PLAIN)
     for row in rows:
         if plain is None or "rounds" not in row or "first_difference" not in row:
             continue  # nothing to hold it against; or a peer's, drawn, or held by coins

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import held, prediction_accuracy, random_models, side_by_side
-from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
+from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, declared, in_place
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.recorded_text import Text
 from bench.report import page, spread
@@ -250,22 +250,18 @@ def test_rows_are_held_against_those_of_the_same_turns_and_of_the_same_pass_in_p
 
 def test_systems_have_settings_and_acceptances() -> None:
     named = Named.parse("ours:retrieval+offload.ahead=0+retrieval.budget=512+acceptance=0.5")
-    assert named.drafts_late and named.acceptance == 0.5
+    assert named.settings == {"offload.ahead": 0, "retrieval.budget": 512} and named.acceptance == 0.5
     assert named.config({"retrieval.budget": 64, "retrieval.recent": 16}).retrieval.budget == 512
     systems = ("transformers:static", "ours:plain", LATE, AHEAD, "ours:trees")
-    held = at_acceptances(systems, (0.8, 0.92), {})
+    held = declared(systems, (0.8, 0.92), {}, draft=False, paced=True)
     assert held == (
         *systems[:2],
         *(f"{name}+acceptance={rate}" for name in (LATE, AHEAD) for rate in (0.8, 0.92)),
         "ours:trees",
     )
-    assert in_place_of([*systems[1:4], f"{LATE}+acceptance=1"]) == (
-        "ours:plain",
-        AHEAD,
-        f"{AHEAD}+acceptance=1",
-    )
+    assert in_place(f"{LATE}+acceptance=1") == f"{AHEAD}+acceptance=1"
     with pytest.raises(UsageError, match="none of --systems drafts chains"):
-        at_acceptances(held, (1.0,), {})  # one that is held stays so
+        declared(held, (1.0,), {}, draft=False, paced=False)  # one that is held stays so
 
 
 def test_what_a_merge_drafts_is_not_held() -> None:
@@ -279,11 +275,11 @@ def test_rows_of_other_settings_tell_nothing() -> None:
     rounds = [dataclasses.replace(times(0.1 * at, 60.0, None, draft=20.0), ahead_ms=0.0) for at in range(4)]
     rows = [row_of(f"{LATE}+speculation.gamma2=12", rounds), row_of(LATE, rounds)]
     summarise(rows, 0.0, [])
-    assert alike(rows, Named.parse("ours:retrieval+speculation.gamma2=4")) is None
-    named = Named.parse("ours:retrieval+speculation.gamma2=12+offload.refresh_from=store")
-    assert alike(rows, named, late=True) is rows[0] and alike(rows, Named("ours", "retrieval")) is rows[1]
+    assert alike(rows, "ours:retrieval+speculation.gamma2=4") is None
+    system = "ours:retrieval+speculation.gamma2=12+offload.refresh_from=store"
+    assert alike(rows, system, late=True) is rows[0] and alike(rows, AHEAD) is rows[1]
     del rows[0]["rounds"]["draft_token_ms"]
-    assert alike(rows, named, late=True) is None, "it has drafted nothing"
+    assert alike(rows, system, late=True) is None, "it has drafted nothing"
 
 
 def test_tokens_are_held_against_plain_decoding_in_place() -> None:
