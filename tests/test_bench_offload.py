@@ -34,11 +34,12 @@ from bench.rounds import (
     check_tokens,
     drafting_ms,
     figures,
+    lanes,
     link_use,
     summarise,
+    window,
     worst,
 )
-from bench.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.caches.places import Shares
@@ -596,31 +597,6 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     del record["processor"]
     on_gpu = prediction_accuracy.predict(record, [], ahead)
     assert on_gpu is not None and 0 < on_gpu["round_ms"] < slow["round_ms"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prediction-accuracy", "missing.jsonl"], "cannot be read"),
-        (["prediction-accuracy", "pyproject.toml"], "is no result of a side-by-side run"),
-        (["prediction-accuracy", "bench/results/peers-cpu.jsonl"], "is no result of `bench offload`"),
-        (
-            ["offload", "--systems", "ours:plain", "--contexts", "64", "--device", "cpu"],
-            "none of ours drafts",
-        ),
-        (["offload", "--contexts", "9999999", "--device", "cpu"], "use a longer --text"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(side_by_side.inputs, "RESULTS", tmp_path)
-    assert command_line.main(arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:

@@ -274,55 +274,6 @@ def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
     assert len(tokens) >= max(case.contexts[-1] * case.batches[-1] for case in CASES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
-        ("--systems ours", "argument --systems: ours: write adapter:system"),
-        ("--systems ours:plain --contexts 100000000", "--contexts 100000000: the text has"),
-        ("--systems ours:plain --batches 9999999", "--contexts 4096, --batches 9999999: the text has"),
-        ("--systems ours:plain --batches 0", "argument --batches: '0' is not a whole number of at least 1"),
-        ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
-        ("--systems ours:plain --out {page}", "is where the page or the plots go; name it .jsonl"),
-        ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
-        ("--systems transformers:static+a.b=1", "only systems of ours take settings behind a +"),
-        ("--systems ours:retrieval+retrieval.budgt=3", "unknown key retrieval.budgt"),
-        ("--systems ours:plain+store.page=64", "is of the text, which all systems of ours share"),
-        ("--systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
-        ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
-        ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
-        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
-        ("--systems ours:retrieval+retrieval.select=mean_keys", "needs means that are kept when the text"),
-        ("--systems ours:retrieval+retrieval.rest=true --set retrieval.rest=false", "needs means that are"),
-        ("--systems ours:plain --device cpu --gpu-memory 2", "--gpu-memory 2: runs on the CPU"),
-        ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
-        ("--model random:tiny --needles", "reads no text; leave out --text and --needles"),
-        ("--model random:huge", "there is no such shape; there are tiny"),
-        ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
-        ("--draft no/such/folder", "no/such/folder"),
-        ("--temperature -1", "'-1' is not a number of at least 0"),
-        ("--needles --contexts 300 --systems ours:plain", "passages do not fit"),
-        ("--turns 0", "'0' is not a whole number of at least 1"),
-    ],
-)
-def test_bad_input(
-    arguments: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(inputs, "RESULTS", tmp_path)
-    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    torn = tmp_path / "torn.jsonl"
-    torn.write_text('{"benchmark": "other"}\n{"benchmark": "pee')
-    given = arguments.format(torn=torn, page=tmp_path / "page.md").split()
-    assert command_line.main(["peers", "--quick", *given]) == 2
-    out, err = capsys.readouterr()
-    assert message in err and out == ""
-    assert not (tmp_path / "bench").exists(), "no checkpoint was written"
-
-
 def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts end with the beginning of a passage that their middle holds; the rest of it is the answer."""
     jobs: list[Job] = []

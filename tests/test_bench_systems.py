@@ -17,7 +17,7 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import AutoModelForCausalLM
 
 from bench.systems import kv_values
-from bench.systems._host_cache import HostLayer
+from bench.systems._passes import HostLayer
 
 PROMPTS = ([byte_ids(200)], [byte_ids(90), byte_ids(90, start=7)], [byte_ids(1)], [byte_ids(200)])
 NEW_TOKENS = 12
