@@ -20,7 +20,8 @@ from torch import Tensor
 
 from bench import inputs, machine
 from bench.inputs import say, size
-from bench.studies import Part, Row, Study
+from bench.report import Row
+from bench.studies import Part, Study
 from cpu_kv import KeysValues, KVLayout, PagedKVStore
 from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
 from offload_rt.config import StoreConfig
@@ -143,7 +144,7 @@ ATTENTION = Study(
     about="our CPU attention kernel beside torch's",
     note=(__doc__ or "").partition("\n\n")[2],
     sizes=AttentionCase(),
-    quick=AttentionCase(shapes=((4, 64),), tokens=65536, repeats=5),
+    if_quick={"shapes": ((4, 64),), "tokens": 65536, "repeats": 5},
     opened=opened,
     parts={"measured": Part(measured, ("key_heads", "dtype", "queries"), ("gb_s", "torch_gb_s"))},
 )

@@ -202,6 +202,9 @@ class Case:
 
 OURS = tuple(f"ours:{name}" for name in ("plain", "retrieval", "triforce", "lookup", "streaming", "naive"))
 TRANSFORMERS = tuple(f"transformers:{name}" for name in ("dynamic", "static", "lookup", "assisted"))
+ZERO_INFERENCE = "deepspeed:resident", "deepspeed:offloaded", "zero_style:rebuilt"
+LLAMACPP = "llamacpp:f32", "llamacpp:f16", "llamacpp:f16-flash"
+OPENVINO = "openvino:f32", "openvino:default"
 IN_PLACE = Place("in place")
 STREAMED = (0.0, 0.0)
 GPU_MEMORY_GIB = 24.0  # of models with random weights: what a desktop's card has
@@ -217,18 +220,7 @@ CASES = (
     Case(
         "peers",
         "ours beside transformers, DeepSpeed-ZeRO-Inference, llama.cpp, OpenVINO",
-        (
-            *TRANSFORMERS,
-            "deepspeed:resident",
-            "deepspeed:offloaded",
-            "zero_style:rebuilt",
-            "llamacpp:f32",
-            "llamacpp:f16",
-            "llamacpp:f16-flash",
-            "openvino:f32",
-            "openvino:default",
-            *OURS[:4],
-        ),
+        (*TRANSFORMERS, *ZERO_INFERENCE, *LLAMACPP, *OPENVINO, *OURS[:4]),
         (4096, 32_768, 131_072),
         if_quick={"contexts": (4096,), "new_tokens": 32},
     ),
@@ -244,11 +236,9 @@ CASES = (
         "texts that are continued together, by how many: the best batch of each system",
         (
             *TRANSFORMERS[:2],
-            "deepspeed:resident",
-            "deepspeed:offloaded",
-            "zero_style:rebuilt",
-            "llamacpp:f32",
-            "openvino:f32",
+            *ZERO_INFERENCE,
+            *LLAMACPP[:1],
+            *OPENVINO[:1],
             "ours:plain",
             "ours:lookup",
             "ours:retrieval",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-from transformers import PreTrainedTokenizerBase
 
 from offload_rt.api import NO_DRAFT
 from offload_rt.commands.generate import add_overrides
@@ -17,7 +15,6 @@ from offload_rt.commands.prompts import BUILT_IN, built_in, file_text
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.loading import DEMO, DEVICES, DTYPES, demo_model
-from offload_rt.text import encode
 
 T = TypeVar("T")
 
@@ -140,14 +137,6 @@ def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
     return texts or [(BUILT_IN, built_in())]
 
 
-def read_tokens(
-    paths: Sequence[Path] | None, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[str], list[int]]:
-    """Names of the texts, and their tokens, one text behind the other."""
-    texts = read_texts(paths)
-    return [name for name, _ in texts], encode(tokenizer, "\n".join(text for _, text in texts))
-
-
 Source = str | Path
 """A folder or a hub id, or, as a `Path`, a model of the demo pair."""
 
@@ -193,9 +182,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def fitted(case: T, arguments: argparse.Namespace) -> T:
-    """A declared case, a dataclass, with those of its fields that the command line gives."""
-    declared: Any = case
-    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(declared)}
-    found: T = dataclasses.replace(declared, **{key: one for key, one in given.items() if one is not None})
+def fitted(declared: T, quick: Mapping[str, Any], arguments: argparse.Namespace) -> T:
+    """A dataclass with the `quick` values of its fields, if that is asked for, and those that are given."""
+    case: Any = declared
+    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(case)}
+    values = dict(quick if arguments.quick else {}) | {
+        key: one for key, one in given.items() if one is not None
+    }
+    found: T = dataclasses.replace(case, **values)
     return found

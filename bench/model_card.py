@@ -17,7 +17,8 @@ from bench import inputs
 from bench.acceptance import CACHES, HEAVY_HITTERS, small_caches
 from bench.inputs import size
 from bench.needles import needle
-from bench.studies import Part, Row, Study
+from bench.report import Row
+from bench.studies import Part, Study
 from bench.texts import Texts
 from offload_rt.model import CausalModel
 from offload_rt.prefill import prefill
@@ -109,7 +110,7 @@ MODEL_CARD = Study(
     about="loss along a long prompt, needle score, acceptance of small caches",
     note="Columns `paper` are the paper's figures, of another model.",
     sizes=Sizes(),
-    quick=Sizes(context=8192, step=1024, positions=128),
+    if_quick={"context": 8192, "step": 1024, "positions": 128},
     add_arguments=partial(inputs.add_arguments, draft=False),
     opened=Texts.opened,
     parts={

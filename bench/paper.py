@@ -16,7 +16,8 @@ from torch import Tensor
 from bench import inputs
 from bench.acceptance import CACHES, small_caches
 from bench.inputs import say, size
-from bench.studies import Part, Row, Study
+from bench.report import Row
+from bench.studies import Part, Study
 from bench.texts import Texts, passed, recompose
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
@@ -386,7 +387,7 @@ PAPER = Study(
     many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
     over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
     sizes=Sizes(),
-    quick=Sizes(context=4096, seeds=2, new_tokens=48, positions=PROBED),
+    if_quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
     add_arguments=add_arguments,
     opened=Continued.opened,
     parts=PARTS,

@@ -19,7 +19,8 @@ import torch
 
 from bench import attention, inputs, report
 from bench.cases import IN_PLACE, Named
-from bench.rounds import RATIO, Row, alike, worst
+from bench.report import Row
+from bench.rounds import RATIO, alike, worst
 from offload_rt.attention import choose_backend
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError

@@ -15,6 +15,9 @@ from typing import Any
 from offload_rt import files
 from offload_rt.errors import UsageError
 
+Row = dict[str, Any]
+"""Of a table, or of a result; the values are JSON."""
+
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""

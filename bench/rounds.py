@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from bench import cases, report
+from bench.report import Row
 from cpu_kv.link import CopyRecord
 from offload_rt.errors import UsageError
 from offload_rt.pace import RoundTimes
@@ -26,7 +27,6 @@ WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was strea
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
 from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
+from offload_rt.text import encode
 
 ABOUT = """\
 All systems have the same weights, token ids and machine, and their own best settings. They go on from the
@@ -78,7 +79,7 @@ def run(case: Case, arguments: argparse.Namespace) -> None:
     device = _device(arguments.device, getattr(arguments, "link_gb_s", None) or case.link_gb_s)
     if device.type == "cuda":
         case = replace(case, **case.on_cuda)
-    case = inputs.fitted(replace(case, **case.if_quick) if arguments.quick else case, arguments)
+    case = inputs.fitted(case, case.if_quick, arguments)
     options = {**case.options, **dict(arguments.overrides)}
     draft, paced = inputs.sources(arguments)[1] is not None, any(place.stream for place in case.places)
     systems = declared(case.systems, arguments.acceptance, options, draft=draft, paced=paced)
@@ -132,13 +133,14 @@ class _Study:
         self._shape, self._plain = find_shape(model, kind), Named("ours", "plain").config(case.options)
         most = case.batches[-1] * case.contexts[-1]
         if random:
-            texts = ["drawn at random"]
+            texts = ("drawn at random",)
             self._tokens = random_models.random_prompt(self._shape.vocabulary, most)
         else:
             tokenizer = load_tokenizer(model)
             if tokenizer is None:
                 raise UsageError(f"--model {model}: has no tokenizer to read a text with")
-            texts, self._tokens = inputs.read_tokens(arguments.text, tokenizer)
+            texts, read = zip(*inputs.read_texts(arguments.text), strict=True)
+            self._tokens = encode(tokenizer, "\n".join(read))
         if most > len(self._tokens):
             of = f"--contexts {case.contexts[-1]}" + f", --batches {case.batches[-1]}" * (
                 case.batches[-1] > 1
@@ -155,6 +157,8 @@ class _Study:
             capacity=0,  # that of each point
             chunk=CHUNK,
             work=str(work),
+            kv_token_bytes=self._shape.token_bytes,
+            weight_bytes=self._shape.weight_bytes,
             temperature=arguments.temperature,
             gpu_memory_gib=memory if on_gpu else 0.0,
         )
@@ -165,7 +169,7 @@ class _Study:
             "model": inputs.model_name(sources[0]),
             "draft": sources[1] and inputs.model_name(sources[1]),
             "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder],
-            "texts": texts,
+            "texts": list(texts),
             "dtype": dtype,
             "needles": arguments.needles,
             "temperature": arguments.temperature,
@@ -245,8 +249,6 @@ class _Study:
             case.new_tokens,
             case.turns,
             answers,
-            shape.token_bytes,
-            shape.weight_bytes,
         )
         if self._arguments.plot and place.drawn:
             job = replace(job, picture=str(self.out.with_suffix(PICTURE).resolve()))

@@ -17,9 +17,8 @@ from typing import Any
 
 from bench import inputs, machine, report
 from bench.inputs import PAGE, PICTURE
+from bench.report import Row
 from offload_rt.files import write_whole
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Study:
         about: what it measures, in a line.
         note: what a reader of all its tables has to know.
         sizes: a dataclass; those of its fields that `inputs.size` declares are arguments.
-        quick: the same with `--quick`.
+        if_quick: fields of it that are others with `--quick`.
         opened: what the parts measure, by arguments and sizes; has a `device`, and `settings` to tell.
         add_arguments: adds those that say what is measured.
     """
@@ -76,7 +75,7 @@ class Study:
     about: str
     note: str
     sizes: Any
-    quick: Any
+    if_quick: Mapping[str, Any]
     opened: Callable[[argparse.Namespace, Any], Any]
     parts: Mapping[str, Part]
     add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
@@ -95,7 +94,7 @@ class Study:
         """Measures, writes JSON, page and plots, and prints the tables."""
         if arguments.plot:
             report.pyplot()  # or refuses
-        sizes = inputs.fitted(self.quick if arguments.quick else self.sizes, arguments)
+        sizes = inputs.fitted(self.sizes, self.if_quick, arguments)
         subject = self.opened(arguments, sizes)
         described = machine.describe(subject.device)
         today = datetime.date.today().isoformat()

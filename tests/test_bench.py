@@ -508,7 +508,7 @@ def test_a_part_without_rows_says_so(
     """As one of `paper` where every row needs a draft and there is none."""
     nothing = studies.Part(lambda study: [], ("label",), ("plotted",))
     subject = SimpleNamespace(device=CPU, settings={})
-    study = studies.Study("none", "nothing", "", Sizes(), Sizes(), lambda *_: subject, {"drafts": nothing})
+    study = studies.Study("none", "nothing", "", Sizes(), {}, lambda *_: subject, {"drafts": nothing})
     monkeypatch.setattr(command_line, "COMMANDS", (study,))
     assert command_line.main(["none", "--out", str(tmp_path / "none.json")]) == 0
     assert "\n\nNothing here can be measured with these models.\n" in (tmp_path / "none.md").read_text()

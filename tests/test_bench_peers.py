@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from bench.cases import CASES
 from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup
 from offload_rt.loading import demo_model, load_tokenizer
+from offload_rt.text import encode
 
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 FAKE = """
@@ -121,8 +122,13 @@ def test_rows_of_what_works_and_of_what_does_not(
 
 
 def test_what_cannot_fit_is_not_opened(fakes: Path) -> None:
-    for row in measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50):
+    for row in measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, kv_token_bytes=2**50)):
         assert row["error"].startswith("its weights and KV take 419430400.0 GiB, and ")  # of 400 tokens
+
+
+def test_what_a_link_means_nothing_to_is_not_opened_over_one(fakes: Path) -> None:
+    (row,) = measured(fakes, ["fake:good"], setup=setup(fakes, link_gb_s=1.0))
+    assert row["error"] == "has no link_gb_s: leave it 0"
 
 
 def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
@@ -137,7 +143,7 @@ def test_what_does_not_use_torch_is_not_kept_to_a_part_of_a_gpu(fakes: Path) -> 
 
 def test_what_hangs_is_ended(fakes: Path) -> None:
     worker = Worker("fake", setup(fakes), patience_s=20.0)
-    worker.ask("open", "hangs", asdict(setup(fakes)))
+    worker.ask("open", "hangs", setup(fakes))
     worker._patience_s = 0.2
     with pytest.raises(SystemFailed, match=r"no answer to run in 0\.2 s"):
         worker.ask("run", "hangs", 3)
@@ -269,9 +275,9 @@ def test_what_failed_as_a_whole_is_measured_again(tmp_path: Path, monkeypatch: p
 def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
     tokenizer = load_tokenizer(demo_model("target"))
     assert tokenizer is not None
-    names, tokens = inputs.read_tokens(None, tokenizer)
-    assert names == ["Moby-Dick, chapters 1 to 48"]
-    assert len(tokens) >= max(case.contexts[-1] * case.batches[-1] for case in CASES)
+    ((name, text),) = inputs.read_texts(None)
+    assert name == "Moby-Dick, chapters 1 to 48"
+    assert len(encode(tokenizer, text)) >= max(case.contexts[-1] * case.batches[-1] for case in CASES)
 
 
 def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
