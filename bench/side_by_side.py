@@ -242,16 +242,9 @@ class _Study:
         systems = tuple(dict.fromkeys(map(in_place, case.systems))) if place is IN_PLACE else case.systems
         options = {**case.options, **place.options(context, self._plain.store.page)}
         capacity = context + case.new_tokens + ROOM
-        job = Job(
-            replace(setup, capacity=capacity, link_gb_s=link, options=options, batch=batch),
-            systems,
-            prompt,
-            case.new_tokens,
-            case.turns,
-            answers,
-        )
-        if self._arguments.plot and place.drawn:
-            job = replace(job, picture=str(self.out.with_suffix(PICTURE).resolve()))
+        own = replace(setup, capacity=capacity, link_gb_s=link, options=options, batch=batch)
+        picture = str(self.out.with_suffix(PICTURE).resolve()) if self._arguments.plot and place.drawn else ""
+        job = Job(own, systems, prompt, case.new_tokens, case.turns, answers, picture)
         rows = runner.run(job, lambda text: say(f"{where}: {text}"))
         if "hardware" in self._alone:
             link = self._alone["hardware"]["gpus"][0]["to_device_rate"]
