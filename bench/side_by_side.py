@@ -1,4 +1,4 @@
-"""`python -m bench peers | speedup | link | offload`: the declared cases, ours beside other systems."""
+"""`python -m bench peers | speedup | batch | link | offload`: the cases, ours beside other systems."""
 
 from __future__ import annotations
 

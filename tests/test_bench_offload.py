@@ -42,7 +42,6 @@ from bench.rounds import (
 )
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
-from offload_rt.caches.places import Shares
 from offload_rt.config import Config, load_config
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
@@ -307,9 +306,9 @@ def test_tokens_are_held_against_plain_decoding_in_place() -> None:
             check_tokens([*in_place, wrong], in_place, "3 tokens, streamed")
 
 
-def tiny_text(link: PacedLink, config: Config, capacity: int, shares: Shares | None = None) -> Text:
+def tiny_text(link: PacedLink, config: Config, capacity: int) -> Text:
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    return Text(target, None, link, config, capacity, shares)
+    return Text(target, None, link, config, capacity)
 
 
 def config_of(name: str, ahead: int, **changes: object) -> Config:
@@ -600,8 +599,8 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
 
 
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
-    config = config_of("retrieval", 2)
-    with closing(tiny_text(PacedLink(1e8), config, 224, Shares(cpu_tokens=32))) as text:
+    config = config_of("retrieval", 2, **{"offload.cpu_tokens": 32})
+    with closing(tiny_text(PacedLink(1e8), config, 224)) as text:
         text.read([byte_ids(200)])
         _, found = text.run(config, 24)
     shown = lanes(found)
