@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench import needles
-from bench.studies import Row
+from bench.report import Row
 from bench.texts import Texts, passed, recompose
 from cpu_kv import exact_top_k, head_major
 from offload_rt.attention import attend, fold, folded_mask, merge

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,8 +19,9 @@ import torch
 from torch import Tensor
 
 from bench import inputs, machine
-from bench.inputs import say
-from bench.studies import Part, Row, Study, size
+from bench.inputs import say, size
+from bench.report import Row
+from bench.studies import Part, Study
 from cpu_kv import KeysValues, KVLayout, PagedKVStore
 from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
 from offload_rt.config import StoreConfig
@@ -144,8 +144,7 @@ ATTENTION = Study(
     about="our CPU attention kernel beside torch's",
     note=(__doc__ or "").partition("\n\n")[2],
     sizes=AttentionCase(),
-    quick=AttentionCase(shapes=((4, 64),), tokens=65536, repeats=5),
-    add_arguments=lambda parser: parser.add_argument("--out", type=Path, metavar="FILE", help=inputs.OUT),
+    if_quick={"shapes": ((4, 64),), "tokens": 65536, "repeats": 5},
     opened=opened,
     parts={"measured": Part(measured, ("key_heads", "dtype", "queries"), ("gb_s", "torch_gb_s"))},
 )

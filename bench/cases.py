@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from bench import inputs
+from bench.inputs import size
 from offload_rt.config import Config, config_names, load_config, parse_override
 from offload_rt.errors import UsageError
 
@@ -14,6 +18,15 @@ HELD = "acceptance"
 
 OF_THE_TEXT = ("store.", "prefill.", "offload.resident_tokens", "offload.cpu_tokens")
 """Keys that count when a prompt is read, once for all systems of ours."""
+
+ADAPTERS = sorted(path.stem for path in (Path(__file__).parent / "systems").glob("[a-z]*.py"))
+
+
+def system(text: str) -> str:
+    """An argument type: a system of some adapter."""
+    if text.partition(":")[0] not in ADAPTERS or ":" not in text:
+        raise argparse.ArgumentTypeError(f"{text}: write adapter:system; adapters are {', '.join(ADAPTERS)}")
+    return text
 
 
 @dataclass(frozen=True)
@@ -64,17 +77,6 @@ class Named:
             raise UsageError(f"--systems ours:{self.system}: {HELD} is held where chains are drafted alone")
         return config
 
-    @property
-    def in_place(self) -> Named:
-        """Without what only counts over a link."""
-        kept = {key: one for key, one in self.settings.items() if not key.startswith("offload.")}
-        return replace(self, settings=kept)
-
-    @property
-    def drafts_late(self) -> bool:
-        """Whether nothing is drafted while a pass runs."""
-        return self.settings.get("offload.ahead") == 0
-
 
 def _chains(config: Config) -> bool:
     levels = config.speculation.levels
@@ -86,54 +88,50 @@ def text_config(options: Mapping[str, object], *, draft: bool) -> Config:
     return load_config("triforce" if draft else "retrieval", options)
 
 
-def check_ours(systems: Iterable[str], options: Mapping[str, object], *, draft: bool, paced: bool) -> None:
-    """
+def declared(
+    systems: Iterable[str],
+    acceptances: Sequence[float],
+    options: Mapping[str, object],
+    *,
+    draft: bool,
+    paced: bool,
+) -> tuple[str, ...]:
+    """The systems, each of ours that drafts chains once at every acceptance.
+
     Args:
         draft: whether there is a small model.
         paced: whether a link is paced by how long drafting takes.
 
     Raises:
-        UsageError: one of ours reads means that the text does not keep; or none drafts, and a link is paced.
+        UsageError: one of ours cannot be had as it is named, or reads means that the text does not keep; or
+            none drafts, and a link is paced or an acceptance is to be held.
     """
-    parsed = {text: Named.parse(text) for text in systems}
-    configs = {text: named.config(options) for text, named in parsed.items() if named.adapter == "ours"}
-    for text, config in configs.items():
-        (chunk, pages), (kept_chunk, kept_pages) = (
-            config.kept_means,
-            text_config(options, draft=draft).kept_means,
-        )
-        if chunk not in (None, kept_chunk) or pages > kept_pages:
-            said = "needs means that are kept when the text is read, which all systems of ours share"
-            raise UsageError(f"--systems {text}: {said}; give its keys to all, with --set")
-    if paced and not any(config.speculation.levels for config in configs.values()):
-        raise UsageError(
-            "--systems: none of ours drafts, and how long that takes tells how fast a link to pace"
-        )
-
-
-def at_acceptances(
-    systems: Iterable[str], acceptances: Sequence[float], options: Mapping[str, object]
-) -> tuple[str, ...]:
-    """The systems, each of ours that drafts chains once at every acceptance.
-
-    Raises:
-        UsageError: ours cannot be had as they are named, or none drafts chains.
-    """
-    found, holds = list[str](), False
+    kept_chunk, kept_pages = text_config(options, draft=draft).kept_means
+    found, holds, drafts = list[str](), False, False
     for text in systems:
-        named = Named.parse(text)
-        free = named.adapter == "ours" and _chains(named.config(options)) and named.acceptance is None
+        named, free = Named.parse(text), False
+        if named.adapter == "ours":
+            config = named.config(options)
+            chunk, pages = config.kept_means
+            if chunk not in (None, kept_chunk) or pages > kept_pages:
+                said = "needs means that are kept when the text is read, which all systems of ours share"
+                raise UsageError(f"--systems {text}: {said}; give its keys to all, with --set")
+            drafts |= bool(config.speculation.levels)
+            free = _chains(config) and named.acceptance is None
         found += [f"{text}+{HELD}={each:g}" for each in acceptances if free] or [text]
         holds |= free
     if acceptances and not holds:
         raise UsageError("--acceptance: none of --systems drafts chains by ours; name one that does")
+    if paced and not drafts:
+        raise UsageError(
+            "--systems: none of ours drafts, and how long that takes tells how fast a link to pace"
+        )
     return tuple(found)
 
 
-def in_place_of(systems: Iterable[str]) -> tuple[str, ...]:
-    """The systems without what only counts over a link, each once."""
-    split = (text.split("+") for text in systems)
-    return tuple(dict.fromkeys("+".join(x for x in one if not x.startswith("offload.")) for one in split))
+def in_place(system: str) -> str:
+    """Its name without what only counts over a link."""
+    return "+".join(one for one in system.split("+") if not one.startswith("offload."))
 
 
 @dataclass(frozen=True)
@@ -180,12 +178,21 @@ class Case:
 
     name: str
     about: str
-    systems: tuple[str, ...]
-    contexts: tuple[int, ...]
-    batches: tuple[int, ...] = (1,)
-    new_tokens: int = 64
-    turns: int = 3
-    link_gb_s: float = 0.0
+    systems: tuple[str, ...] = size(
+        MISSING,
+        "adapter:system; ours may have keys of their own: ours:retrieval+retrieval.budget=512",
+        inputs.several(system),
+        metavar="A,B",
+    )
+    contexts: tuple[int, ...] = size(MISSING, "tokens of prompts", inputs.counts(2), metavar="N,N")
+    batches: tuple[int, ...] = size(
+        (1,), "how many texts of a context are continued together", inputs.counts(1), metavar="N,N"
+    )
+    new_tokens: int = size(64, "of a run", inputs.count(2), "-n", "--new-tokens")
+    turns: int = size(3, "runs of every system in turn, after one that is not timed", inputs.count(1))
+    link_gb_s: float = size(
+        0.0, "KV lies behind an emulated link; 0: none", inputs.number(), "--link", metavar="GB/s"
+    )
     places: tuple[Place, ...] = (Place(),)
     options: Mapping[str, object] = field(default_factory=dict)
     threads: int = 0
@@ -195,6 +202,9 @@ class Case:
 
 OURS = tuple(f"ours:{name}" for name in ("plain", "retrieval", "triforce", "lookup", "streaming", "naive"))
 TRANSFORMERS = tuple(f"transformers:{name}" for name in ("dynamic", "static", "lookup", "assisted"))
+ZERO_INFERENCE = "deepspeed:resident", "deepspeed:offloaded", "zero_style:rebuilt"
+LLAMACPP = "llamacpp:f32", "llamacpp:f16", "llamacpp:f16-flash"
+OPENVINO = "openvino:f32", "openvino:default"
 IN_PLACE = Place("in place")
 STREAMED = (0.0, 0.0)
 GPU_MEMORY_GIB = 24.0  # of models with random weights: what a desktop's card has
@@ -210,18 +220,7 @@ CASES = (
     Case(
         "peers",
         "ours beside transformers, DeepSpeed-ZeRO-Inference, llama.cpp, OpenVINO",
-        (
-            *TRANSFORMERS,
-            "deepspeed:resident",
-            "deepspeed:offloaded",
-            "zero_style:rebuilt",
-            "llamacpp:f32",
-            "llamacpp:f16",
-            "llamacpp:f16-flash",
-            "openvino:f32",
-            "openvino:default",
-            *OURS[:4],
-        ),
+        (*TRANSFORMERS, *ZERO_INFERENCE, *LLAMACPP, *OPENVINO, *OURS[:4]),
         (4096, 32_768, 131_072),
         if_quick={"contexts": (4096,), "new_tokens": 32},
     ),
@@ -237,11 +236,9 @@ CASES = (
         "texts that are continued together, by how many: the best batch of each system",
         (
             *TRANSFORMERS[:2],
-            "deepspeed:resident",
-            "deepspeed:offloaded",
-            "zero_style:rebuilt",
-            "llamacpp:f32",
-            "openvino:f32",
+            *ZERO_INFERENCE,
+            *LLAMACPP[:1],
+            *OPENVINO[:1],
             "ours:plain",
             "ours:lookup",
             "ours:retrieval",

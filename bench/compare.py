@@ -43,10 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(rows))
 
 
-OF_MODELS = ("model", "draft", "dtype", "temperature")
-SETTINGS = ("benchmark", *OF_MODELS, "link_gb_s", "new_tokens", "prompt")
-
-
 def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
     """ms a token by settings, place, sizes and system; the last of several."""
     return {
@@ -60,7 +56,7 @@ def _times(path: Path) -> dict[tuple[Any, ...], Mapping[str, Any]]:
 def _settings(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What has to be equal. Records of earlier versions know neither places nor a limit of GPU memory."""
     paced = record.get("link_rate_gb_s") if "processor" in record else None  # a GPU's link is its machine's
-    return (*map(record.get, SETTINGS), record.get("gpu_memory_gib", 0.0), paced)
+    return (*map(record.get, report.SETTINGS), record.get("gpu_memory_gib", 0.0), paced)
 
 
 def _point(record: Mapping[str, Any]) -> tuple[str, int, int]:

@@ -36,8 +36,8 @@ from bench.attention import attended, exact
 from bench.cases import GPU_MEMORY_GIB, ON_CUDA
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import Text
+from bench.report import Row
 from bench.rounds import Recorded, busy, figures, length
-from bench.studies import Row
 from bench.worker import cap
 from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
 from cpu_kv.link import RecordingLink

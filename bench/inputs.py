@@ -4,49 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offload_rt.api import NO_DRAFT
 from offload_rt.commands.generate import add_overrides
 from offload_rt.commands.prompts import BUILT_IN, built_in, file_text
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
-from offload_rt.loading import (
-    DEMO,
-    DEVICES,
-    DTYPES,
-    choose_device,
-    choose_dtype,
-    demo_model,
-    load_model,
-    load_tokenizer,
-)
-from offload_rt.text import encode
+from offload_rt.loading import DEMO, DEVICES, DTYPES, demo_model
 
 T = TypeVar("T")
 
 RESULTS = Path(__file__).resolve().parent / "results"
-OUT = "JSON (default: in bench/results)"
 PAGE, PICTURE = ".md", ".png"
 """Beside a result, by the ends of their names."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """Loaded models; `names` of target and draft, as reports write them."""
-
-    target: PreTrainedModel
-    draft: PreTrainedModel | None
-    tokenizer: PreTrainedTokenizerBase
-    names: tuple[str, str | None]
 
 
 def command(commands: Any, name: str, run: Callable[..., int | None], about: str) -> Any:
@@ -58,16 +32,58 @@ def command(commands: Any, name: str, run: Callable[..., int | None], about: str
     return parser
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
-    """The arguments of every command."""
-    parser.add_argument("--model", metavar="PATH|ID", help="target model (default: the demo pair)")
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    draft: bool = True,
+    model: str = "PATH|ID",
+    about: str = "default: the demo pair",
+    dtype: str = "float32",
+) -> None:
+    """The arguments of every command that has models and texts.
+
+    Args:
+        draft: whether a small model counts.
+        model: what the target may be, and `about` it.
+        dtype: the default, in words.
+    """
+    parser.add_argument("--model", metavar=model, help=f"target model ({about})")
     if draft:
-        parser.add_argument("--draft", metavar="PATH|ID|none", help="small model that drafts")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
-    dtypes = ("auto", *DTYPES)
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default: float32")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=OUT)
-    add_overrides(parser, "sets a configuration key of every composition")
+        parser.add_argument("--draft", metavar=f"{model}|none", help="small model that drafts")
+    parser.add_argument("--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: a GPU if there is one")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), help=f"default: {dtype}")
+    add_overrides(parser, "sets a configuration key of every composition of ours")
+
+
+def add_output(parser: argparse.ArgumentParser, kind: str) -> None:
+    """The arguments that say how much is done, and where its result of a `kind` goes."""
+    parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"{kind} (default: in bench/results)")
+    parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a PNG")
+
+
+def size(default: Any, about: str, parse: Callable[[str], object], *flags: str, metavar: str = "N") -> Any:
+    """A field that is an argument of a command too, by its own name or by `flags`."""
+    given = {"type": parse, "metavar": metavar, "help": about}
+    return dataclasses.field(default=default, metadata={"flags": flags, "given": given})
+
+
+def add_sizes(parser: argparse.ArgumentParser, declared: Any, without: Collection[str] = ()) -> None:
+    """An argument for each field of a dataclass that `size` declares, by default what it is."""
+    for one in dataclasses.fields(declared):
+        if one.metadata and one.name not in without:
+            flags = one.metadata["flags"] or [f"--{one.name.replace('_', '-')}"]
+            given = {"dest": one.name, **one.metadata["given"]}
+            given["help"] += f" (default: {said(getattr(declared, one.name))})"
+            parser.add_argument(*flags, **given)
+
+
+def said(value: object) -> str:
+    """In a sentence."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(said, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def value(kind: Callable[[str], T], allowed: Callable[[T], bool], wanted: str) -> Callable[[str], T]:
@@ -121,14 +137,6 @@ def read_texts(paths: Sequence[Path] | None) -> list[tuple[str, str]]:
     return texts or [(BUILT_IN, built_in())]
 
 
-def read_tokens(
-    paths: Sequence[Path] | None, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[str], list[int]]:
-    """Names of the texts, and their tokens, one text behind the other."""
-    texts = read_texts(paths)
-    return [name for name, _ in texts], encode(tokenizer, "\n".join(text for _, text in texts))
-
-
 Source = str | Path
 """A folder or a hub id, or, as a `Path`, a model of the demo pair."""
 
@@ -148,23 +156,6 @@ def model_name(source: Source) -> str:
         return DEMO
     path = Path(source)
     return path.resolve().name if path.exists() else source
-
-
-def load(arguments: argparse.Namespace) -> Models:
-    """The models that the arguments name.
-
-    Raises:
-        UsageError: as `loading` does, and where there is no tokenizer.
-    """
-    device = choose_device(arguments.device)
-    source, draft_source = sources(arguments)
-    target = load_model(source, device, choose_dtype(arguments.dtype, device))
-    draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise UsageError(f"model {source} has no tokenizer, and a text needs one")
-    names = model_name(source), None if draft_source is None else model_name(draft_source)
-    return Models(target, draft, tokenizer, names)
 
 
 def destination(given: Path | None, name: str) -> Path:
@@ -191,16 +182,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def fitted(case: T, arguments: argparse.Namespace) -> T:
-    """A declared case, a dataclass, with those of its fields that the command line gives."""
-    declared: Any = case
-    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(declared)}
-    found: T = dataclasses.replace(declared, **{key: one for key, one in given.items() if one is not None})
+def fitted(declared: T, quick: Mapping[str, Any], arguments: argparse.Namespace) -> T:
+    """A dataclass with the `quick` values of its fields, if that is asked for, and those that are given."""
+    case: Any = declared
+    given = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(case)}
+    values = dict(quick if arguments.quick else {}) | {
+        key: one for key, one in given.items() if one is not None
+    }
+    found: T = dataclasses.replace(case, **values)
     return found
-
-
-def free(device: torch.device) -> None:
-    """Hands memory back before the next case: what transformers holds in cycles, and cached device memory."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

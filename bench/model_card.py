@@ -15,9 +15,11 @@ from torch.nn.functional import cross_entropy, pad
 
 from bench import inputs
 from bench.acceptance import CACHES, HEAVY_HITTERS, small_caches
+from bench.inputs import size
 from bench.needles import needle
-from bench.studies import Part, Row, Study, size
-from bench.texts import Texts, add_arguments
+from bench.report import Row
+from bench.studies import Part, Study
+from bench.texts import Texts
 from offload_rt.model import CausalModel
 from offload_rt.prefill import prefill
 from offload_rt.session import Session
@@ -59,7 +61,7 @@ def loss(study: Texts) -> list[Row]:
     found = defaultdict[int, list[Tensor]](list)
     for name, tokens in study.books.items():
         for window in windows:
-            prompt = window_of(tokens[:context], window, study.models.tokenizer.bos_token_id)
+            prompt = window_of(tokens[:context], window, study.tokenizer.bos_token_id)
             with study.session(f"{name}: loss after {window} tokens", prompt) as session:
                 found[window].append(token_losses(session))
 
@@ -108,8 +110,8 @@ MODEL_CARD = Study(
     about="loss along a long prompt, needle score, acceptance of small caches",
     note="Columns `paper` are the paper's figures, of another model.",
     sizes=Sizes(),
-    quick=Sizes(context=8192, step=1024, positions=128),
-    add_arguments=partial(add_arguments, draft=False),
+    if_quick={"context": 8192, "step": 1024, "positions": 128},
+    add_arguments=partial(inputs.add_arguments, draft=False),
     opened=Texts.opened,
     parts={
         "loss": Part(loss),

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from bench.studies import Row
+from bench.report import Row
 from bench.texts import Texts, passed
 from offload_rt.session import Session
 

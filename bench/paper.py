@@ -13,10 +13,11 @@ from statistics import median, stdev
 import torch
 from torch import Tensor
 
-from bench import inputs, texts
+from bench import inputs
 from bench.acceptance import CACHES, small_caches
-from bench.inputs import say
-from bench.studies import Part, Row, Study, size
+from bench.inputs import say, size
+from bench.report import Row
+from bench.studies import Part, Study
 from bench.texts import Texts, passed, recompose
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
@@ -59,9 +60,9 @@ class Continued(Texts):
         Args:
             linked: its KV lies behind the paced link.
         """
-        models, config = self.models, "retrieval" if self.models.draft is None else "triforce"
+        config = "retrieval" if self.draft is None else "triforce"
         link = PacedLink(self.sizes.rate * 1e9) if linked else None
-        llm = LLM.from_models(models.target, models.draft, models.tokenizer, config, self.keys(), link=link)
+        llm = LLM.from_models(self.target, self.draft, self.tokenizer, config, self.keys(), link=link)
         prompt = self.tokens[: context or self.sizes.context]
         llm.generate(prompt, SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
         return llm
@@ -135,7 +136,7 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
         with study.llm() as llm:
             for one in variants(study):
                 overrides = study.keys(one.overrides)
-                if study.models.draft is None and uses_small_model([load_config(one.config, overrides)]):
+                if study.draft is None and uses_small_model([load_config(one.config, overrides)]):
                     continue
                 say(one.label)
                 plain_ms = study.plain_ms(llm, PLAIN_TOKENS)
@@ -207,7 +208,7 @@ def sources(study: Continued) -> Iterator[Variant]:
     yield Variant("suffixes of the text", "suffix")
     if study.arguments.datastore is not None:
         yield Variant("REST", "lookup", study.arguments.datastore, paper=1.47)
-    if study.models.names[0] == DEMO or "head.path" in dict(study.arguments.overrides):
+    if study.name == DEMO or "head.path" in dict(study.arguments.overrides):
         yield Variant("a head on hidden states", "heads")
     for cache, name, paper in (("retrieved", "retrieved KV", None), ("shared", "all KV", 1.36)):
         skipping = {"speculation.levels": [{"model": "target", "cache": cache, "layers": "skip:2"}]}
@@ -312,7 +313,7 @@ def layers(study: Continued) -> list[Row]:
     by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
     attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
     for row, (name, _, draft, depth) in zip(rows, plans, strict=True):
-        plan = LayerPlan.parse(name, study.models.target.config.num_hidden_layers)
+        plan = LayerPlan.parse(name, study.target.config.num_hidden_layers)
         spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
         width = DraftShape.parse(draft).deep(depth).per_pass  # tokens that a pass drafts
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width
@@ -345,7 +346,7 @@ class Sizes:
     rate: float = size(2.0, "of the link", inputs.number(0.01), metavar="GB/s")
     seeds: int = size(12, "texts of each row", inputs.count(1))
     temperature: float = size(0.6, "of sampling", inputs.number(), metavar="T")
-    new_tokens: int = size(192, "of each text", inputs.count(8), "-n")
+    new_tokens: int = size(192, "of each text", inputs.count(8), "-n", "--new-tokens")
     shapes: tuple[str, ...] = size(SHAPES, "of drafts", inputs.names(SHAPES), metavar="A,B")
     positions: int = 192
     divisors: tuple[int, ...] = (1,)
@@ -363,7 +364,7 @@ def _datastore(path: str) -> dict[str, object]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that are no sizes."""
-    texts.add_arguments(parser, draft=True)
+    inputs.add_arguments(parser)
     parser.add_argument("--datastore", type=_datastore, metavar="FILE", help="of other texts, for REST")
 
 
@@ -386,7 +387,7 @@ PAPER = Study(
     many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
     over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
     sizes=Sizes(),
-    quick=Sizes(context=4096, seeds=2, new_tokens=48, positions=PROBED),
+    if_quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
     add_arguments=add_arguments,
     opened=Continued.opened,
     parts=PARTS,

@@ -9,6 +9,7 @@ token and a verdict take where nothing is drafted ahead, and the bandwidth of th
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 
 from bench import attention, inputs, report
 from bench.cases import IN_PLACE, Named
-from bench.rounds import RATIO, Row, alike, worst
+from bench.report import Row
+from bench.rounds import RATIO, alike, worst
 from offload_rt.attention import choose_backend
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError(f"results {path}: is no result of `bench offload`")
     rows, in_place = list[Row](), dict[str, Sequence[Row]]()
     for record in records:
-        of = report.settings(record)
+        of = json.dumps([record.get(key) for key in (*report.SETTINGS, "machine", "overrides")])
         if record["place"] == IN_PLACE.name:
             in_place[of] = record["rows"]
         for row in predict_rows(record, in_place.get(of, ())):
@@ -128,8 +130,8 @@ def predict_rows(record: Row, in_place: Sequence[Row]) -> list[Row]:
 
 def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] | None:
     """What the planner says of one row, by the names in `PREDICTED`; None without its figures."""
-    named, found = Named.parse(row["system"]), row["rounds"]
-    config = named.config(record["options"])
+    system, found = row["system"], row["rounds"]
+    config = Named.parse(system).config(record["options"])
     request = PlanRequest(
         _shape(record["shape"]),
         record["draft_shape"] and _shape(record["draft_shape"]),
@@ -141,9 +143,9 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
     )
     predictor = Predictor(request)
     if "processor" in record:
-        alone = alike(in_place, named)
+        alone = alike(in_place, system)
         drafts = bool(config.speculation.levels)  # of one that does not, only the verdict counts
-        late = alike(record["rows"], named if drafts else None, late=True)
+        late = alike(record["rows"], system if drafts else None, late=True)
         if alone is None or late is None:
             return None
         predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])

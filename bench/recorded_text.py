@@ -10,7 +10,6 @@ from bench.rounds import Recorded, interval
 from bench.systems import Prompt
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
-from offload_rt.caches.places import Shares
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine
@@ -29,7 +28,6 @@ class Text:
         link: is closed with the text.
         config: its store, its prefill and the means that it keeps hold for every composition.
         capacity: tokens of the longest text and its continuation together.
-        shares: not as `config` says, or the plan on a GPU, but these.
         notices: what the user is told, the models' own notices among it; the engine's are added.
     """
 
@@ -40,11 +38,9 @@ class Text:
         link: Link,
         config: Config,
         capacity: int,
-        shares: Shares | None = None,
         notices: list[str] | None = None,
     ) -> None:
-        self._capacity, self._shares = capacity, shares
-        self._notices = [] if notices is None else notices
+        self._capacity, self._notices = capacity, [] if notices is None else notices
         self._engine = Engine(target, draft, [config], link, on_notice=self._notices.append)
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None
@@ -72,7 +68,7 @@ class Text:
             self._prompt = ()
             for text in prompt:
                 continuation = self._continuation(self._capacity - len(text))
-                self.sessions.append(self._engine.open(text, continuation, self._shares))
+                self.sessions.append(self._engine.open(text, continuation))
             self._prompt = prompt
             self._ms = sum(session.prefill_ms for session in self.sessions)
             if self._recording is not None:

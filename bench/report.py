@@ -15,6 +15,9 @@ from typing import Any
 from offload_rt import files
 from offload_rt.errors import UsageError
 
+Row = dict[str, Any]
+"""Of a table, or of a result; the values are JSON."""
+
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""
@@ -90,31 +93,8 @@ def pyplot() -> Any:
 
 
 SCHEMA = 2
-COMMON = (
-    "benchmark",
-    "schema",
-    "machine",
-    "model",
-    "draft",
-    "checkpoints",
-    "texts",
-    "dtype",
-    "needles",
-    "temperature",
-    "link_gb_s",
-    "gpu_memory_gib",
-    "new_tokens",
-    "turns",
-    "systems",
-    "overrides",
-    "prompt",
-)
-"""What the records of a side-by-side run have in common, at the places of one prompt."""
-
-
-def settings(record: Mapping[str, Any]) -> str:
-    """Equal for records of one prompt that were measured in the same way."""
-    return json.dumps([record.get(key) for key in COMMON], sort_keys=True)
+SETTINGS = "benchmark", "model", "draft", "dtype", "temperature", "link_gb_s", "new_tokens", "prompt"
+"""What is equal in records that measured the same."""
 
 
 def read_lines(option: str, path: Path) -> list[dict[str, Any]]:

@@ -1,26 +1,32 @@
-"""What the rounds of a continuation say of the engine, and what they are held against."""
+"""What the rounds of a continuation say of the engine, what they are held against, and a picture of some."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.cases import Named
+from bench import cases, report
+from bench.report import Row
 from cpu_kv.link import CopyRecord
 from offload_rt.errors import UsageError
 from offload_rt.pace import RoundTimes
 from offload_rt.timeline import Span
 
+PLAIN = "ours:plain"
+AHEAD_OF_NOTHING = "offload.ahead=0"
 RATIO = "predicted_over_measured"
 NEAR_TIE = 1e-3  # of two logits: closer than what rounding may do to them
 BESIDE_A_PASS = 1.3  # times what a draft takes alone: the pass works on the same cores
+DRAWN_ROUNDS = 4
+DRAFTING = "draft (device)"
+COLOURS = ("#4878a8", "#78a8c8", "#c85848", "#58a868", "#a878b8")
 WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was streamed or drafted ahead of it
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,16 +150,16 @@ def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Ro
             name: median(turn[name] for turn in row["figures"] if name in turn) for name in names
         }
     for row in rows:
-        found, named = row["rounds"], Named.parse(row["system"])
-        plain = alike(rows, Named("ours", "plain"))
-        late = alike(rows, named, late=True)
+        found, system = row["rounds"], row["system"]
+        plain = alike(rows, PLAIN)
+        late = alike(rows, system, late=True)
         if plain is not None:
             found["times_plain"] = _times_as_fast(row, plain)
         if late is not None and late is not row:
             found["ahead_speedup"] = _times_as_fast(row, late)
         if stream_token_ms:
             stream = found["stream_ms"] = found["streamed_tokens"] * stream_token_ms
-            alone = alike(in_place, named)
+            alone = alike(in_place, system)
             bound = max(stream, alone["rounds"]["pass_ms"] if alone else 0.0)
             found["pass_over_bound"] = found["pass_ms"] / bound if bound else None
             if late is not None and "guessed_round_ms" in found:
@@ -174,12 +180,13 @@ def drafting_ms(in_place: Sequence[Row]) -> float:
     raise UsageError("--systems: none has drafted with its KV in place, which tells how fast a link to pace")
 
 
-def alike(rows: Sequence[Row], named: Named | None = None, *, late: bool = False) -> Row | None:
+def alike(rows: Sequence[Row], system: str | None = None, *, late: bool = False) -> Row | None:
     """The first row of the same system, whatever holds over a link; `late`: that drafted, nothing ahead."""
     for row in rows:
-        other, found = Named.parse(row["system"]), row.get("rounds", {})
-        same = named is None or other.in_place == named.in_place
-        if found and same and (not late or (other.drafts_late and "draft_token_ms" in found)):
+        found = row.get("rounds", {})
+        same = system is None or cases.in_place(row["system"]) == cases.in_place(system)
+        drafted = AHEAD_OF_NOTHING in row["system"].split("+") and "draft_token_ms" in found
+        if found and same and (drafted or not late):
             return row
     return None
 
@@ -190,7 +197,7 @@ def check_tokens(rows: Sequence[Row], in_place: Sequence[Row], where: str) -> No
     Raises:
         UsageError: they are others, and not for two logits that are as good as equal.
     """
-    plain = alike(in_place, Named("ours", "plain"))
+    plain = alike(in_place, PLAIN)
     for row in rows:
         if plain is None or "rounds" not in row or "first_difference" not in row:
             continue  # nothing to hold it against; or a peer's, drawn, or held by coins
@@ -228,3 +235,43 @@ def headline(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def worst(ratios: Sequence[float]) -> float | None:
     """The ratio that is furthest from 1, either way."""
     return max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None)
+
+
+def lanes(run: Recorded) -> dict[str, list[Interval]]:
+    """When each resource worked."""
+    return {
+        "link to device": busy(run.copies),
+        "link to host": busy(run.copies, to_host=True),
+        "pass (device)": on_lane(run, "pass"),
+        DRAFTING: on_lane(run, "draft"),
+        "CPU attention": on_lane(run, "cpu"),
+    }
+
+
+def window(run: Recorded, count: int = DRAWN_ROUNDS) -> Interval:
+    """Of consecutive rounds in the middle of a run: of those that were drafted ahead, if there are."""
+    windows = [run.rounds[at : at + count] for at in range(max(1, len(run.rounds) - count + 1))]
+    # `max` keeps the first of equals, and the first round was drafted ahead of by nobody.
+    return interval(max(windows[1:] or windows, key=lambda rounds: sum(bool(one.guessed) for one in rounds)))
+
+
+def draw(run: Recorded, title: str, path: Path) -> None:
+    """Writes a picture of some consecutive rounds as PNG, a lane for each resource; beginnings are dashed."""
+    pyplot = report.pyplot()
+    start, end = window(run)
+    figure, axes = pyplot.subplots(figsize=(12, 3.6), layout="constrained")
+    named = lanes(run)
+    for place, (lane, colour) in enumerate(zip(named, COLOURS, strict=True)):
+        bars = [(1e3 * (a - start), 1e3 * (b - a)) for a, b in named[lane] if a < end and b > start]
+        # Edges part one draft from the next; a short copy would be all edge.
+        edge = "white" if lane == DRAFTING else colour
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors=edge, linewidth=0.5)
+    for one in run.rounds:
+        axes.axvline(1e3 * (one.started - start), color="black", linestyle="--", linewidth=0.8)
+    axes.set_yticks(range(len(named)), list(named))
+    axes.set_ylim(len(named) - 0.5, -0.5)
+    axes.set_xlim(0, 1e3 * (end - start))
+    axes.set_xlabel("ms; dashed: a round begins")
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,7 @@ from typing import Any
 
 from bench import report
 from bench.cases import Named
+from bench.report import Row
 from bench.systems import Prompt, Setup
 from offload_rt.devices import available_memory
 from offload_rt.machine.hardware import GIB
@@ -30,12 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 OWN_ENVIRONMENT = ("ours", "transformers", "zero_style", "layer_prefetch")  # of what runs in this program's
 ONE_PROCESS = ("ours", "transformers")  # for all systems of it
+LINKED = ("ours", "zero_style", "layer_prefetch")  # which an emulated link means something to
 NOT_INSTALLED = "not installed: make bench-peers"
 WARM_UP_TOKENS = 8
 PATIENCE_S = 1800.0
 CLOSING_S = 5.0
 
-Row = dict[str, Any]
 Say = Callable[[str], None]
 
 
@@ -52,7 +53,6 @@ class Job:
         systems: `adapter:system+key=value`; the first one is the reference.
         answers: what a greedy continuation of each text begins with if a needle is found.
         turns: interleaved runs of every system, after one that is not timed.
-        kv_token_bytes, weight_bytes: of the target.
         picture: what the last system draws of its last run; none without a path.
     """
 
@@ -62,8 +62,6 @@ class Job:
     new_tokens: int
     turns: int
     answers: Prompt = ()
-    kv_token_bytes: int = 0
-    weight_bytes: int = 0
     picture: str = ""
 
 
@@ -139,20 +137,23 @@ class _Opened:
         self._job, self._closing, self._say = job, closing, say
         self._workers: dict[str, Worker] = {}
         self._failed: dict[str, str] = {}
-        self._least = job.weight_bytes + len(job.prompt) * job.setup.capacity * job.kv_token_bytes
+        setup = job.setup
+        self._least = setup.weight_bytes + len(job.prompt) * setup.capacity * setup.kv_token_bytes
         self._free = available_memory()
         self._opened: dict[str, dict[str, Any]] = {}
         for name in job.systems:
             say(f"open {name}")
             named = Named.parse(name)
             own = replace(job.setup, settings=dict(named.settings), acceptance=named.acceptance)
-            if (answer := self._ask(name, "open", asdict(own))) is not None:
+            if (answer := self._ask(name, "open", own)) is not None:
                 self._opened[name] = answer
 
     def _worker(self, name: str) -> Worker:
         """The process of a system. Raises SystemFailed where there can be none."""
         adapter = name.partition(":")[0]
         process = adapter if adapter in ONE_PROCESS else name
+        if self._job.setup.link_gb_s and adapter not in LINKED:
+            raise SystemFailed("has no link_gb_s: leave it 0")
         if process not in self._workers:
             if self._least > self._free and self._job.setup.device == "cpu":
                 left = f"{self._free / GIB:.1f} are left"

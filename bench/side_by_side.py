@@ -1,11 +1,11 @@
-"""`python -m bench peers | speedup | link | offload`: the declared cases, ours beside other systems."""
+"""`python -m bench peers | speedup | batch | link | offload`: the cases, ours beside other systems."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,26 +16,16 @@ from typing import Any
 import torch
 
 from bench import inputs, machine, needles, prediction_accuracy, random_models, report, rounds, runner
-from bench.cases import (
-    CASES,
-    GPU_MEMORY_GIB,
-    IN_PLACE,
-    Case,
-    Named,
-    Place,
-    at_acceptances,
-    check_ours,
-    in_place_of,
-)
+from bench.cases import CASES, GPU_MEMORY_GIB, IN_PLACE, Case, Named, Place, declared, in_place
 from bench.inputs import PAGE, PICTURE, say
 from bench.runner import Job
 from bench.systems import Setup
-from offload_rt.commands.generate import add_overrides
 from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
 from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
+from offload_rt.text import encode
 
 ABOUT = """\
 All systems have the same weights, token ids and machine, and their own best settings. They go on from the
@@ -65,64 +55,37 @@ NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in
 
 def add_parser(commands: Any) -> None:
     """Declares a command for each case."""
+    shapes = f"default: the demo pair; SHAPE, for timing only: {', '.join(random_models.SHAPES)}"
+    dtype = "float32, on a GPU bfloat16 for random weights"
     for case in CASES:
         parser = inputs.command(commands, case.name, partial(run, case), case.about)
-        shapes = f"target (default: the demo pair); SHAPE, for timing only: {', '.join(random_models.SHAPES)}"
-        parser.add_argument("--model", metavar="FOLDER|random:SHAPE", help=shapes)
-        parser.add_argument("--draft", metavar="FOLDER|none", help="small model that drafts")
-        files = "UTF-8; may be repeated"
-        parser.add_argument("--text", type=Path, action="append", metavar="FILE", help=files)
+        inputs.add_arguments(parser, model="FOLDER|random:SHAPE", about=shapes, dtype=dtype)
+        inputs.add_sizes(parser, case, without=("batches", "link_gb_s") if case.places[0].name else ())
         parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
-        add_overrides(parser, "sets a configuration key of ours")
-        named = "adapter:system; ours may have keys of their own: ours:retrieval+retrieval.budget=512"
-        parser.add_argument("--systems", type=inputs.several(_system), metavar="A,B", help=named)
         rates = inputs.several(inputs.number(most=1.0))
         held = "coins hold the acceptance of our drafts, which is labelled as synthetic"
         parser.add_argument("--acceptance", type=rates, default=(), metavar="A,B", help=held)
-        parser.add_argument("--contexts", type=inputs.counts(2), metavar="N,N", help="tokens of prompts")
-        parser.add_argument("-n", "--new-tokens", type=inputs.count(2), metavar="N", help="of a run")
-        timed = "runs of every system in turn, after one that is not timed"
-        parser.add_argument("--turns", type=inputs.count(1), metavar="N", help=timed)
         heat = "of sampling (default: 0, greedy)"
         parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T", help=heat)
-        if not case.places[0].name:
-            behind = "KV lies behind an emulated link; 0: none"
-            parser.add_argument("--link", type=inputs.number(), dest="link_gb_s", metavar="GB/s", help=behind)
-            together = "how many texts of a context are continued together"
-            parser.add_argument("--batches", type=inputs.counts(1), metavar="N,N", help=together)
-        default = "float32, on a GPU bfloat16 for random weights"
-        parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help=f"default: {default}")
-        parser.add_argument(
-            "--device", default="auto", metavar="cpu|cuda", help="default: a GPU if there is one"
-        )
         most = f"of a GPU, but for llama.cpp (default: {GPU_MEMORY_GIB:g} for random weights, else all)"
         parser.add_argument("--gpu-memory", type=inputs.number(), metavar="GiB", help=most)
-        parser.add_argument("--quick", action="store_true", help="short prompts, fewer tokens")
-        parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines; what it holds is kept")
-        parser.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="a PNG")
+        inputs.add_output(parser, "JSON lines; what it holds is kept")
 
 
-def _system(text: str) -> str:
-    known = adapters()
-    if text.partition(":")[0] not in known or ":" not in text:
-        raise argparse.ArgumentTypeError(f"{text}: write adapter:system; adapters are {', '.join(known)}")
-    return text
-
-
-def run(declared: Case, arguments: argparse.Namespace) -> None:
+def run(case: Case, arguments: argparse.Namespace) -> None:
     """Measures point after point, appends each to the file, and writes the page and the plot."""
     if arguments.plot:
         report.pyplot()  # or refuses
-    device = _device(arguments.device, getattr(arguments, "link_gb_s", None) or declared.link_gb_s)
-    case = replace(declared, **declared.on_cuda) if device.type == "cuda" else declared
-    case = inputs.fitted(replace(case, **case.if_quick) if arguments.quick else case, arguments)
+    device = _device(arguments.device, getattr(arguments, "link_gb_s", None) or case.link_gb_s)
+    if device.type == "cuda":
+        case = replace(case, **case.on_cuda)
+    case = inputs.fitted(case, case.if_quick, arguments)
     options = {**case.options, **dict(arguments.overrides)}
-    systems = at_acceptances(case.systems, arguments.acceptance, options)
+    draft, paced = inputs.sources(arguments)[1] is not None, any(place.stream for place in case.places)
+    systems = declared(case.systems, arguments.acceptance, options, draft=draft, paced=paced)
     if arguments.temperature and any(Named.parse(text).acceptance is not None for text in systems):
         raise UsageError("--temperature: an acceptance is held for greedy decoding alone")
     case = replace(case, systems=systems, options=options)
-    draft, paced = inputs.sources(arguments)[1] is not None, any(place.stream for place in case.places)
-    check_ours(systems, options, draft=draft, paced=paced)
     with ExitStack() as after:
         if case.threads and device.type == "cpu":
             after.callback(torch.set_num_threads, torch.get_num_threads())
@@ -153,42 +116,60 @@ class _Study:
 
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
         self._case, self._arguments, self._described = case, arguments, machine.describe(device)
-        name = f"{case.name}-{machine.slug(self._described)}.jsonl"
-        self.out = inputs.destination(arguments.out, name)
+        self.out = inputs.destination(arguments.out, f"{case.name}-{machine.slug(self._described)}.jsonl")
         random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
         if random and (arguments.text or arguments.needles):
             raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
         if arguments.gpu_memory is not None and not on_gpu:
             raise UsageError(f"--gpu-memory {arguments.gpu_memory:g}: runs on the CPU; leave it out")
-        dtype = arguments.dtype or ("bfloat16" if random and on_gpu else "float32")
-        shape_dtype = getattr(torch, dtype)
-        model, draft = _folders(arguments, shape_dtype, work)
-        self._shape, self._plain = find_shape(model, shape_dtype), Named("ours", "plain").config(case.options)
-        draws = partial(random_models.random_prompt, self._shape.vocabulary) if random else None
-        self._prompts, self._answers, texts = _prompts(arguments, model, case, draws)
+        dtype = arguments.dtype
+        if dtype in (None, "auto"):
+            dtype = "bfloat16" if random and on_gpu else "float32"
+        kind, sources = getattr(torch, dtype), inputs.sources(arguments)
+        model, draft = _folder(sources[0], kind, work), sources[1] and _folder(sources[1], kind, work)
+        if draft:
+            check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
+        self._shape, self._plain = find_shape(model, kind), Named("ours", "plain").config(case.options)
+        most = case.batches[-1] * case.contexts[-1]
+        if random:
+            texts = ("drawn at random",)
+            self._tokens = random_models.random_prompt(self._shape.vocabulary, most)
+        else:
+            tokenizer = load_tokenizer(model)
+            if tokenizer is None:
+                raise UsageError(f"--model {model}: has no tokenizer to read a text with")
+            texts, read = zip(*inputs.read_texts(arguments.text), strict=True)
+            self._tokens = encode(tokenizer, "\n".join(read))
+        if most > len(self._tokens):
+            of = f"--contexts {case.contexts[-1]}" + f", --batches {case.batches[-1]}" * (
+                case.batches[-1] > 1
+            )
+            raise UsageError(f"{of}: the text has {len(self._tokens)} tokens; use a longer --text")
+        self._prompts = {sizes: self._prompt(*sizes) for sizes in product(case.contexts, case.batches)}
         memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
         self._setup = Setup(
             str(model),
-            None if draft is None else str(draft),
+            str(draft) if draft else None,
             dtype,
             str(device),
             torch.get_num_threads(),
             capacity=0,  # that of each point
             chunk=CHUNK,
             work=str(work),
+            kv_token_bytes=self._shape.token_bytes,
+            weight_bytes=self._shape.weight_bytes,
             temperature=arguments.temperature,
             gpu_memory_gib=memory if on_gpu else 0.0,
         )
-        sources = inputs.sources(arguments)
         self._common: dict[str, Any] = {
             "benchmark": case.name,
             "schema": report.SCHEMA,
             "machine": {key: one for key, one in self._described.items() if key != "load_average"},
             "model": inputs.model_name(sources[0]),
             "draft": sources[1] and inputs.model_name(sources[1]),
-            "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder is not None],
-            "texts": texts,
+            "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder],
+            "texts": list(texts),
             "dtype": dtype,
             "needles": arguments.needles,
             "temperature": arguments.temperature,
@@ -196,62 +177,74 @@ class _Study:
             "gpu_memory_gib": self._setup.gpu_memory_gib,
             "new_tokens": case.new_tokens,
             "turns": case.turns,
-            "systems": case.systems,
+            "systems": list(case.systems),
             "overrides": {key: str(one) for key, one in case.options.items()},
         }
-        self._held = self._read()
         self.points = list(product(case.contexts, case.batches, case.places))
+        self._held = self._read()
         if not self._held.keys() >= {(*sizes, place.name) for *sizes, place in self.points}:
             rate = machine.read_rate(device)  # while nothing else is in memory
             self._alone: dict[str, Any] = {"read_rate_gb_s": rate}
             if case.places[0].name:
-                small = None if draft is None else find_shape(draft, shape_dtype)
+                small = find_shape(draft, kind) if draft else None
                 sizes = case.contexts[-1], self._plain.speculation.gamma2
                 self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
 
-    def _prompt(self, context: int, batch: int) -> list[list[int]]:
-        """Of so many texts; none where that is nothing of this run."""
-        return self._prompts.get(context, [])[:batch]
+    def _prompt(self, context: int, batch: int) -> tuple[list[list[int]], list[list[int]]]:
+        """So many texts, one behind the other in what was read; and what answers each, if that is asked for.
+
+        Raises:
+            UsageError: it cannot be asked for in so short a text.
+        """
+        texts = [self._tokens[at * context : (at + 1) * context] for at in range(batch)]
+        if not self._arguments.needles:
+            return texts, []
+        answers = list[list[int]]()
+        alphabet, generator = sorted(set(self._tokens)), torch.Generator().manual_seed(0)
+        for text in texts:
+            length = context - needles.CUE
+            try:
+                text[:], passages = needles.plant(text, length, NEEDLES, 1, alphabet, generator)
+            except ValueError as error:
+                raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
+            passage = passages[NEEDLES // 2]
+            text += passage[: needles.CUE]
+            answers.append(passage[needles.CUE :])
+        return texts, answers
 
     def _read(self) -> dict[tuple[int, int, str], dict[str, Any]]:
         """What an earlier run of the same kind has left, by context, batch and place."""
         held = {}
         for one in report.read_lines("--out", self.out) if self.out.exists() else ():
-            prompt = self._prompt(one["context"], report.batch(one))
-            same = report.settings(one) == report.settings(self._common | {"prompt": _digest(chain(*prompt))})
+            sizes = one["context"], report.batch(one)
+            prompt, _ = self._prompts.get(sizes, ([], []))
+            common = self._common | {"prompt": _digest(chain(*prompt))}
             missed = [row.get("error") for row in one["rows"]]
             installed = runner.PEERS_PYTHON.exists() and runner.NOT_INSTALLED in missed  # by now
+            same = all(one.get(key) == value for key, value in common.items())
             if same and None in missed and not installed:
-                held[one["context"], report.batch(one), one["place"]] = one
+                held[*sizes, one["place"]] = one
         return held
 
     def record(self, context: int, batch: int, place: Place) -> dict[str, Any]:
         """What was or is now measured of all systems at a context, a batch and a place."""
-        case, shape, setup, prompt = self._case, self._shape, self._setup, self._prompt(context, batch)
+        case, shape, setup = self._case, self._shape, self._setup
+        prompt, answers = self._prompts[context, batch]
         where = ", ".join(filter(None, [report.sizes(context, batch), place.name]))
         if held := self._held.get((context, batch, place.name)):
             say(f"{where}: as measured at {held['date']}, in {self.out}")
             return held
-        in_place = self._held.get((context, batch, IN_PLACE.name), {"rows": []})["rows"]
+        alone = self._held.get((context, batch, IN_PLACE.name), {"rows": []})["rows"]
         kv_bytes, link = batch * context * shape.token_bytes, case.link_gb_s
         if place.stream:
-            link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(in_place))
+            link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(alone))
             say(f"{where}: a link of {link:.2f} GB/s")
-        systems = in_place_of(case.systems) if place is IN_PLACE else case.systems
+        systems = tuple(dict.fromkeys(map(in_place, case.systems))) if place is IN_PLACE else case.systems
         options = {**case.options, **place.options(context, self._plain.store.page)}
         capacity = context + case.new_tokens + ROOM
-        job = Job(
-            replace(setup, capacity=capacity, link_gb_s=link, options=options, batch=batch),
-            systems,
-            prompt,
-            case.new_tokens,
-            case.turns,
-            self._answers.get(context, [])[:batch],
-            shape.token_bytes,
-            shape.weight_bytes,
-        )
-        if self._arguments.plot and place.drawn:
-            job = replace(job, picture=str(self.out.with_suffix(PICTURE).resolve()))
+        own = replace(setup, capacity=capacity, link_gb_s=link, options=options, batch=batch)
+        picture = str(self.out.with_suffix(PICTURE).resolve()) if self._arguments.plot and place.drawn else ""
+        job = Job(own, systems, prompt, case.new_tokens, case.turns, answers, picture)
         rows = runner.run(job, lambda text: say(f"{where}: {text}"))
         if "hardware" in self._alone:
             link = self._alone["hardware"]["gpus"][0]["to_device_rate"]
@@ -269,21 +262,12 @@ class _Study:
             "rows": rows,
         }
         if place.name:
-            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0, in_place)
-            rounds.check_tokens(rows, rows if place is IN_PLACE else in_place, where)
-            prediction_accuracy.predict_rows(record, in_place)
+            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0, alone)
+            rounds.check_tokens(rows, rows if place is IN_PLACE else alone, where)
+            prediction_accuracy.predict_rows(record, alone)
         _append(self.out, record)
         self._held[context, batch, place.name] = record
         return record
-
-
-def _folders(arguments: argparse.Namespace, dtype: torch.dtype, work: Path) -> tuple[Path, Path | None]:
-    """Of target and draft, which have to be there and to have the same tokens."""
-    model, draft = (None if one is None else _folder(one, dtype, work) for one in inputs.sources(arguments))
-    assert model is not None
-    if draft is not None:
-        check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
-    return model, draft
 
 
 def _folder(source: inputs.Source, dtype: torch.dtype, work: Path) -> Path:
@@ -304,61 +288,6 @@ def _fingerprint(folder: Path) -> str:
     """Of a checkpoint, by its config and the sizes of its files."""
     sizes = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
     return _digest([(folder / "config.json").read_text(), sizes])
-
-
-def adapters() -> list[str]:
-    """Their names."""
-    return sorted(path.stem for path in (Path(__file__).parent / "systems").glob("[a-z]*.py"))
-
-
-def _prompts(
-    arguments: argparse.Namespace,
-    model: Path,
-    case: Case,
-    draws: Callable[[int], list[int]] | None,
-) -> tuple[dict[int, list[list[int]]], dict[int, list[list[int]]], list[str]]:
-    """By context, the texts of a prompt and what answers them (nothing without needles); and their names.
-
-    Args:
-        draws: so many tokens at random, in the place of texts.
-    """
-    most, contexts = case.batches[-1], case.contexts
-
-    def split(tokens: list[int], context: int) -> list[list[int]]:
-        return [tokens[at : at + context] for at in range(0, most * context, context)]
-
-    if draws is not None:
-        return (
-            {context: split(draws(most * context), context) for context in contexts},
-            {},
-            ["drawn at random"],
-        )
-    tokenizer = load_tokenizer(model)
-    if tokenizer is None:
-        raise UsageError(f"--model {model}: has no tokenizer to read a text with")
-    names, tokens = inputs.read_tokens(arguments.text, tokenizer)
-    if most * contexts[-1] > len(tokens):
-        of = f"--contexts {contexts[-1]}" + f", --batches {most}" * (most > 1)
-        raise UsageError(f"{of}: the text has {len(tokens)} tokens; use a longer --text")
-    prompts = {context: split(tokens, context) for context in contexts}
-    if not arguments.needles:
-        return prompts, {}, names
-    answers = dict[int, list[list[int]]]()
-    alphabet = sorted(set(tokens))
-    for context, texts in prompts.items():
-        generator = torch.Generator().manual_seed(0)
-        answers[context] = []
-        for text in texts:
-            try:
-                text[:], passages = needles.plant(
-                    text, context - needles.CUE, NEEDLES, 1, alphabet, generator
-                )
-            except ValueError as error:
-                raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
-            passage = passages[NEEDLES // 2]
-            text += passage[: needles.CUE]
-            answers[context].append(passage[needles.CUE :])
-    return prompts, answers, names
 
 
 def _digest(values: Iterable[object]) -> str:

@@ -11,21 +11,14 @@ import argparse
 import datetime
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import inputs, machine, report
 from bench.inputs import PAGE, PICTURE
+from bench.report import Row
 from offload_rt.files import write_whole
-
-Row = dict[str, Any]
-
-
-def size(whole: Any, about: str, parse: Callable[[str], object], *flags: str, metavar: str = "N") -> Any:
-    """A field of a study's sizes that is an argument of its command too; `flags` are other names of it."""
-    given = {"type": parse, "metavar": metavar, "help": f"{about} (default: {_said(whole)})"}
-    return field(default=whole, metadata={"flags": flags, "given": given})
 
 
 @dataclass(frozen=True)
@@ -72,40 +65,36 @@ class Study:
         name: of the command.
         about: what it measures, in a line.
         note: what a reader of all its tables has to know.
-        sizes: a dataclass; those of its fields that `size` declares are arguments.
-        quick: the same with `--quick`.
-        add_arguments: adds the arguments that are no sizes, `--out` among them.
+        sizes: a dataclass; those of its fields that `inputs.size` declares are arguments.
+        if_quick: fields of it that are others with `--quick`.
         opened: what the parts measure, by arguments and sizes; has a `device`, and `settings` to tell.
+        add_arguments: adds those that say what is measured.
     """
 
     name: str
     about: str
     note: str
     sizes: Any
-    quick: Any
-    add_arguments: Callable[[argparse.ArgumentParser], object]
+    if_quick: Mapping[str, Any]
     opened: Callable[[argparse.Namespace, Any], Any]
     parts: Mapping[str, Part]
+    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
 
     def add_parser(self, commands: Any) -> None:
         """Declares the command."""
         parser = inputs.command(commands, self.name, self.run, self.about)
         self.add_arguments(parser)
-        for one in fields(self.sizes):
-            if one.metadata:
-                name = f"--{one.name.replace('_', '-')}"
-                parser.add_argument(*one.metadata["flags"], name, **one.metadata["given"])
+        inputs.add_sizes(parser, self.sizes)
         every = tuple(self.parts)
-        said = f"of {', '.join(every)}"
-        parser.add_argument("--parts", type=inputs.names(every), default=every, metavar="A,B", help=said)
-        parser.add_argument("--quick", action="store_true", help="less of everything")
-        parser.add_argument("--no-plot", action="store_true")
+        of = f"of {', '.join(every)} (default: all)"
+        parser.add_argument("--parts", type=inputs.names(every), default=every, metavar="A,B", help=of)
+        inputs.add_output(parser, "JSON")
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Measures, writes JSON, page and plots, and prints the tables."""
-        if not arguments.no_plot:
+        if arguments.plot:
             report.pyplot()  # or refuses
-        sizes = inputs.fitted(self.quick if arguments.quick else self.sizes, arguments)
+        sizes = inputs.fitted(self.sizes, self.if_quick, arguments)
         subject = self.opened(arguments, sizes)
         described = machine.describe(subject.device)
         today = datetime.date.today().isoformat()
@@ -119,7 +108,7 @@ class Study:
         page = [f"# {self.about[0].upper()}{self.about[1:]}", f"`{found['command']}`"]
         page += [_what(found, subject.settings | found["case"]), " ".join(self.note.split())]
         plots = [(part, found[name]) for name, part in parts.items() if part.plotted and found[name]]
-        if plots and not arguments.no_plot:
+        if plots and arguments.plot:
             page.append(_draw(plots, path.with_suffix(PICTURE)))
         write_whole(path.with_suffix(PAGE), "\n\n".join([*page, *sections]) + "\n")
         report.finish(path, found, sections, found)
@@ -141,17 +130,10 @@ def _cell(value: object) -> str:
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else report.number(value, 3 if abs(value) < 10 else 2)
 
 
-def _said(value: object) -> str:
-    """In a sentence."""
-    if isinstance(value, tuple | list):
-        return ",".join(map(_said, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _what(found: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """What was measured, and on what."""
     told = {name.replace("_", " "): value for name, value in settings.items() if not isinstance(value, tuple)}
-    said = [f"{name} {_said(value)}" for name, value in told.items()]
+    said = [f"{name} {inputs.said(value)}" for name, value in told.items()]
     described = found["machine"]
     where = f"{described['processor']}, {described['threads']} threads, torch {described['torch']}"
     return f"{'; '.join(said)}. {where}, {found['date'][:10]}."

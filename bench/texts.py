@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import inputs
-from bench.inputs import Models, say
+from bench.inputs import say
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.config import Config, load_config
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
+from offload_rt.loading import choose_device, choose_dtype, load_model, load_tokenizer
 from offload_rt.model import CausalModel
 from offload_rt.parts import Output
 from offload_rt.sampling import GeneratorDraws, Sampler
@@ -61,22 +63,20 @@ def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool
     return forward.model.forward([forward.part], forward.plan)[0]
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, draft: bool) -> None:
-    """Adds the arguments that name models and texts."""
-    inputs.add_arguments(parser, draft=draft)
-    parser.add_argument("--text", type=Path, action="append", metavar="FILE", help="UTF-8; may be repeated")
-
-
 @dataclass(frozen=True)
 class Texts:
     """What the parts of a study read.
 
     Attributes:
+        name: of the target.
         books: tokens of each text, by name.
         sizes: of the study; each text has `context` tokens, and `positions` more where a part needs them.
     """
 
-    models: Models
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    name: str
     books: dict[str, list[int]]
     sizes: Any
     arguments: argparse.Namespace
@@ -85,31 +85,37 @@ class Texts:
     def opened(cls, arguments: argparse.Namespace, sizes: Any) -> Self:
         """
         Raises:
-            UsageError: there is no such model or text, or a text is too short.
+            UsageError: there is no such model or text, the model has no tokenizer, or a text is too short.
         """
-        texts, models = inputs.read_texts(arguments.text), inputs.load(arguments)
-        books = {name: encode(models.tokenizer, text) for name, text in texts}
+        texts, device = inputs.read_texts(arguments.text), choose_device(arguments.device)
+        source, draft_source = inputs.sources(arguments)
+        target = load_model(source, device, choose_dtype(arguments.dtype or "float32", device))
+        draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
+        tokenizer = load_tokenizer(source)
+        if tokenizer is None:
+            raise UsageError(f"model {source} has no tokenizer, and a text needs one")
+        books = {name: encode(tokenizer, text) for name, text in texts}
         needed = sizes.context + sizes.positions * any(part in READ_ON for part in arguments.parts)
         for name, tokens in books.items():
             if len(tokens) < needed:
                 said = f"has {len(tokens)} tokens, and {needed} are needed"
                 raise UsageError(f"text {name}: {said}; leave it out, or use a shorter --context")
-        return cls(models, books, sizes, arguments)
+        return cls(target, draft, tokenizer, inputs.model_name(source), books, sizes, arguments)
 
     @property
     def device(self) -> torch.device:
-        return self.models.target.device
+        return self.target.device
 
     @property
     def settings(self) -> dict[str, Any]:
-        dtype = str(self.models.target.dtype).removeprefix("torch.")
-        return {"model": self.models.names[0], "dtype": dtype, "texts": list(self.books)}
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return {"model": self.name, "dtype": dtype, "texts": list(self.books)}
 
     @property
     def alphabet(self) -> list[int]:
         """Token ids that passages may be drawn from."""
-        special = set(self.models.tokenizer.all_special_ids)
-        vocabulary = self.models.target.config.get_text_config().vocab_size
+        special = set(self.tokenizer.all_special_ids)
+        vocabulary = self.target.config.get_text_config().vocab_size
         return [token for token in range(vocabulary) if token not in special]
 
     def config(self, name: str) -> Config:
@@ -122,7 +128,8 @@ class Texts:
     ) -> Iterator[Session]:
         """See `session_over`."""
         say(what)
-        target = CausalModel(self.models.target, self.models.names[0])
+        target = CausalModel(self.target, self.name)
         with session_over(target, self.config(config), tokens, room) as session:
             yield session
-        inputs.free(self.device)
+        gc.collect()  # what transformers holds in cycles
+        torch.cuda.empty_cache()

@@ -30,7 +30,8 @@ def main(adapter: str, descriptor: str) -> None:
             try:
                 if command == "open":
                     systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
-                    setup, system = Setup(**arguments[0]), name.partition("+")[0]
+                    setup: Setup
+                    (setup,), system = arguments, name.partition("+")[0]
                     if system not in systems:
                         raise ValueError(f"{adapter} has no system {system}; there are {', '.join(systems)}")
                     if setup.gpu_memory_gib and "torch" in sys.modules:  # not for llama.cpp, nor vLLM

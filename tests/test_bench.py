@@ -153,30 +153,64 @@ def test_rerun_needs_a_prompt_and_its_chunks() -> None:
 # bad input
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("speedup --contexts 7000 --text TEXT", "--contexts 7000: the text has 6000 tokens"),
-        ("speedup --contexts 4k", "'4k' is not a whole number of at least 2"),
-        ("speedup --systems ours:warp", "no such config; there are easyspec"),
-        ("speedup --turns 0", "'0' is not a whole number of at least 1"),
-        ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),
-        ("speedup --text missing.txt", "text missing.txt: cannot be read"),
-        ("speedup --out missing/folder.json --contexts 16 --text TEXT", "its folder does not exist"),
-        ("model-card --context 1000 --text TEXT", "'1000' is not a whole number of at least 1024"),
-        ("model-card --context 6000 --text TEXT", "text book.txt: has 6000 tokens, and 6256 are needed"),
-        ("model-card --parts loss,luck --text TEXT", "'luck' is none of loss, needle, acceptance"),
-        ("model-card --out card.md --context 2048", "--out card.md: is where the page or the plots go"),
-        ("paper --parts shapes,luck", "'luck' is none of policies, temperatures"),
-        ("attention --queries 1,none", "'none' is not a whole number of at least 1"),
-        (
-            "attention --tokens 100000000",
-            "--tokens 100000000 needs 572.2 GiB of memory, and 1.5 GiB are free",
-        ),
-        ("attention --tokens 10", "install a C++ compiler"),
-        ("fly", "invalid choice: 'fly'"),
-    ],
-)
+BAD_INPUT = [
+    ("fly", "invalid choice: 'fly'"),
+    ("speedup --contexts 7000 --text {text} {model}", "--contexts 7000: the text has 6000 tokens"),
+    ("peers --quick --systems ours:plain --batches 99999", "--contexts 4096, --batches 99999: the text has"),
+    ("speedup --contexts 4k", "'4k' is not a whole number of at least 2"),
+    ("speedup --turns 0", "'0' is not a whole number of at least 1"),
+    ("peers --temperature -1", "'-1' is not a number of at least 0"),
+    ("peers --acceptance 2", "'2' is not a number of at least 0 and at most 1"),
+    ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),
+    ("speedup --text missing.txt", "text missing.txt: cannot be read"),
+    ("speedup --out missing/folder.json --contexts 16", "its folder does not exist"),
+    ("peers --out {page}", "is where the page or the plots go; name it .jsonl"),
+    (
+        "peers --systems ours:plain --out {torn}",
+        "line 1 is no result of a side-by-side run; use another file",
+    ),
+    ("peers --systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
+    ("peers --systems ours", "argument --systems: ours: write adapter:system"),
+    ("peers --systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
+    ("peers --systems transformers:static+a.b=1", "only systems of ours take settings behind a +"),
+    ("peers --systems ours:retrieval+retrieval.budgt=3", "unknown key retrieval.budgt"),
+    ("peers --systems ours:plain+store.page=64", "is of the text, which all systems of ours share"),
+    ("peers --systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
+    ("peers --systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
+    ("peers --systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
+    ("peers --systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
+    ("peers --systems ours:retrieval+retrieval.select=mean_keys", "needs means that are kept when the text"),
+    (
+        "peers --systems ours:retrieval+retrieval.rest=true --set retrieval.rest=false",
+        "needs means that are",
+    ),
+    ("offload --systems ours:plain", "none of ours drafts"),
+    ("peers --systems ours:plain --device cpu --gpu-memory 2", "--gpu-memory 2: runs on the CPU"),
+    ("peers --systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
+    ("peers --model random:tiny --needles", "reads no text; leave out --text and --needles"),
+    ("peers --model random:huge", "there is no such shape; there are tiny"),
+    ("peers --draft no/such/folder", "no/such/folder"),
+    ("peers --needles --contexts 300 --systems ours:plain", "passages do not fit"),
+    ("prediction-accuracy missing.jsonl", "cannot be read"),
+    ("prediction-accuracy {results}/peers-cpu.jsonl", "is no result of `bench offload`"),
+    ("model-card --context 1000 --text {text}", "'1000' is not a whole number of at least 1024"),
+    (
+        "model-card --context 6000 --text {text} {model}",
+        "text book.txt: has 6000 tokens, and 6256 are needed",
+    ),
+    ("model-card --parts loss,luck --text {text}", "'luck' is none of loss, needle, acceptance"),
+    ("model-card --out card.md --context 2048 {model}", "--out card.md: is where the page or the plots go"),
+    ("paper --parts shapes,luck", "'luck' is none of policies, temperatures"),
+    ("attention --queries 1,none", "'none' is not a whole number of at least 1"),
+    (
+        "attention --quick --tokens 100000000",
+        "--tokens 100000000 needs 572.2 GiB of memory, and 1.5 GiB are free",
+    ),
+    ("attention --quick --tokens 10", "install a C++ compiler"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT, ids=[one for one, _ in BAD_INPUT])
 def test_bad_input(
     arguments: str,
     message: str,
@@ -186,19 +220,21 @@ def test_bad_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    results = inputs.RESULTS
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(inputs, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * 2**29, total=2**34))
     monkeypatch.setattr(bench.attention, "load_kernel", lambda: None)
-    given = arguments.replace("TEXT", str(text)).split()
-    given += ["--quick"] if given[0] == "attention" else []
-    given += ["--model", pair[0]] if given[0] in ("speedup", "model-card") else []
-    assert command_line.main(given) == 2
+    torn, page = tmp_path / "torn.jsonl", tmp_path / "page.md"
+    torn.write_text('{"benchmark": "other"}\n{"benchmark": "pee')
+    given = {"text": text, "model": f"--model {pair[0]}", "torn": torn, "page": page, "results": results}
+    assert command_line.main(arguments.format(**given).split()) == 2
     out, err = capsys.readouterr()
     # Loading weights draws a bar of its own.
     error = next(line for line in err.splitlines() if line.startswith("bench: error: "))
     assert message in error and out == ""
-    assert not list(tmp_path.glob("**/*.json"))
+    assert not list(tmp_path.glob("**/*.json")), "no result, and no checkpoint, was written"
 
 
 # model-card
@@ -472,9 +508,7 @@ def test_a_part_without_rows_says_so(
     """As one of `paper` where every row needs a draft and there is none."""
     nothing = studies.Part(lambda study: [], ("label",), ("plotted",))
     subject = SimpleNamespace(device=CPU, settings={})
-    given: dict[str, Any] = {"add_arguments": lambda parser: parser.add_argument("--out", type=Path)}
-    given |= {"opened": lambda arguments, sizes: subject, "parts": {"drafts": nothing}}
-    study = studies.Study("none", "nothing", "", Sizes(), Sizes(), **given)
+    study = studies.Study("none", "nothing", "", Sizes(), {}, lambda *_: subject, {"drafts": nothing})
     monkeypatch.setattr(command_line, "COMMANDS", (study,))
     assert command_line.main(["none", "--out", str(tmp_path / "none.json")]) == 0
     assert "\n\nNothing here can be measured with these models.\n" in (tmp_path / "none.md").read_text()

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def opened(system: str, setup: Setup) -> Iterator[tuple[Worker, str, dict[str, A
     adapter, _, name = system.partition(":")
     worker = Worker(adapter, setup, patience_s=300.0)
     try:
-        yield worker, name, worker.ask("open", name, asdict(setup))
+        yield worker, name, worker.ask("open", name, setup)
     finally:
         worker.close()
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
 from bench import held, prediction_accuracy, random_models, side_by_side
-from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, at_acceptances, in_place_of
+from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, declared, in_place
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.recorded_text import Text
 from bench.report import page, spread
@@ -34,14 +34,14 @@ from bench.rounds import (
     check_tokens,
     drafting_ms,
     figures,
+    lanes,
     link_use,
     summarise,
+    window,
     worst,
 )
-from bench.timeline_plot import lanes, window
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
-from offload_rt.caches.places import Shares
 from offload_rt.config import Config, load_config
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
@@ -250,22 +250,18 @@ def test_rows_are_held_against_those_of_the_same_turns_and_of_the_same_pass_in_p
 
 def test_systems_have_settings_and_acceptances() -> None:
     named = Named.parse("ours:retrieval+offload.ahead=0+retrieval.budget=512+acceptance=0.5")
-    assert named.drafts_late and named.acceptance == 0.5
+    assert named.settings == {"offload.ahead": 0, "retrieval.budget": 512} and named.acceptance == 0.5
     assert named.config({"retrieval.budget": 64, "retrieval.recent": 16}).retrieval.budget == 512
     systems = ("transformers:static", "ours:plain", LATE, AHEAD, "ours:trees")
-    held = at_acceptances(systems, (0.8, 0.92), {})
+    held = declared(systems, (0.8, 0.92), {}, draft=False, paced=True)
     assert held == (
         *systems[:2],
         *(f"{name}+acceptance={rate}" for name in (LATE, AHEAD) for rate in (0.8, 0.92)),
         "ours:trees",
     )
-    assert in_place_of([*systems[1:4], f"{LATE}+acceptance=1"]) == (
-        "ours:plain",
-        AHEAD,
-        f"{AHEAD}+acceptance=1",
-    )
+    assert in_place(f"{LATE}+acceptance=1") == f"{AHEAD}+acceptance=1"
     with pytest.raises(UsageError, match="none of --systems drafts chains"):
-        at_acceptances(held, (1.0,), {})  # one that is held stays so
+        declared(held, (1.0,), {}, draft=False, paced=False)  # one that is held stays so
 
 
 def test_what_a_merge_drafts_is_not_held() -> None:
@@ -279,11 +275,11 @@ def test_rows_of_other_settings_tell_nothing() -> None:
     rounds = [dataclasses.replace(times(0.1 * at, 60.0, None, draft=20.0), ahead_ms=0.0) for at in range(4)]
     rows = [row_of(f"{LATE}+speculation.gamma2=12", rounds), row_of(LATE, rounds)]
     summarise(rows, 0.0, [])
-    assert alike(rows, Named.parse("ours:retrieval+speculation.gamma2=4")) is None
-    named = Named.parse("ours:retrieval+speculation.gamma2=12+offload.refresh_from=store")
-    assert alike(rows, named, late=True) is rows[0] and alike(rows, Named("ours", "retrieval")) is rows[1]
+    assert alike(rows, "ours:retrieval+speculation.gamma2=4") is None
+    system = "ours:retrieval+speculation.gamma2=12+offload.refresh_from=store"
+    assert alike(rows, system, late=True) is rows[0] and alike(rows, AHEAD) is rows[1]
     del rows[0]["rounds"]["draft_token_ms"]
-    assert alike(rows, named, late=True) is None, "it has drafted nothing"
+    assert alike(rows, system, late=True) is None, "it has drafted nothing"
 
 
 def test_tokens_are_held_against_plain_decoding_in_place() -> None:
@@ -310,9 +306,9 @@ def test_tokens_are_held_against_plain_decoding_in_place() -> None:
             check_tokens([*in_place, wrong], in_place, "3 tokens, streamed")
 
 
-def tiny_text(link: PacedLink, config: Config, capacity: int, shares: Shares | None = None) -> Text:
+def tiny_text(link: PacedLink, config: Config, capacity: int) -> Text:
     target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
-    return Text(target, None, link, config, capacity, shares)
+    return Text(target, None, link, config, capacity)
 
 
 def config_of(name: str, ahead: int, **changes: object) -> Config:
@@ -602,34 +598,9 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[
     assert on_gpu is not None and 0 < on_gpu["round_ms"] < slow["round_ms"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prediction-accuracy", "missing.jsonl"], "cannot be read"),
-        (["prediction-accuracy", "pyproject.toml"], "is no result of a side-by-side run"),
-        (["prediction-accuracy", "bench/results/peers-cpu.jsonl"], "is no result of `bench offload`"),
-        (
-            ["offload", "--systems", "ours:plain", "--contexts", "64", "--device", "cpu"],
-            "none of ours drafts",
-        ),
-        (["offload", "--contexts", "9999999", "--device", "cpu"], "use a longer --text"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(side_by_side.inputs, "RESULTS", tmp_path)
-    assert command_line.main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_timeline_shows_each_resource_in_the_rounds_that_were_guessed() -> None:
-    config = config_of("retrieval", 2)
-    with closing(tiny_text(PacedLink(1e8), config, 224, Shares(cpu_tokens=32))) as text:
+    config = config_of("retrieval", 2, **{"offload.cpu_tokens": 32})
+    with closing(tiny_text(PacedLink(1e8), config, 224)) as text:
         text.read([byte_ids(200)])
         _, found = text.run(config, 24)
     shown = lanes(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from bench.cases import CASES
 from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup
 from offload_rt.loading import demo_model, load_tokenizer
+from offload_rt.text import encode
 
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
 FAKE = """
@@ -121,8 +122,13 @@ def test_rows_of_what_works_and_of_what_does_not(
 
 
 def test_what_cannot_fit_is_not_opened(fakes: Path) -> None:
-    for row in measured(fakes, ["fake:good", "fake:differs"], kv_token_bytes=2**50):
+    for row in measured(fakes, ["fake:good", "fake:differs"], setup=setup(fakes, kv_token_bytes=2**50)):
         assert row["error"].startswith("its weights and KV take 419430400.0 GiB, and ")  # of 400 tokens
+
+
+def test_what_a_link_means_nothing_to_is_not_opened_over_one(fakes: Path) -> None:
+    (row,) = measured(fakes, ["fake:good"], setup=setup(fakes, link_gb_s=1.0))
+    assert row["error"] == "has no link_gb_s: leave it 0"
 
 
 def test_drawn_tokens_are_not_compared(fakes: Path) -> None:
@@ -137,7 +143,7 @@ def test_what_does_not_use_torch_is_not_kept_to_a_part_of_a_gpu(fakes: Path) -> 
 
 def test_what_hangs_is_ended(fakes: Path) -> None:
     worker = Worker("fake", setup(fakes), patience_s=20.0)
-    worker.ask("open", "hangs", asdict(setup(fakes)))
+    worker.ask("open", "hangs", setup(fakes))
     worker._patience_s = 0.2
     with pytest.raises(SystemFailed, match=r"no answer to run in 0\.2 s"):
         worker.ask("run", "hangs", 3)
@@ -149,7 +155,7 @@ def test_what_hangs_is_ended(fakes: Path) -> None:
 # The command
 
 
-def rows_of(job: Job, say: Any = None) -> list[Row]:
+def rows_of(job: Job) -> list[Row]:
     spread = {"median": 2.0, "min": 1.0, "max": 3.0, "runs": [1.0, 2.0, 3.0]}
     good = {
         "label": "a peer",
@@ -179,18 +185,37 @@ def rows_of(job: Job, say: Any = None) -> list[Row]:
     return [{"system": name, "synthetic": None} | row for name, row in zip(job.systems, rows, strict=True)]
 
 
-def test_results_are_appended_and_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[int] = []
+class Stub:
+    """In the place of the runner.
 
-    def run(job: Job, say: Any) -> list[Row]:
-        asked.append(len(job.prompt[0]))
-        return rows_of(job)
+    Attributes:
+        jobs: what it was asked for.
+        rows: what it answers.
+    """
 
-    monkeypatch.setattr(runner, "run", run)
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.rows: Callable[[Job], list[Row]] = rows_of
+
+    def run(self, job: Job, say: Any) -> list[Row]:
+        self.jobs.append(job)
+        return self.rows(job)
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """No peers are installed, and memory is read at 10 GB/s."""
+    stub = Stub()
+    monkeypatch.setattr(runner, "run", stub.run)
     monkeypatch.setattr(runner, "PEERS_PYTHON", tmp_path / "python")
     monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+    return stub
+
+
+def test_results_are_appended_and_not_measured_again(stub: Stub, tmp_path: Path) -> None:
+    def asked() -> list[int]:
+        return [len(job.prompt[0]) for job in stub.jobs]
+
     out = tmp_path / "peers.jsonl"
     common = ["peers", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
     assert command_line.main([*common, "--contexts", "64"]) == 0
@@ -198,7 +223,7 @@ def test_results_are_appended_and_not_measured_again(
         lines.write('{"benchmark": "peers", "sch')
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
     assert command_line.main([*common, "--contexts", "32,64"]) == 0
-    assert asked == [64, 32]
+    assert asked() == [64, 32]
     assert [json.loads(line)["context"] for line in out.read_text().splitlines()] == [64, 32]
     page = (tmp_path / "peers.md").read_text()
     ours, peer = page.index("| ours"), page.index("| a peer; 8-bit KV")
@@ -209,40 +234,35 @@ def test_results_are_appended_and_not_measured_again(
     assert page.index("## 32 tokens") < page.index("## 64 tokens")
     for other in (["-n", "9"], ["--turns", "2"], ["--systems", "transformers:static,ours:plain,ours:trees"]):
         assert command_line.main([*common, "--contexts", "32", "--no-plot", *other]) == 0
-    assert asked == [64, 32, 32, 32, 32], "what was measured in another way is not taken"
+    assert asked() == [64, 32, 32, 32, 32], "what was measured in another way is not taken"
     (tmp_path / "python").touch()
     assert command_line.main([*common, "--contexts", "32", "--no-plot"]) == 0
-    assert asked == [64, 32, 32, 32, 32, 32], "what was not installed may be measured now"
-    capsys.readouterr()
+    assert asked() == [64, 32, 32, 32, 32, 32], "what was not installed may be measured now"
 
 
-def test_a_page_says_the_best_batch_of_each_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Job] = []
+def test_a_page_says_the_best_batch_of_each_system(stub: Stub, tmp_path: Path) -> None:
     times = {"transformers:static": {1: 8.0, 2: 5.0, 4: 6.0}, "ours:plain": {1: 4.0, 2: 3.0, 4: 2.0}}
 
-    def run(job: Job, say: Any) -> list[Row]:
-        asked.append(job)
+    def answer(job: Job) -> list[Row]:
         rows = dict(zip(job.systems, rows_of(job), strict=True))
         for name, of in times.items():
             rows[name]["ms_per_token"]["median"] = of[len(job.prompt)]
         return list(rows.values())
 
-    monkeypatch.setattr(runner, "PEERS_PYTHON", tmp_path / "none")
-    monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+    stub.rows = answer
     out = tmp_path / "batch.jsonl"
     given = ["batch", "--systems", "transformers:static,ours:plain,ours:lookup", "--out", str(out)]
     given += ["--contexts", "40", "--no-plot"]
     assert command_line.main([*given, "--batches", "1,4"]) == 0
     assert command_line.main([*given, "--batches", "2,4"]) == 0, "another one is added"
-    assert [len(job.prompt) for job in asked] == [1, 4, 2]
-    (tokens,), several, pair = (job.prompt for job in asked)
+    assert [len(job.prompt) for job in stub.jobs] == [1, 4, 2]
+    (tokens,), several, pair = (job.prompt for job in stub.jobs)
     assert several[0] == pair[0] == tokens and pair[1] == several[1] != tokens
     assert {len(text) for text in several} == {40}
-    assert all(job.setup.batch == len(job.prompt) for job in asked)
+    assert all(job.setup.batch == len(job.prompt) for job in stub.jobs)
     bounds = [json.loads(line)["bound_ms"] for line in out.read_text().splitlines()]
     assert bounds[2] - bounds[0] == pytest.approx((bounds[1] - bounds[0]) / 3)  # of KV, beside weights
-    assert command_line.main([*given, "--batches", "1,2,4"]) == 0 and len(asked) == 3
+    assert command_line.main([*given, "--batches", "1,2,4"]) == 0 and len(stub.jobs) == 3
     page = out.with_suffix(".md").read_text()
     best = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     assert ["ours:plain", "4", "2.00", "2.00", "2.50", "1.00"] in best
@@ -251,95 +271,31 @@ def test_a_page_says_the_best_batch_of_each_system(tmp_path: Path, monkeypatch: 
     assert command_line.main(["compare", str(out), str(out)]) == 0
 
 
-def test_what_failed_as_a_whole_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def run(job: Job, say: Any) -> list[Row]:
-        asked.append(job)
-        return [{"system": name, "synthetic": None, "error": "out of luck"} for name in job.systems]
-
-    monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+def test_what_failed_as_a_whole_is_measured_again(stub: Stub, tmp_path: Path) -> None:
+    failed = {"synthetic": None, "error": "out of luck"}
+    stub.rows = lambda job: [{"system": name} | failed for name in job.systems]
     given = ["peers", "--systems", "ours:plain", "--contexts", "32", "--no-plot"]
     for _ in range(2):
         assert command_line.main([*given, "--out", str(tmp_path / "peers.jsonl")]) == 2
-    assert len(asked) == 2
+    assert len(stub.jobs) == 2
 
 
 def test_the_built_in_prompt_is_as_long_as_every_declared_context() -> None:
     tokenizer = load_tokenizer(demo_model("target"))
     assert tokenizer is not None
-    names, tokens = inputs.read_tokens(None, tokenizer)
-    assert names == ["Moby-Dick, chapters 1 to 48"]
-    assert len(tokens) >= max(case.contexts[-1] * case.batches[-1] for case in CASES)
+    ((name, text),) = inputs.read_texts(None)
+    assert name == "Moby-Dick, chapters 1 to 48"
+    assert len(encode(tokenizer, text)) >= max(case.contexts[-1] * case.batches[-1] for case in CASES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
-        ("--systems ours", "argument --systems: ours: write adapter:system"),
-        ("--systems ours:plain --contexts 100000000", "--contexts 100000000: the text has"),
-        ("--systems ours:plain --batches 9999999", "--contexts 4096, --batches 9999999: the text has"),
-        ("--systems ours:plain --batches 0", "argument --batches: '0' is not a whole number of at least 1"),
-        ("--systems ours:plain --out {torn}", "line 1 is no result of a side-by-side run; use another file"),
-        ("--systems ours:plain --out {page}", "is where the page or the plots go; name it .jsonl"),
-        ("--systems ours:my.toml", "no such config; there are easyspec, heads, lookup"),
-        ("--systems transformers:static+a.b=1", "only systems of ours take settings behind a +"),
-        ("--systems ours:retrieval+retrieval.budgt=3", "unknown key retrieval.budgt"),
-        ("--systems ours:plain+store.page=64", "is of the text, which all systems of ours share"),
-        ("--systems ours:plain+acceptance=2", "is not a number of at least 0 and at most 1"),
-        ("--systems ours:trees+acceptance=0.5", "is held where chains are drafted alone"),
-        ("--systems ours:plain --acceptance 0.5", "none of --systems drafts chains"),
-        ("--systems ours:lookup --acceptance 0.5 --temperature 1", "held for greedy decoding"),
-        ("--systems ours:retrieval+retrieval.select=mean_keys", "needs means that are kept when the text"),
-        ("--systems ours:retrieval+retrieval.rest=true --set retrieval.rest=false", "needs means that are"),
-        ("--systems ours:plain --device cpu --gpu-memory 2", "--gpu-memory 2: runs on the CPU"),
-        ("--acceptance 2", "'2' is not a number of at least 0 and at most 1"),
-        ("--model random:tiny --needles", "reads no text; leave out --text and --needles"),
-        ("--model random:huge", "there is no such shape; there are tiny"),
-        ("--systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
-        ("--draft no/such/folder", "no/such/folder"),
-        ("--temperature -1", "'-1' is not a number of at least 0"),
-        ("--needles --contexts 300 --systems ours:plain", "passages do not fit"),
-        ("--turns 0", "'0' is not a whole number of at least 1"),
-    ],
-)
-def test_bad_input(
-    arguments: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(inputs, "RESULTS", tmp_path)
-    monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path))
-    torn = tmp_path / "torn.jsonl"
-    torn.write_text('{"benchmark": "other"}\n{"benchmark": "pee')
-    given = arguments.format(torn=torn, page=tmp_path / "page.md").split()
-    assert command_line.main(["peers", "--quick", *given]) == 2
-    out, err = capsys.readouterr()
-    assert message in err and out == ""
-    assert not (tmp_path / "bench").exists(), "no checkpoint was written"
-
-
-def test_needles_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needles_are_asked_for(stub: Stub, tmp_path: Path) -> None:
     """Texts end with the beginning of a passage that their middle holds; the rest of it is the answer."""
-    jobs: list[Job] = []
-
-    def run(job: Job, say: Any) -> list[Row]:
-        jobs.append(job)
-        return rows_of(job)
-
-    monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
     given = "peers --needles --no-plot --contexts 1000 --batches 2"
     given += " --systems transformers:dynamic,ours:plain,ours:lookup"
     assert command_line.main([*given.split(), "--out", str(tmp_path / "out.jsonl")]) == 0
-    assert (
-        "| answered |" in (tmp_path / "out.md").read_text() and " 50% |" in (tmp_path / "out.md").read_text()
-    )
-    (job,) = jobs
+    page = (tmp_path / "out.md").read_text()
+    assert "| answered |" in page and " 50% |" in page
+    (job,) = stub.jobs
     passages = []
     for text, answer in zip(job.prompt, job.answers, strict=True):
         assert len(text) == 1000 and len(answer) == 24

@@ -16,8 +16,7 @@ from test_bench_peers import SMALL, setup
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import AutoModelForCausalLM
 
-from bench.systems import kv_values
-from bench.systems._host_cache import HostLayer
+from bench.systems._passes import HostLayer
 
 PROMPTS = ([byte_ids(200)], [byte_ids(90), byte_ids(90, start=7)], [byte_ids(1)], [byte_ids(200)])
 NEW_TOKENS = 12
@@ -114,13 +113,11 @@ def test_systems_draw(system: str, models: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "changes", "message"),
     [
-        ("transformers:static", {"link_gb_s": 1.0}, "has no link_gb_s: leave it 0"),
         ("transformers:assisted", {}, "assisted generation needs a draft"),
         ("ours:triforce", {}, "triforce needs a draft"),
         ("transformers:offloaded", {}, "an offloaded cache needs a GPU"),
         ("layer_prefetch:rebuilt", {}, "over a link only"),
         ("vllm:resident", {}, "is measured on GPUs only"),
-        ("vllm:resident", {"link_gb_s": 1.0}, "has no link_gb_s: leave it 0"),
     ],
 )
 def test_a_system_says_what_it_lacks(
@@ -177,6 +174,7 @@ def test_vllm_decodes_from_the_first_token_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {"device": "cuda:0", "dtype": "bfloat16", "capacity": 250}
+    given |= {"kv_token_bytes": 2**20, "weight_bytes": 3 * 2**30}
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(ImportError, match="vllm"), opened(f"vllm:{system}", models, tmp_path, **given):
         pass
@@ -190,12 +188,5 @@ def test_vllm_decodes_from_the_first_token_on(
             assert (run.ms, run.timed) == ((4000.0, 6) if count == 4 else (2000.0, 2))
         llm = subject._llm
         assert llm.resets == resets and llm.given["max_model_len"] == 256 and llm.given["dtype"] == "bfloat16"
-        weights = (models / "target" / "model.safetensors").stat().st_size / 2**30
-        assert llm.given.get("cpu_offload_gb") == (weights if system == "weights-offloaded" else None)
-        # Two layers of two key heads of 16.
-        kv = 1 + 256 * 2 * 2 * 2 * 16 * 2 / 2**30
-        assert llm.given.get("kv_offloading_size") == (kv if system == "kv-offloaded" else None)
-
-
-def test_sizes_of_kv_are_those_of_the_checkpoint(models: Path, tmp_path: Path) -> None:
-    assert kv_values(setup(tmp_path, model=str(models / "target"))) == 2 * 2 * 2 * 16
+        assert llm.given.get("cpu_offload_gb") == (3.0 if system == "weights-offloaded" else None)
+        assert llm.given.get("kv_offloading_size") == (1.25 if system == "kv-offloaded" else None)

@@ -7,7 +7,6 @@ which is not installed there. To add a peer of that kind is to add a file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ Prompt = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a system is opened with; JSON values throughout, so that it can be sent to a worker.
+    """What a system is opened with.
 
     Attributes:
         model, draft: folders of checkpoints as transformers saves them.
@@ -28,10 +27,13 @@ class Setup:
         threads: that compute, on a CPU.
         capacity: tokens of the longest prompt and its continuation together.
         batch: most texts of a prompt; they are continued together.
+        kv_token_bytes: of a token's keys and values in all layers, in `dtype`.
+        weight_bytes: of the target.
         chunk: prompt tokens read at a time, where a system lets one choose.
         work: a folder for files that may be kept between runs (converted weights, compiled extensions).
         temperature: 0 decodes greedily.
-        link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it.
+        link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it. Only the
+            systems of `runner.LINKED` are opened with one.
         gpu_memory_gib: of a GPU's memory that the process may take; 0: all. The worker keeps torch to it.
         options: keys of our configurations.
         settings, acceptance: of one system of ours: keys for it alone, and what its acceptance is held at.
@@ -49,6 +51,8 @@ class Setup:
     link_gb_s: float = 0.0
     gpu_memory_gib: float = 0.0
     batch: int = 1
+    kv_token_bytes: int = 0
+    weight_bytes: int = 0
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
     acceptance: float | None = field(default=None, compare=False)
@@ -111,18 +115,3 @@ class System(Protocol):
 Opener = Callable[[Setup], System]
 """Loads what it needs; raises ImportError where the system is not installed, ValueError where it lacks what
 is asked of it."""
-
-
-def refuse_link(setup: Setup) -> None:
-    """Raises ValueError where there is an emulated link: a system that has no use for it, says so."""
-    if setup.link_gb_s:
-        raise ValueError("has no link_gb_s: leave it 0")
-
-
-def kv_values(setup: Setup) -> int:
-    """How many numbers the keys and values of a token are, in all layers."""
-    config = json.loads((Path(setup.model) / "config.json").read_text())
-    heads: int = config["num_attention_heads"]
-    head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
-    layers: int = config["num_hidden_layers"]
-    return 2 * layers * head_dim * (config.get("num_key_value_heads") or heads)

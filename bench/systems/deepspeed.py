@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.systems import Opener, Setup, refuse_link
+from bench.systems import Opener, Setup
 from bench.systems._passes import Continued, Text, load
 
 EVERY_WEIGHT = 10**12
@@ -31,7 +31,6 @@ class ZeroInference(Continued):
     """
 
     def __init__(self, setup: Setup, *, offloaded: bool) -> None:
-        refuse_link(setup)
         device = torch.device(setup.device)
         deepspeed = _deepspeed(setup, device)
         model = load(setup.model, replace(setup, device="cpu"))  # ZeRO places the weights

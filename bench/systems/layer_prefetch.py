@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from bench.systems import Opener, Run, Setup
-from bench.systems._host_cache import HostLayer, put
-from bench.systems._passes import Continued, Text, load
+from bench.systems._passes import Continued, HostLayer, Text, load, put
 from cpu_kv import PacedLink, Ticket
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Prompt, Run, Setup, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup
 
 KV_TYPES = {"float16": llama_cpp.GGML_TYPE_F16, "float32": llama_cpp.GGML_TYPE_F32}
 LOOKUP = (3, 4)
@@ -40,7 +40,6 @@ class LlamaCpp:
     def __init__(
         self, setup: Setup, kv: str, *, flash: bool = False, lookup: bool = False, offload_kqv: bool = True
     ) -> None:
-        refuse_link(setup)
         device, _, index = setup.device.partition(":")
         on_gpu = device != "cpu"
         if on_gpu and not llama_cpp.llama_supports_gpu_offload():

@@ -12,7 +12,7 @@ import openvino
 import openvino_genai
 
 from bench.gguf_file import gguf_file
-from bench.systems import Opener, Prompt, Run, Setup, kv_values, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup
 
 GIB = 2**30
 
@@ -21,13 +21,14 @@ class OpenVino:
     """A pipeline that keeps the blocks of the prompt it has read."""
 
     def __init__(self, exact: bool, setup: Setup) -> None:
-        refuse_link(setup)
         if setup.device != "cpu":
             raise ValueError(f"is measured on CPUs only, not on {setup.device}")
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.max_num_batched_tokens = setup.chunk
-        scheduler.cache_size = 1 + -(-4 * kv_values(setup) * setup.capacity * setup.batch // GIB)
+        wider = 1 if setup.dtype == "float32" else 2  # KV is float32 at most, whatever the weights are
+        kv_bytes = wider * setup.kv_token_bytes * setup.capacity * setup.batch
+        scheduler.cache_size = 1 + -(-kv_bytes // GIB)
         given: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
         if exact:
             given |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}

@@ -10,9 +10,8 @@ import torch
 
 from bench.cases import text_config
 from bench.recorded_text import Text
-from bench.rounds import figures
+from bench.rounds import draw, figures
 from bench.systems import Opener, Prompt, Run, Setup
-from bench.timeline_plot import draw
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
 from offload_rt.config import config_names, load_config, uses_small_model
 from offload_rt.graphs import GraphedModel

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from bench.systems import Opener, Prompt, Run, Setup, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup
 from bench.systems._passes import Continued, Text, load
 
 LOOKUP_TOKENS = 10  # what prompt look-up proposes a round by default
@@ -35,7 +35,6 @@ class Generate(Continued):
     """A way to continue the shared text."""
 
     def __init__(self, how: str, setup: Setup, *, compiled: bool = False, **given: Any) -> None:
-        refuse_link(setup)
         text = shared_text(setup.model, setup)
         super().__init__(f"transformers {transformers.__version__}, {how}", setup, text, **given)
         if compiled:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.systems import Opener, Prompt, Run, Setup, kv_values, refuse_link
+from bench.systems import Opener, Prompt, Run, Setup
 
 GIB = 2**30
 BLOCK = 16  # tokens that share a place in its KV
-VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Vllm:
@@ -29,7 +27,6 @@ class Vllm:
     notes: tuple[str, ...] = ("an adapter that nobody has run yet",)
 
     def __init__(self, offloaded: str, setup: Setup) -> None:
-        refuse_link(setup)
         if setup.device == "cpu":
             raise ValueError("is measured on GPUs only")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the memory of this process is what it takes
@@ -44,11 +41,9 @@ class Vllm:
             total = torch.cuda.get_device_properties(0).total_memory / GIB
             given["gpu_memory_utilization"] = 0.9 * min(1.0, setup.gpu_memory_gib / total)
         if offloaded == "KV":
-            kv_bytes = setup.batch * tokens * kv_values(setup) * VALUE_BYTES[setup.dtype]
-            given["kv_offloading_size"] = 1 + kv_bytes / GIB
+            given["kv_offloading_size"] = 1 + setup.batch * tokens * setup.kv_token_bytes / GIB
         if offloaded == "weights":
-            files = Path(setup.model).glob("*.safetensors")
-            given["cpu_offload_gb"] = sum(one.stat().st_size for one in files) / GIB
+            given["cpu_offload_gb"] = setup.weight_bytes / GIB
         self._llm = vllm.LLM(
             setup.model,
             dtype=setup.dtype,

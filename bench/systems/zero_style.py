@@ -14,8 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from bench.systems import Opener, Run, Setup
-from bench.systems._host_cache import HostLayer
-from bench.systems._passes import Continued, Text, load
+from bench.systems._passes import Continued, HostLayer, Text, load
 
 
 def host_attention(
