@@ -625,7 +625,7 @@ def test_the_full_cache_and_those_derived_from_it(
                     derived.keep(entries)
                 forest = forest.only(entries)
             check_retrieved(retrieved, retrieval, full)
-            keys, values = cache.engine.read(0, len(full.tokens))
+            keys, values = cache.engine.read(0, len(full.tokens)).unbind(1)
             torch.testing.assert_close(keys, full.keys, rtol=0, atol=1e-6)
             assert torch.equal(values, full.values)
             for derived in (streaming, retrieved, shared):
@@ -646,13 +646,11 @@ def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFul
             if length > cache.budget:
                 assert set(range(cache.chunk)) <= set(held)
             assert set(range(max(0, length - cache.recent), length)) <= set(held)
-            entries = cache.values[layer, head, : cache.entries]
-            same = (entries[:, None] == full.values[layer, head]).all(-1)
+            keys, values = cache.kv[layer, :, head, : cache.entries]
+            same = (values[:, None] == full.values[layer, head]).all(-1)
             found = same.nonzero()[:, 1].tolist()
             assert sorted(found) == held
-            torch.testing.assert_close(
-                cache.keys[layer, head, : cache.entries], full.keys[layer, head, found], rtol=0, atol=1e-6
-            )
+            torch.testing.assert_close(keys, full.keys[layer, head, found], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -707,8 +705,8 @@ def test_a_buffer_that_grows_is_copied_before_others_have_its_memory() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**7)  # what comes next is late
         grown = buffer.with_room(2**16 + 1)
-    shape = buffer.all_keys.shape
+    shape = buffer.memory.shape
     del buffer
-    others = [torch.ones(shape, device="cuda") for _ in range(2)]
+    other = torch.ones(shape, device="cuda")
     torch.cuda.synchronize()
-    assert not grown.keys.any() and not grown.values.any() and len(others) == 2
+    assert not grown.memory.any() and other.all()

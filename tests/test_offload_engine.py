@@ -123,11 +123,9 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
         compared += 1
         separate, entries = expected[refill], refill.extent.entries
         assert separate.entries == entries
-        assert torch.equal(refill.buffer.keys[:, :, :entries], separate.keys[:, :, :entries])
-        assert torch.equal(refill.buffer.values[:, :, :entries], separate.values[:, :, :entries])
+        assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
         rest = slice(refill.buffer.room - refill.extent.pages, refill.buffer.room)
-        assert torch.equal(refill.buffer.all_keys[:, :, rest], separate.buffer.all_keys[:, :, rest])
-        assert torch.equal(refill.buffer.all_values[:, :, rest], separate.buffer.all_values[:, :, rest])
+        assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
         use(cache, refill)
 
     monkeypatch.setattr(RetrievedCache, "refill", begun)
@@ -243,7 +241,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     streams: list[LayerStream] = []
     stream = TransferEngine.stream
     under_way: list[Callable[..., Any]] = []
-    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._send: 0}
+    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._bring: 0}
 
     def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
         streams.append(stream(engine, end, **arguments))
@@ -350,12 +348,12 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             full = llm._last.full
             held += map(
                 weakref.ref,
-                (full._resident._memory, full._tail.buffer.all_keys, full._tail.buffer.all_values),
+                (full._resident._memory, full._tail.buffer.memory),
             )
             (retrieved,) = full.derived
             assert isinstance(retrieved, RetrievedCache)
             buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
-            taken = sum(buffer.nbytes for buffer in retrieved.buffers)
+            taken = sum(buffer.memory.nbytes for buffer in retrieved.buffers)
             del full, retrieved
             llm.generate(PROMPT, SHORT)
             assert planned == [[], []]
@@ -381,7 +379,7 @@ def test_buffers_of_other_sizes_go_before_new_ones_come() -> None:
     pool, layout = BufferPool(), KVLayout(1, 1, 2, torch.float32)
     first = pool.take(layout, 8, torch.device("cpu"))
     pool.give_back(first)
-    assert pool.free_bytes == first.keys.nbytes + first.values.nbytes
+    assert pool.free_bytes == first.memory.nbytes
     assert pool.take(layout, 8, torch.device("cpu")) is first
     pool.give_back(first)
     assert pool.take(layout, 9, torch.device("cpu")) is not first

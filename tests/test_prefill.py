@@ -45,7 +45,7 @@ def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[DynamicCache, 
 
 def check_store(cache: FullCache, expected: DynamicCache, length: int) -> None:
     assert cache.verified_length == length
-    keys, values = cache.engine.read(0, length)
+    keys, values = cache.engine.read(0, length).unbind(1)
     summaries = cache.sequence.summaries
     assert summaries is not None
     for number, layer in enumerate(expected.layers):

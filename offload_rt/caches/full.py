@@ -80,7 +80,7 @@ class FullCache:
         self._prompt_tokens = 0
         self._cpu = cpu
         self._tail = Tail(layout, engine.link.device)
-        self.device = self._tail.buffer.keys.device
+        self.device = self._tail.buffer.memory.device
         self._resident = ResidentShare(layout, shares.resident_tokens, self.device)
         self._new: NewTokens | None = None
         self._frame: Frame | None = None  # of the pass, over the tail
@@ -174,11 +174,11 @@ class FullCache:
             raise RuntimeError("commit without a pass")
         new = self._new
         self._new = self._frame = self._coverage = None
-        keys, values = self._tail.commit(kept)
+        kv = self._tail.commit(kept)
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         queries = self._queries.index_select(2, to_device(kept, self.device))
-        verified = Verified(ids, keys, values, queries, new.count - 1)
-        self.engine.write_back(keys, values)
+        verified = Verified(ids, kv, queries, new.count - 1)
+        self.engine.write_back(kv)
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
@@ -230,7 +230,7 @@ class FullCache:
     def start_from(self, length: int) -> None:
         """The store holds a text of `length` tokens, for a pass to follow; the tail takes its last page."""
         start = length // self.layout.page_size * self.layout.page_size
-        self._tail.restart(start, *self.engine.read(start, length))
+        self._tail.restart(start, self.engine.read(start, length))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Takes to its place what stays on the device of a layer's whole prompt, after its prefill."""

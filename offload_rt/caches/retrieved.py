@@ -126,12 +126,12 @@ class RetrievedCache(BoundedCache):
         layout, means, engine = self._layout, self._source.sequence.page_means, self._source.engine
         while means is not None and buffer.pages < extent.pages:
             end = min(extent.pages, buffer.pages + engine.READ_TOKENS)  # the host memory in between is kept
-            shape = (2, layout.layers, layout.kv_heads, end - buffer.pages, layout.head_dim)
+            shape = (layout.layers, 2, layout.kv_heads, end - buffer.pages, layout.head_dim)
             pages = slice(buffer.pages, end)
-            buffer.add_pages(*engine.fetch(shape, partial(self._put_means, means, pages)))
+            buffer.add_pages(engine.fetch(shape, partial(self._put_means, means, pages)))
 
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
-        torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], 1, out=out)
+        torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], out=out)
 
     def _chosen_anew(
         self, length: int, queries: Tensor, buffer: KVBuffer, choices: Tensor | None = None
@@ -155,7 +155,7 @@ class RetrievedCache(BoundedCache):
         self.refresh.done()
 
     def adopt(self, verified: Verified) -> None:
-        count = verified.keys.shape[2]
+        count = verified.kv.shape[3]
         kept = self._still_right(verified.tokens)
         refill, self._refill = self._refill, None
         if refill is not None and refill.complete and self._due is None:
@@ -176,8 +176,8 @@ class RetrievedCache(BoundedCache):
         if due:
             self._wanted = verified.queries
             self._read = False
-        self._take(verified.keys, verified.values)
-        self._put_behind(*kept)
+        self._take(verified.kv)
+        self._put_behind(kept)
 
     @property
     def buffers(self) -> list[KVBuffer]:

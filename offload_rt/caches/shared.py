@@ -49,7 +49,7 @@ class SharedCache(BoundedCache):
         length, page = self._source.verified_length, self._layout.page_size
         self.entries, self.verified_length = 0, length // page * page
         if length > self.verified_length:
-            self._take(*self._source.engine.read(self.verified_length, length))
+            self._take(self._source.engine.read(self.verified_length, length))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if not self._paged:
@@ -63,11 +63,10 @@ class SharedCache(BoundedCache):
         out, lse = self._cpu.finish(by_cpu)
         return merge([own, (out, lse)])[0]
 
-    def _take(self, keys: Tensor, values: Tensor) -> None:
-        for start in range(0, keys.shape[2], self.PORTION):
-            portion = slice(start, start + self.PORTION)
+    def _take(self, kv: Tensor) -> None:
+        for portion in kv.split(self.PORTION, dim=3):
             self._leave_pages_to_the_store()
-            super()._take(keys[:, :, portion], values[:, :, portion])
+            super()._take(portion)
 
     def _leave_pages_to_the_store(self) -> None:
         page = self._layout.page_size
