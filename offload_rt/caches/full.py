@@ -11,18 +11,21 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
-from offload_rt.caches.attended import AttendedChunks
 from offload_rt.caches.base import NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, ResidentShare, Shares, Tail
 from offload_rt.host import to_device
+
+if TYPE_CHECKING:
+    from offload_rt.caches.selection import ByAttention
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
@@ -73,7 +76,7 @@ class FullCache:
         self.backend = backend
         self.shares = shares
         self.derived: list[BoundedCache] = []
-        self.attended: AttendedChunks | None = None
+        self.attended: ByAttention | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
         self.last_queries = self._prompt_queries = torch.empty(0)
