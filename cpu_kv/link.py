@@ -32,8 +32,6 @@ class TransferStalled(RuntimeError):
             f"a copy of {byte_count:,} bytes was not done after {seconds:g} s; "
             "the link is stalled, or its timeout is too short for what is queued on it"
         )
-        self.byte_count = byte_count
-        self.seconds = seconds
 
 
 class Ticket(Protocol):

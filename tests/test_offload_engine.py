@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_attention import ReferenceBackend
 from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
@@ -441,7 +440,7 @@ def test_the_cpu_share_attends_several_runs_as_one() -> None:
     keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     runs = [(keys[:, a:b], values[:, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
-    share = CpuShare(ReferenceBackend(), torch.device("cpu"))
+    share = CpuShare(torch.device("cpu"))
     try:
         out, lse = share.finish(share.start(queries, runs, 0.3))
     finally:

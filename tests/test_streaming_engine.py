@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import EMULATED
+from emulated_card import EMULATED
 from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, KVLayout
-from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
+from offload_rt.attention import AttentionBackend, attend, attend_weighed, cpu_share_backend, merge
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import KVBuffer
@@ -138,10 +138,8 @@ class CpuShare:
     layer's queries arrive only after the results of the layer before are on the device.
     """
 
-    def __init__(
-        self, backend: AttentionBackend, device: torch.device, timeline: Timeline = NO_TIMELINE
-    ) -> None:
-        self._backend = backend
+    def __init__(self, device: torch.device, timeline: Timeline = NO_TIMELINE) -> None:
+        self._backend = cpu_share_backend(device)
         self._device = device
         self._timeline = timeline
         self._buffers: dict[str, Tensor] = {}

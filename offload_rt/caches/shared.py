@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_rt.attention import AttentionBackend, attend, cpu_share_backend, merge
+from offload_rt.attention import AttentionBackend, attend, merge
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -29,9 +29,7 @@ class SharedCache(BoundedCache):
         entries = source.layout.page_size + self.PORTION
         super().__init__(source.layout, source.device, entries, backend, pool)
         self._source = source
-        self._cpu: CpuShare | None = None
-        if source.device.type != "cpu":
-            self._cpu = CpuShare(cpu_share_backend(source.device), source.device)
+        self._cpu = None if source.device.type == "cpu" else CpuShare(source.device)
 
     @property
     def _paged(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import EMULATED
+from emulated_card import EMULATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
