@@ -152,14 +152,18 @@ class Card:
             stream.compute(stream.submitted)
         elif self.schedule == "random":
             with self.lock:
-                for one in sorted(self.streams, key=lambda one: one.number):
+                for one in self._in_order():
                     if self.random.random() < one.haste:
                         one.compute(self.random.randint(one.done, one.submitted))
 
     def synchronize(self, device: object = None) -> None:
         refuse_in_capture("the device is waited for")
-        for stream in list(self.streams):
+        for stream in self._in_order():
             stream.compute(stream.submitted)
+
+    def _in_order(self) -> list[Stream]:
+        """Its streams, the default one first: the same in every run."""
+        return sorted(self.streams, key=lambda one: one.number)
 
 
 CARD = Card()
