@@ -54,11 +54,8 @@ class Link(Protocol):
     ``bytes_per_second``: to the device, where the link knows it by itself.
     """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def in_place(self) -> bool: ...
+    device: torch.device
+    in_place: bool
 
     @property
     def bytes_per_second(self) -> float | None: ...

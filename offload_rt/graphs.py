@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,16 +33,12 @@ from offload_rt.parts import Output, Part
 
 Results = tuple[Tensor, Tensor]
 Step = Callable[[], Results]
+Capture = Callable[[Step], tuple[Callable[[], object], Results]]
+"""Records a step, which reads and writes tensors that stay where they are.
 
-
-class Capture(Protocol):
-    """Records a step, which reads and writes tensors that stay where they are."""
-
-    def __call__(self, step: Step) -> tuple[Callable[[], object], Results]:
-        """What runs the step again, and the tensors in which its results stand then.
-
-        The step may run now, any number of times or never. Raises RuntimeError where it cannot be recorded.
-        """
+Returns what runs it again, and the tensors in which its results stand then. The step may run now, any number
+of times or never. Raises RuntimeError where it cannot be recorded.
+"""
 
 
 class CudaCapture:
