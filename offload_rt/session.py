@@ -106,7 +106,7 @@ class Session:
             if shares.cpu_tokens:
                 cpu = CpuShare(shared.target.device, shared.timeline)
                 closing.callback(cpu.close)
-            self.full = FullCache(self.engine, shared.target.heads, shared.backend, shares, cpu)
+            self.full = FullCache(self.engine, shared.backend, shares, cpu)
             closing.callback(self.full.close)
             self._compose(continuation)
             self._closing = closing.pop_all()
@@ -122,7 +122,6 @@ class Session:
             self.full,
             continuation.sampling,
             shared.store.layout.pages(self.prompt_tokens + continuation.max_tokens),
-            shared.backend,
             shared.pool,
             shared.heads,
         )

@@ -277,7 +277,7 @@ def full_cache(link: Link, ring: int, chunk: int | None, segment: int = 8) -> It
         sequence = store.new_sequence(chunk, page_means=chunk is not None)
         engine = TransferEngine(sequence, link, segment_tokens=segment, ring_buffers=ring)
         try:
-            yield FullCache(engine, HEADS, TorchCpuBackend())
+            yield FullCache(engine, TorchCpuBackend())
         finally:
             engine.close()
             link.close()
@@ -510,7 +510,6 @@ def retrieved_cache(
         chunk=chunk,
         recent=recent,
         refresh=RefreshPolicy.parse(policy),
-        backend=TorchCpuBackend(),
         selection=ByMeanKeys(source) if decay is None else ByAttention(source, chunk, decay, pages=200),
         room=room,
     )
@@ -554,7 +553,7 @@ def test_the_full_cache_and_those_derived_from_it(
         cache.scale = SCALE
         retrieved = retrieved_cache(cache, sizes, policy, decay, room)
         streaming = streaming_cache(sinks, recent, cache)
-        shared = SmallSharedCache(cache, TorchCpuBackend())
+        shared = SmallSharedCache(cache)
         retrieval = PlainRetrieval(full, sizes, RefreshPolicy.parse(policy), decay, room)
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))

@@ -108,7 +108,6 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 chunk=cache.chunk,
                 recent=cache.recent,
                 refresh=cache.refresh.policy,
-                backend=cache.backend,
                 selection=cache._selection,
                 room=cache.buffer.room,
             )

@@ -29,7 +29,7 @@ def empty_cache(model: CausalModel, link: Link, page: int = 16) -> Iterator[Full
         sequence = store.new_sequence(chunk_size=8)
         engine = TransferEngine(sequence, link, segment_tokens=32, ring_buffers=2)
         try:
-            yield FullCache(engine, model.heads, TorchCpuBackend())
+            yield FullCache(engine, TorchCpuBackend())
         finally:
             engine.close()
             link.close()

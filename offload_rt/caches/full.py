@@ -64,7 +64,6 @@ class FullCache:
     def __init__(
         self,
         engine: TransferEngine,
-        heads: int,
         backend: AttentionBackend,
         shares: Shares = EVERYTHING_STREAMED,
         cpu: CpuShare | None = None,
@@ -72,7 +71,6 @@ class FullCache:
         self.engine = engine
         self.sequence = engine.sequence
         self.layout = layout = engine.sequence.layout
-        self.heads = heads
         self.backend = backend
         self.shares = shares
         self.derived: list[BoundedCache] = []
@@ -89,7 +87,7 @@ class FullCache:
         self._frame: Frame | None = None  # of the pass, over the tail
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
-        self._queries = torch.empty(0)
+        self._queries: list[Tensor] = []  # of the pass, layer by layer
         self._refills: list[Refill] = []
         self._cancelled = threading.Event()
 
@@ -104,8 +102,7 @@ class FullCache:
         self._tail.drop(self._coverage.stream.end)
         self._frame = self._tail.frame(new, self.backend)
         self._new = new
-        shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
-        self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        self._queries = []
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
         # What is committed never changes: the link goes on into the next pass when this one is copied.
         self._ahead = self._open()
@@ -124,7 +121,7 @@ class FullCache:
         if self._cancelled.is_set():
             raise PassCancelled("the text was given up")
         self.scale = scale
-        self._queries[layer] = queries
+        self._queries.append(queries)
         resident, stream = self._coverage.resident, self._coverage.stream
         by_cpu: Future[list[Tensor]] | None = None
         if self._cpu is not None and stream.start > resident:
@@ -179,7 +176,7 @@ class FullCache:
         self._new = self._frame = self._coverage = None
         kv = self._tail.commit(kept)
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
-        queries = self._queries.index_select(2, to_device(kept, self.device))
+        queries = torch.stack(self._queries).index_select(2, to_device(kept, self.device))
         verified = Verified(ids, kv, queries, new.count - 1)
         self.engine.write_back(kv)
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]

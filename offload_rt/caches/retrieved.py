@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cpu_kv import ChunkMeans, expecting, retrieval
-from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
@@ -49,13 +48,12 @@ class RetrievedCache(BoundedCache):
         chunk: int,
         recent: int,
         refresh: RefreshPolicy,
-        backend: AttentionBackend,
         selection: Selection,
         room: int = 0,
         from_stream: bool = False,
         pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(source.layout, source.device, budget, backend, pool, room)
+        super().__init__(source.layout, source.device, budget, source.backend, pool, room)
         self.chunk = chunk
         self.recent = recent
         self._source = source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_rt.attention import AttentionBackend, attend, merge
+from offload_rt.attention import attend, merge
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -25,9 +25,9 @@ class SharedCache(BoundedCache):
     PORTION = 64
     """Verified tokens that it takes at once; then it leaves full pages to the store."""
 
-    def __init__(self, source: FullCache, backend: AttentionBackend, pool: BufferPool | None = None) -> None:
+    def __init__(self, source: FullCache, pool: BufferPool | None = None) -> None:
         entries = source.layout.page_size + self.PORTION
-        super().__init__(source.layout, source.device, entries, backend, pool)
+        super().__init__(source.layout, source.device, entries, source.backend, pool)
         self._source = source
         self._cpu = None if source.device.type == "cpu" else CpuShare(source.device)
 
