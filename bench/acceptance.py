@@ -20,7 +20,7 @@ from torch import Tensor
 from bench import needles
 from bench.report import Row
 from bench.texts import Texts, passed, recompose
-from cpu_kv import exact_top_k, head_major
+from cpu_kv import chunk_scores, head_major, retrieval
 from offload_rt.attention import attend, fold, folded_mask, merge
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
@@ -75,7 +75,8 @@ class ExactTopKCache:
             stored = [
                 torch.cat([*map(head_major, side)], dim=1).to(full.device) for side in zip(*runs, strict=True)
             ]
-            chosen = exact_top_k(fold(queries, len(keys)), stored[0], min(self._budget, length), scale)
+            mass = chunk_scores(fold(queries, len(keys)), stored[0], scale)  # of single tokens
+            chosen = retrieval(mass, min(self._budget, length), first=0)
             k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
             runs = [(k, v)]
         parts = [attend(full.backend, queries, k.to(full.device), v.to(full.device), scale) for k, v in runs]

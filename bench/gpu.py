@@ -271,7 +271,7 @@ def graphs(given: Given) -> list[Row]:
     eager.forward([Part(cache, NewTokens.chain(ENTRIES), 1)])
     cache.commit(range(ENTRIES))
     cache.settle()
-    read_bytes = graphed.weight_bytes + 2 * cache.keys[:, :, :ENTRIES].nbytes
+    read_bytes = graphed.weight_bytes + cache.kv[:, :, :, :ENTRIES].nbytes
     found: Row = {"bound_ms": read_bytes / machine.read_rate(device) / 1e6}
 
     def step(model: CausalModel, count: int) -> None:

@@ -6,7 +6,7 @@ from cpu_kv.layout import KeysValues, KVLayout, head_major, part_of
 from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
 from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
-from cpu_kv.selection import chunk_scores, exact_top_k, expecting, retrieval
+from cpu_kv.selection import chunk_scores, expecting, retrieval
 from cpu_kv.store import PagedKVStore, SequenceKV
 from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
 
@@ -30,7 +30,6 @@ __all__ = [
     "TransferEngine",
     "TransferStalled",
     "chunk_scores",
-    "exact_top_k",
     "expecting",
     "head_major",
     "part_of",

@@ -32,8 +32,6 @@ class TransferStalled(RuntimeError):
             f"a copy of {byte_count:,} bytes was not done after {seconds:g} s; "
             "the link is stalled, or its timeout is too short for what is queued on it"
         )
-        self.byte_count = byte_count
-        self.seconds = seconds
 
 
 class Ticket(Protocol):
@@ -56,11 +54,8 @@ class Link(Protocol):
     ``bytes_per_second``: to the device, where the link knows it by itself.
     """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def in_place(self) -> bool: ...
+    device: torch.device
+    in_place: bool
 
     @property
     def bytes_per_second(self) -> float | None: ...

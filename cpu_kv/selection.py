@@ -1,4 +1,4 @@
-"""Which chunks or tokens to keep in a small cache. Pure functions, batched over kv heads.
+"""Which chunks to keep in a small cache. Pure functions, batched over kv heads.
 
 Query heads that share a kv head, and all query tokens, are folded into one dimension ``grouped``. Where two
 candidates are equal as float32, the one with the lower number is chosen.
@@ -19,7 +19,8 @@ def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
     scores = torch.empty(summaries.shape[:2], dtype=torch.float32, device=summaries.device)
     # One head after the other: a float32 copy of all mean keys would leave the processor's caches.
     for asked, keys, score in zip(queries, summaries, scores, strict=True):
-        torch.mean(_attention(asked, keys, scale), dim=0, out=score)
+        weights = (scale * (asked.float() @ keys.float().mT)).softmax(dim=-1)
+        torch.mean(weights, dim=0, out=score)
     return scores
 
 
@@ -38,20 +39,6 @@ def retrieval(scores: Tensor, count: int, first: int = 1) -> Tensor:
     ``scores`` ``[kv_heads, chunks]``; returns chunk numbers ``[kv_heads, count]``, falling in score.
     """
     return _largest(scores[:, first:], count) + first
-
-
-def exact_top_k(queries: Tensor, keys: Tensor, count: int, scale: float) -> Tensor:
-    """The ``count`` tokens with the largest attention mass, summed over the queries: the best choice.
-
-    ``queries`` ``[kv_heads, grouped, head_dim]``, ``keys`` ``[kv_heads, tokens, head_dim]``; returns token
-    numbers ``[kv_heads, count]``, falling in mass.
-    """
-    return _largest(_attention(queries, keys, scale).sum(dim=1), count)
-
-
-def _attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    logits = scale * (queries.float() @ keys.float().mT)
-    return logits.softmax(dim=-1)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:

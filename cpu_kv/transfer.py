@@ -122,27 +122,27 @@ class TransferEngine:
         while self._writes and self._writes[0].ticket.done():
             self._finish_oldest_write()
 
-    def write_back(self, keys: Tensor, values: Tensor) -> None:
-        """Append ``[layers, kv_heads, n, head_dim]`` on the link's device to every layer, asynchronously.
+    def write_back(self, kv: Tensor) -> None:
+        """Append ``[layers, 2, kv_heads, n, head_dim]`` on the link's device to every layer, asynchronously.
 
         They reach the host in one copy. The sequence has the tokens once that is collected: at the latest
-        after ``flush``, before which the sequence must not be appended to or truncated by others. Waits for
-        the write-back before. Raises ValueError for the wrong shape or dtype, MemoryError where room cannot
-        be had, CopyFailed where an earlier write-back failed.
+        after ``flush``, before which ``kv`` must not change, and the sequence must not be appended to or
+        truncated by others. Waits for the write-back before. Raises ValueError for the wrong shape or dtype,
+        MemoryError where room cannot be had, CopyFailed where an earlier write-back failed.
         """
         self._check_open()
         layers = range(self.sequence.layout.layers)
-        count = self.sequence.layout.tokens_in(keys[0], values[0])
+        count = self.sequence.layout.tokens_in(kv[0, 0], kv[0, 1])
         if self.link.in_place:
             for layer in layers:
-                self.sequence.append(layer, keys[layer], values[layer])
+                self.sequence.append(layer, kv[layer, 0], kv[layer, 1])
             return
         self.flush()
         start, layout = self.sequence.length, self.sequence.layout
         page, end = layout.page_size, layout.pages(start + count) * layout.page_size
         for layer in layers:  # room is had now or not at all: tokens that some layers lack would be a hole
             self.sequence.memory(layer, start // page * page, end)
-        packed = torch.stack((keys.detach(), values.detach()), dim=1)
+        packed = kv.detach().contiguous()
         arrived = self._incoming.take(packed.shape)
         ticket = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)
         self._incoming.hold(ticket)
@@ -192,36 +192,35 @@ class TransferEngine:
         while self._writes:
             self._finish_oldest_write()
 
-    def read(self, start: int, end: int) -> KeysValues:
-        """The tokens ``start`` .. ``end``, ``[layers, kv_heads, end - start, head_dim]``, as ``fetch``."""
+    def read(self, start: int, end: int) -> Tensor:
+        """The tokens ``start`` .. ``end``, ``[layers, 2, kv_heads, end - start, head_dim]``, as ``fetch``."""
         layout = self.sequence.layout
-        shape = (2, layout.layers, layout.kv_heads, end - start, layout.head_dim)
+        shape = (layout.layers, 2, layout.kv_heads, end - start, layout.head_dim)
         out = torch.empty(shape, dtype=layout.dtype, device=self.link.device)
         portion = end - start if self.link.in_place else self.READ_TOKENS
         for part in out.split(portion, dim=3) if start < end else ():
-            part[0], part[1] = self.fetch(part.shape, partial(self._put_together, start))
+            part.copy_(self.fetch(part.shape, partial(self._put_together, start)))
             start += part.shape[3]
-        return out[0], out[1]
+        return out
 
     def _put_together(self, start: int, out: Tensor) -> None:
-        for layer, (keys, values) in enumerate(zip(*out, strict=True)):
+        for layer, (keys, values) in enumerate(out):
             parts = self.sequence.views(layer, start, start + keys.shape[1])
             for part, place in cut_alike(parts, keys, values):
                 place.copy_(part)
 
-    def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> KeysValues:
-        """Keys and values that ``fill`` puts into host memory ``[2, …]``, on the link's device.
+    def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Tensor:
+        """What ``fill`` puts into host memory of this shape, on the link's device.
 
-        Waits for write-backs; compute that follows may read them as they are.
+        Waits for write-backs; compute that follows may read it as it is.
         """
         self._check_open()
         self.flush()
-        if self.link.in_place:
-            there = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
-            fill(there)
-        else:
-            there = self.await_sent(self.send(shape, fill))
-        return there[0], there[1]
+        if not self.link.in_place:
+            return self.await_sent(self.send(shape, fill))
+        there = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
+        fill(there)
+        return there
 
     def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Sent:
         """Send what ``fill`` puts into host memory of this shape and of the layout's dtype.

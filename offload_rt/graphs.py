@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,17 +31,14 @@ from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
 from offload_rt.parts import Output, Part
 
-Step = Callable[[], Tensor]
+Results = tuple[Tensor, Tensor]
+Step = Callable[[], Results]
+Capture = Callable[[Step], tuple[Callable[[], object], Results]]
+"""Records a step, which reads and writes tensors that stay where they are.
 
-
-class Capture(Protocol):
-    """Records a step, which reads and writes tensors that stay where they are."""
-
-    def __call__(self, step: Step) -> tuple[Callable[[], object], Tensor]:
-        """What runs the step again, and the tensor in which its result stands then.
-
-        The step may run now, any number of times or never. Raises RuntimeError where it cannot be recorded.
-        """
+Returns what runs it again, and the tensors in which its results stand then. The step may run now, any number
+of times or never. Raises RuntimeError where it cannot be recorded.
+"""
 
 
 class CudaCapture:
@@ -55,7 +51,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, step: Step) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, step: Step) -> tuple[Callable[[], object], Results]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -74,40 +70,41 @@ _Key = tuple[int, LayerPlan | None, Rotary]
 """New tokens, order of layers, and rotary frequencies, which very long texts have others of."""
 
 
-class StepGraph:
-    """A recorded pass of one text's new tokens over a buffer of a bounded cache.
+Pass = Callable[[Tensor, Part], Output]
+"""A recorded pass of one text's part, which has begun in its cache, with the numbers that are its own."""
+
+
+def recorded(
+    model: CausalModel,
+    buffer: KVBuffer,
+    backend: AttentionBackend,
+    key: _Key,
+    numbers: Tensor,
+    capture: Capture,
+) -> Pass:
+    """Passes over a buffer of a bounded cache.
 
     Args:
         numbers: tokens, positions, and what the cache says of a pass (`BoundedCache.numbers`).
     """
+    count, plan, _ = key
+    inputs = numbers.clone()
+    ids, positions, of_cache = inputs.tensor_split([count, 2 * count])
 
-    def __init__(
-        self,
-        model: CausalModel,
-        buffer: KVBuffer,
-        backend: AttentionBackend,
-        key: _Key,
-        numbers: Tensor,
-        capture: Capture,
-    ) -> None:
-        count, plan, _ = key
-        self._inputs = numbers.clone()
-        ids, positions = self._inputs[:count], self._inputs[count : 2 * count]
+    def step() -> tuple[Tensor, Tensor]:
+        frame = fixed_frame(buffer, backend, count, of_cache)
+        hidden = model.compute(frame, ids, positions, plan, range(count))
+        return model.logits(hidden), hidden[0]
 
-        def step() -> Tensor:
-            frame = fixed_frame(buffer, backend, count, self._inputs[2 * count :])
-            self._hidden = model.compute(frame, ids, positions, plan, range(count))
-            return model.logits(self._hidden)
+    replay, (logits, hidden) = capture(step)
 
-        self._replay, self._logits = capture(step)
-
-    def run(self, numbers: Tensor, part: Part) -> Output:
-        """The pass of `part`, which has begun in its cache."""
-        self._inputs.copy_(numbers)
-        self._replay()
+    def run(numbers: Tensor, part: Part) -> Output:
+        inputs.copy_(numbers)
+        replay()
         # Copied: the next replay writes there.
-        hidden = self._hidden[0, -part.rows :].clone() if part.hidden else None
-        return Output(self._logits[-part.rows :].clone(), hidden)
+        return Output(logits[-part.rows :].clone(), hidden[-part.rows :].clone() if part.hidden else None)
+
+    return run
 
 
 @dataclass
@@ -115,7 +112,7 @@ class _BufferGraphs:
     """What is known of the passes over one buffer."""
 
     seen: Counter[_Key] = field(default_factory=Counter)
-    graphs: OrderedDict[_Key, StepGraph] = field(default_factory=OrderedDict)
+    graphs: OrderedDict[_Key, Pass] = field(default_factory=OrderedDict)
 
 
 class GraphedModel(CausalModel):
@@ -166,7 +163,7 @@ class GraphedModel(CausalModel):
         if key in known.graphs or known.seen[key] > self.RARE:
             graph = self._graph(cache.buffer, cache.backend, key, numbers)
             if graph is not None:
-                return [graph.run(numbers, part)]
+                return [graph(numbers, part)]
         return super().forward(parts, plan)
 
     @torch.inference_mode()
@@ -181,9 +178,7 @@ class GraphedModel(CausalModel):
                     self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)
                     buffer.clear()
 
-    def _graph(
-        self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor
-    ) -> StepGraph | None:
+    def _graph(self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor) -> Pass | None:
         """Recorded now, if it was not before; None where nothing can be."""
         graphs = self._of_buffer.setdefault(buffer, _BufferGraphs()).graphs
         if key in graphs:
@@ -192,7 +187,7 @@ class GraphedModel(CausalModel):
         if self._capture is None:
             return None
         try:
-            graphs[key] = StepGraph(self, buffer, backend, key, numbers, self._capture)
+            graphs[key] = recorded(self, buffer, backend, key, numbers, self._capture)
         except RuntimeError as error:
             self._capture = None
             self._of_buffer.clear()

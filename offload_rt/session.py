@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
-from offload_rt.attention import AttentionBackend, cpu_share_backend
+from offload_rt.attention import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -104,10 +104,9 @@ class Session:
             closing.callback(self.engine.close)
             cpu = None
             if shares.cpu_tokens:
-                backend = cpu_share_backend(shared.target.device)
-                cpu = CpuShare(backend, shared.target.device, shared.timeline)
+                cpu = CpuShare(shared.target.device, shared.timeline)
                 closing.callback(cpu.close)
-            self.full = FullCache(self.engine, shared.target.heads, shared.backend, shares, cpu)
+            self.full = FullCache(self.engine, shared.backend, shares, cpu)
             closing.callback(self.full.close)
             self._compose(continuation)
             self._closing = closing.pop_all()
@@ -123,7 +122,6 @@ class Session:
             self.full,
             continuation.sampling,
             shared.store.layout.pages(self.prompt_tokens + continuation.max_tokens),
-            shared.backend,
             shared.pool,
             shared.heads,
         )

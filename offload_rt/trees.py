@@ -32,12 +32,6 @@ class Tree:
         if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError(f"parents {list(self.parents)} must be {ROOT} or an earlier node")
 
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def chain(nodes: int) -> Tree:
-        """Each node's parent is the one before it."""
-        return Tree(tuple(range(ROOT, nodes - 1)))
-
     def __len__(self) -> int:
         return len(self.parents)
 

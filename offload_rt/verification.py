@@ -147,12 +147,6 @@ class Draft:
         if self.probs is not None and len(self.probs) != len(self.tree):
             raise ValueError(f"{len(self.tree)} tokens but probs of shape {list(self.probs.shape)}")
 
-    @classmethod
-    def chain(cls, tokens: Sequence[int] | Tokens, probs: Tensor | None = None) -> Draft:
-        """Tokens of which each follows the one before it."""
-        tokens = tokens if isinstance(tokens, Tokens) else Tokens(tokens)
-        return cls(tokens, Tree.chain(len(tokens)), probs)
-
     def __len__(self) -> int:
         return len(self.tree)
 

@@ -1,11 +1,9 @@
-"""A CUDA device emulated on the CPU: what runs on it may be late, and whatever is used too early is garbage.
+"""torch on an emulated CUDA device (`emulated_card`), so that tests marked `gpu` run without one.
 
-Every operation on a tensor of the emulated device is put into the queue of the stream that is current, as on
-a card, and computed by torch's CPU kernels once something waits for it: `late` at the last moment and no
-more than needed, `soon` at once, `random` anywhere between. Memory that has not been computed yet, or that
-was given back, is NaN (or a number far out of range). So a missing event, a buffer that is reused too early,
-a result that the host reads before it arrived, or a tensor that is let go while another stream still uses it
-show as wrong tokens or errors. What mixes devices is refused, and so is what waits for the device where
+Every operation on a tensor of the device is put into the queue of the stream that is current, as on a card,
+and computed there by torch's CPU kernels. So a missing event, a buffer that is reused too early, a result
+that the host reads before it arrived, or a tensor that is let go while another stream still uses it show as
+wrong tokens or errors. What mixes devices is refused, and so is what waits for the device where
 `torch.cuda.set_sync_debug_mode` or a capture forbids it.
 
 What it cannot show: speed, the arithmetic of CUDA's kernels, limits of the driver.
@@ -15,18 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
-import os
 import random
 import shutil
 import subprocess
 import tempfile
 import threading
-import time
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,14 +28,31 @@ from typing import Any, ClassVar
 
 import torch
 import torch.utils._device
+from emulated_card import (
+    CARD,
+    CUDA,
+    DEFAULT_STREAM,
+    PINNED,
+    SCHEDULES,
+    Event,
+    Graph,
+    Memory,
+    Stream,
+    await_stream,
+    captured,
+    capturing,
+    check_owned,
+    current_stream,
+    enqueue,
+    in_stream,
+    is_pinned,
+    refuse_in_capture,
+    spoil,
+)
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
-EMULATED = "EMULATED_CUDA" in os.environ
-"""Whether the tests run on it; its value is one of `SCHEDULES`."""
-SCHEDULES = ("late", "soon", "random")
 MEMORY = 24 * 2**30
-CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -64,250 +74,17 @@ extern "C" void set_guard() {
 """torch's bindings ask for the current device wherever a tensor has one; without CUDA nobody answers."""
 
 aten = torch.ops.aten
-_Run = Callable[[], object]
-
-
-class Stream:
-    """What was enqueued, in order; the first `done` of `submitted` pieces are computed."""
-
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.device = CUDA
-        self.number = next(CARD.numbers)
-        self.haste = CARD.random.choice((0.0, 0.1, 1.0))
-        self.submitted = self.done = 0
-        self.freed: list[_Run] = []
-        self._work: deque[_Run] = deque()
-        CARD.streams.add(self)
-
-    def put(self, run: _Run) -> None:
-        with CARD.lock:
-            self._work.append(run)
-            self.submitted += 1
-        CARD.progress(self)
-
-    def compute(self, upto: int) -> None:
-        if self.done >= upto:
-            return
-        with CARD.lock, _disable_current_modes(), torch.inference_mode():  # which writes tensors of any mode
-            while self.done < upto:
-                self.done += 1  # before it runs: what it waits for may lie in this stream again
-                self._work.popleft()()
-
-    def wait_event(self, event: Event) -> None:
-        stream, place = event.stream, event.place
-        if stream is not None:
-            self.put(functools.partial(stream.compute, place))
-
-    def wait_stream(self, stream: Stream) -> None:
-        self.put(functools.partial(stream.compute, stream.submitted))
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        _refuse_in_capture("a stream is waited for")
-        self.compute(self.submitted)
-
-    def query(self) -> bool:
-        return self.done == self.submitted
-
-
-class Event:
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
-        self.stream: Stream | None = None
-        self.place = 0
-        self._queries = 0
-        self._time = 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.stream = stream or current_stream()
-        self.stream.put(self._reached)
-        self.place = self.stream.submitted
-        self._queries = 0
-
-    def _reached(self) -> None:
-        self._time = time.perf_counter()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or current_stream()).wait_event(self)
-
-    def synchronize(self) -> None:
-        _refuse_in_capture("an event is waited for")
-        if self.stream is not None:
-            self.stream.compute(self.place)
-
-    def query(self) -> bool:
-        self._queries += 1
-        if self._queries > 1 and self.stream is not None:  # who asks again waits for it
-            self.stream.compute(self.place)
-        return self.stream is None or self.stream.done >= self.place
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1e3 * (end._time - self._time)
-
-
-class Graph:
-    """`torch.cuda.CUDAGraph`: what a capture recorded is enqueued by a replay."""
-
-    def __init__(self) -> None:
-        self.work: list[_Run] = []
-
-    def replay(self) -> None:
-        current_stream().put(lambda: [run() for run in self.work])
-
-
-class _Thread(threading.local):
-    streams: list[Stream]
-    graph: Graph | None = None
-
-    def __init__(self) -> None:
-        self.streams = []
-
-
-class Card:
-    """The device: its streams, its memory, and how late it is."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self.numbers = itertools.count()
-        self.schedule = "late"
-        self.random = random.Random(0)
-        self.sync_debug = "default"
-        self.allocated = self.peak = 0
-        # Of memory, by its address: another's by now; or its own from that point of its stream on.
-        self.reused: set[int] = set()
-        self.begins: dict[int, tuple[Stream, int]] = {}
-        self.fraction = 1.0
-
-    def progress(self, stream: Stream) -> None:
-        """What it computes of its own accord."""
-        if self.schedule == "soon":
-            stream.compute(stream.submitted)
-        elif self.schedule == "random":
-            with self.lock:
-                for one in sorted(self.streams, key=lambda one: one.number):
-                    if self.random.random() < one.haste:
-                        one.compute(self.random.randint(one.done, one.submitted))
-
-    def synchronize(self, device: object = None) -> None:
-        _refuse_in_capture("the device is waited for")
-        for stream in list(self.streams):
-            stream.compute(stream.submitted)
-
-
-CARD = Card()
-_DEFAULT = Stream()
-_thread = _Thread()
-
-
-def current_stream(device: object = None) -> Stream:
-    return _thread.streams[-1] if _thread.streams else _DEFAULT
-
-
-@contextmanager
-def _in_stream(stream: Stream | None) -> Iterator[None]:
-    _thread.streams.append(stream or current_stream())
-    try:
-        yield
-    finally:
-        _thread.streams.pop()
-
-
-@contextmanager
-def _captured(graph: Graph, pool: object = None, stream: Stream | None = None, **_: object) -> Iterator[None]:
-    CARD.synchronize()
-    with _in_stream(stream or Stream()):
-        _thread.graph = graph
-        try:
-            yield
-        finally:
-            _thread.graph = None
-
-
-def _refuse_in_capture(what: str) -> None:
-    if _thread.graph is not None:
-        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
-
-
-def _wait(what: object) -> None:
-    """The host waits for the current stream, where that is allowed."""
-    if CARD.sync_debug == "error":
-        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
-    current_stream().synchronize()
-
-
-def _enqueue(run: _Run) -> None:
-    if _thread.graph is not None:
-        _thread.graph.work.append(run)
-    else:
-        current_stream().put(run)
-
-
-class _Memory:
-    """An allocation of the device. Given back, it goes to the next one that its own stream asks for."""
-
-    def __init__(self, content: Tensor) -> None:
-        self.content = content
-        self.stream = current_stream()
-        freed, self.stream.freed = self.stream.freed, []
-        for spoil in freed:
-            self.stream.put(spoil)
-        self.address = content.untyped_storage().data_ptr()
-        CARD.reused.discard(self.address)
-        if freed:
-            CARD.begins[self.address] = self.stream, self.stream.submitted
-        self.used_by: set[Stream] = set()
-        self.keep = _thread.graph is not None  # in the graph's own pool
-        CARD.allocated += content.nbytes
-        CARD.peak = max(CARD.peak, CARD.allocated)
-
-    def __del__(self) -> None:
-        CARD.allocated -= self.content.nbytes
-        CARD.begins.pop(self.address, None)
-        if not self.keep:
-            used = [(other, other.submitted) for other in self.used_by]
-            self.stream.freed.append(functools.partial(_reuse, self.content, used))
-
-
-def _reuse(content: Tensor, used: list[tuple[Stream, int]]) -> None:
-    for stream, place in used:
-        stream.compute(place)
-    _spoil(content)
-    if content.nbytes:
-        CARD.reused.add(content.untyped_storage().data_ptr())
-
-
-def _check_owned(content: Tensor) -> None:
-    address = content.untyped_storage().data_ptr()
-    if address in CARD.reused:
-        raise RuntimeError("CUDA error: memory is written that was given back, and is another's by now")
-    stream, place = CARD.begins.get(address, (_DEFAULT, 0))
-    if stream.done < place:
-        raise RuntimeError("CUDA error: memory is written while it may still be another's")
-
-
-def _spoil(content: Tensor) -> None:
-    kind = content.dtype
-    if content.is_floating_point():
-        content.fill_(math.nan)
-    elif kind == torch.bool:
-        content.fill_(True)
-    else:
-        content.fill_(torch.iinfo(kind).max)
 
 
 class CudaTensor(Tensor):
     """A tensor of the emulated device; `content` is what it holds once its stream got there."""
 
     content: Tensor
-    memory: _Memory
+    memory: Memory
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, content: Tensor, memory: _Memory) -> CudaTensor:
+    def __new__(cls, content: Tensor, memory: Memory) -> CudaTensor:
         made = Tensor._make_wrapper_subclass(
             cls,
             content.shape,
@@ -363,55 +140,6 @@ def _on_card(index: Any) -> Any:
     return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
 
 
-class _PinnedBytes(bytearray):
-    """Has weak references."""
-
-
-class Pinned:
-    """Page-locked pieces of host memory: start and end of each."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[int, int] = {}
-
-    def register(self, address: int, size: int, flags: int = 0) -> int:
-        if self.holds(address, 1):
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
-        self.pieces[address] = address + size
-        return 0
-
-    def unregister(self, address: int) -> int:
-        return 0 if self.pieces.pop(address, None) is not None else 713
-
-    def holds(self, address: int, size: int) -> bool:
-        """Whether the memory is page-locked. A copy that crosses pieces is refused, as CUDA does."""
-        for start, end in list(self.pieces.items()):
-            if start <= address < end:
-                if address + size > end:
-                    raise RuntimeError("CUDA error: invalid argument: a copy crosses pieces of locked memory")
-                return True
-        return False
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = max(1, math.prod(shape) * dtype.itemsize)
-        memory = _PinnedBytes(size)
-        made = torch.frombuffer(memory, dtype=torch.uint8)
-        self.register(made.data_ptr(), size)
-        weakref.finalize(memory, self.unregister, made.data_ptr())
-        there = made[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-        _spoil(there)
-        return there
-
-
-PINNED = Pinned()
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return PINNED.holds(tensor.data_ptr(), span * tensor.itemsize)
-
-
 class Emulation(TorchDispatchMode):
     """Active in every thread: what makes tensors is asked for the device by a name alone."""
 
@@ -443,7 +171,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _check_generator(generator: torch.Generator, on_card: bool) -> None:
     if (generator._cdata in _Generator.on_card) != on_card:  # its Python object is another one by now
         raise RuntimeError("Expected a generator of the device that is drawn on")
-    _refuse_in_capture("a generator that is not registered draws the same at every replay")
+    refuse_in_capture("a generator that is not registered draws the same at every replay")
 
 
 @functools.cache
@@ -479,7 +207,7 @@ def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in (aten.is_pinned.default, aten._pin_memory.default, aten.pin_memory.default):
         (tensor, *_) = args
         if func is aten.is_pinned.default:
-            return _is_pinned(tensor)
+            return is_pinned(tensor)
         return PINNED.empty(tensor.shape, tensor.dtype).copy_(tensor)
     if kwargs.pop("pin_memory", False):
         like = func(*args, **kwargs)
@@ -503,12 +231,12 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _new(made)
     out = _new(made)
     content = out.content
-    _enqueue(lambda: _store(content, made))
+    enqueue(lambda: _store(content, made))
     return out
 
 
 def _store(into: Tensor, made: Tensor) -> None:
-    _check_owned(into)
+    check_owned(into)
     _copy(into, made)
 
 
@@ -521,8 +249,8 @@ def _new(like: Tensor) -> CudaTensor:
     """Memory of the device, whose content is garbage."""
     with torch.inference_mode():
         content = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        _spoil(content)
-    return CudaTensor(content, _Memory(content))
+        spoil(content)
+    return CudaTensor(content, Memory(content))
 
 
 _WAITS = {
@@ -543,7 +271,7 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     waits = func in _WAITS or (func in _TAKES_HOST_INDICES and _waits_for_indices(*args[1:3]))
     args, kwargs = _own(func, args, kwargs)
     if waits:
-        _wait(func)
+        await_stream(func)
         with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
         return _map(lambda one: _ready(one) if isinstance(one, Tensor) else one, result)
@@ -565,15 +293,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
             with torch.inference_mode():
                 drawn = func(given[0].clone(), *given[1:], **named)
-            _enqueue(lambda: _store(given[0], drawn))
+            enqueue(lambda: _store(given[0], drawn))
         else:
             contents = list(_leaves(_plain(written)))
-            _enqueue(lambda: _run(func, given, named, (), contents))
+            enqueue(lambda: _run(func, given, named, (), contents))
         returned = func._schema.returns
         return None if not returned else written[0] if len(returned) == 1 else tuple(written)
     results = _map(lambda one: _new(one) if isinstance(one, Tensor) else one, _results(func, given, named))
     outs = [one.content for one in _leaves(results) if isinstance(one, CudaTensor)]
-    _enqueue(lambda: _run(func, given, named, outs))
+    enqueue(lambda: _run(func, given, named, outs))
     return results
 
 
@@ -638,7 +366,7 @@ def _meta(value: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
     for one in written:
-        _check_owned(one)
+        check_owned(one)
     result = func(*args, **kwargs)
     made = [one for one in _leaves(result) if isinstance(one, Tensor)] if outs else []
     for out, one in zip(outs, made, strict=True):
@@ -660,19 +388,19 @@ def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if isinstance(source, CudaTensor):
             content = source.content
         else:
-            _refuse_in_capture("a graph would read the host's memory at every replay")
+            refuse_in_capture("a graph would read the host's memory at every replay")
             content = source  # read when the copy runs
-            if not (non_blocking and _is_pinned(source) and _in_one_piece(source, into)):
-                _wait("a copy from the host")
+            if not (non_blocking and is_pinned(source) and _in_one_piece(source, into)):
+                await_stream("a copy from the host")
                 content = source.clone()
-        _enqueue(lambda: _store(there, content))
+        enqueue(lambda: _store(there, content))
         return into
     assert isinstance(source, CudaTensor)
     content = source.content
-    if non_blocking and _is_pinned(into) and _in_one_piece(into, source):
-        _enqueue(lambda: _copy(into, content))
+    if non_blocking and is_pinned(into) and _in_one_piece(into, source):
+        enqueue(lambda: _copy(into, content))
     else:
-        _wait("a copy to the host")
+        await_stream("a copy to the host")
         _copy(into, content)
     return into
 
@@ -741,7 +469,7 @@ def _attend(
         for into, one in zip(there, _attention(*contents, causal, scale), strict=True):
             _store(into[..., : one.shape[2]] if one.dim() == 3 else into, one)
 
-    _enqueue(run)
+    enqueue(run)
     return made
 
 
@@ -883,17 +611,17 @@ def install(schedule: str = "late", seed: int = 0) -> None:
         "get_sync_debug_mode": lambda: CARD.sync_debug,
         "synchronize": CARD.synchronize,
         "current_stream": current_stream,
-        "default_stream": lambda _=0: _DEFAULT,
-        "stream": _in_stream,
+        "default_stream": lambda _=0: DEFAULT_STREAM,
+        "stream": in_stream,
         "device": _device,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph": _captured,
+        "graph": captured,
         "graph_pool_handle": lambda: (0, 0),
-        "is_current_stream_capturing": lambda: _thread.graph is not None,
+        "is_current_stream_capturing": capturing,
         "default_generators": (torch.Generator(),),
-        "_sleep": lambda cycles: _enqueue(lambda: None),
+        "_sleep": lambda cycles: enqueue(lambda: None),
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=PINNED.register, cudaHostUnregister=PINNED.unregister
         ),

@@ -190,7 +190,7 @@ class TokenCache:
     # What only some caches do.
 
     def adopt(self, verified: Verified) -> None:
-        came = [(int(position), int(token)) for position, token in verified.keys[0, 0].tolist()]
+        came = [(int(position), int(token)) for position, token in verified.kv[0, 0].tolist()]
         assert [token for _, token in came] == verified.tokens
         path = self.held.match(verified.tokens)
         self.keep(self.held.below(path[-1]) if path and len(path) == len(came) else [])
@@ -218,7 +218,7 @@ class FullTokenCache(TokenCache):
         entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         for cache in self.derived:
-            cache.adopt(Verified(ids, entries, entries, entries, new.count - 1))
+            cache.adopt(Verified(ids, entries, entries, new.count - 1))
 
     def keep(self, entries: Sequence[int]) -> None:
         assert not entries

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload_rt.graphs import Results
+
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
@@ -65,7 +67,7 @@ class RecordingCapture:
         self.replayed = 0
         self.fails = False
 
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, step: Callable[[], Results]) -> tuple[Callable[[], object], Results]:
         recorder = OperationRecorder()
         with recorder:
             out = step()

@@ -277,7 +277,7 @@ def full_cache(link: Link, ring: int, chunk: int | None, segment: int = 8) -> It
         sequence = store.new_sequence(chunk, page_means=chunk is not None)
         engine = TransferEngine(sequence, link, segment_tokens=segment, ring_buffers=ring)
         try:
-            yield FullCache(engine, HEADS, TorchCpuBackend())
+            yield FullCache(engine, TorchCpuBackend())
         finally:
             engine.close()
             link.close()
@@ -510,7 +510,6 @@ def retrieved_cache(
         chunk=chunk,
         recent=recent,
         refresh=RefreshPolicy.parse(policy),
-        backend=TorchCpuBackend(),
         selection=ByMeanKeys(source) if decay is None else ByAttention(source, chunk, decay, pages=200),
         room=room,
     )
@@ -554,7 +553,7 @@ def test_the_full_cache_and_those_derived_from_it(
         cache.scale = SCALE
         retrieved = retrieved_cache(cache, sizes, policy, decay, room)
         streaming = streaming_cache(sinks, recent, cache)
-        shared = SmallSharedCache(cache, TorchCpuBackend())
+        shared = SmallSharedCache(cache)
         retrieval = PlainRetrieval(full, sizes, RefreshPolicy.parse(policy), decay, room)
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
@@ -625,7 +624,7 @@ def test_the_full_cache_and_those_derived_from_it(
                     derived.keep(entries)
                 forest = forest.only(entries)
             check_retrieved(retrieved, retrieval, full)
-            keys, values = cache.engine.read(0, len(full.tokens))
+            keys, values = cache.engine.read(0, len(full.tokens)).unbind(1)
             torch.testing.assert_close(keys, full.keys, rtol=0, atol=1e-6)
             assert torch.equal(values, full.values)
             for derived in (streaming, retrieved, shared):
@@ -646,13 +645,11 @@ def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFul
             if length > cache.budget:
                 assert set(range(cache.chunk)) <= set(held)
             assert set(range(max(0, length - cache.recent), length)) <= set(held)
-            entries = cache.values[layer, head, : cache.entries]
-            same = (entries[:, None] == full.values[layer, head]).all(-1)
+            keys, values = cache.kv[layer, :, head, : cache.entries]
+            same = (values[:, None] == full.values[layer, head]).all(-1)
             found = same.nonzero()[:, 1].tolist()
             assert sorted(found) == held
-            torch.testing.assert_close(
-                cache.keys[layer, head, : cache.entries], full.keys[layer, head, found], rtol=0, atol=1e-6
-            )
+            torch.testing.assert_close(keys, full.keys[layer, head, found], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -707,8 +704,8 @@ def test_a_buffer_that_grows_is_copied_before_others_have_its_memory() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**7)  # what comes next is late
         grown = buffer.with_room(2**16 + 1)
-    shape = buffer.all_keys.shape
+    shape = buffer.memory.shape
     del buffer
-    others = [torch.ones(shape, device="cuda") for _ in range(2)]
+    other = torch.ones(shape, device="cuda")
     torch.cuda.synchronize()
-    assert not grown.keys.any() and not grown.values.any() and len(others) == 2
+    assert not grown.memory.any() and other.all()

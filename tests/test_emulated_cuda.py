@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from emulated_cuda import CARD, EMULATED
+from emulated_card import CARD, EMULATED
 from small_engine import PROMPT
 from test_streaming_engine import small_llm
 

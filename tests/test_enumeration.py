@@ -39,7 +39,7 @@ from offload_rt.drafting.verifier import Sampling
 from offload_rt.layers import LayerPlan
 from offload_rt.passes import run_alone
 from offload_rt.sampling import Draws, Sampler
-from offload_rt.trees import ROOT, Tree
+from offload_rt.trees import ROOT, Tree, forest
 from offload_rt.verification import Draft, Tokens
 
 TOLERANCE = 1e-6
@@ -132,7 +132,8 @@ class ChainOfAnyLength(TableDrafter):
             drawn = self.sampling.draws.categorical(torch.tensor(probs[-1], dtype=torch.float64))
             tokens.append(int(drawn))
         sampled = tokens and not self.sampling.sampler.greedy
-        return Draft.chain(tokens, torch.tensor(probs, dtype=torch.float64) if sampled else None)
+        drawn_from = torch.tensor(probs, dtype=torch.float64) if sampled else None
+        return Draft(Tokens(tokens), forest([len(tokens)]), drawn_from)
 
     def goes_on(self, tokens: list[int]) -> bool:
         chance = (0.3, 0.5, 0.9)[sum(tokens) % 3]

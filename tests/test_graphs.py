@@ -112,11 +112,11 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
     model = CausalModel(tiny_target(arch).to(dtype), arch)
     backend = ReferenceBackend() if dtype == torch.float64 else TorchCpuBackend()
     sliced, fixed = streaming_cache(model, backend), streaming_cache(model, backend)
-    pages = torch.randn(2, *sliced.keys.shape[:2], PAGES, model.head_dim, dtype=dtype)
+    pages = torch.randn(*sliced.kv.shape[:3], PAGES, model.head_dim, dtype=dtype)
     for cache in (sliced, fixed):
         cache._room = PAGES + 2
         cache.buffer = cache._take_buffer()
-        cache.buffer.add_pages(*pages)
+        cache.buffer.add_pages(pages)
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
@@ -162,7 +162,7 @@ def test_a_replay_computes_what_the_pass_would(arch: str) -> None:
             if step % 3 == 0:
                 walk.cache.settle()
         at += kept
-    torch.testing.assert_close(graphed.cache.keys, plain.cache.keys, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(graphed.cache.kv, plain.cache.kv, rtol=1e-4, atol=1e-5)
     assert capture.captured == 3  # one for each number of new tokens
     assert capture.replayed == 28 - 3 * GraphedModel.RARE
 
@@ -289,16 +289,15 @@ def test_buffers_that_move_are_told_apart() -> None:
     expected = plain.run(tokens)
     replays(graphed, tokens, GraphedModel.RARE + 1)
     first = cache.buffer
-    moved = (part.flip(2).roll(9, 2).contiguous() for part in (cache.keys, cache.values))
-    second = cache.buffer = KVBuffer(*moved)  # the same entries, in another order
-    first.keys.fill_(100.0)
+    moved = cache.kv.flip(3).roll(9, 3).contiguous()
+    second = cache.buffer = KVBuffer(moved)  # the same entries, in another order
+    first.kv[:, 0].fill_(100.0)
     found = replays(graphed, tokens, GraphedModel.RARE + 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert capture.captured == 2
     cache.buffer = first
-    first.keys.copy_(second.keys)
-    first.values.copy_(second.values)
-    second.keys.fill_(100.0)
+    first.kv.copy_(second.kv)
+    second.kv[:, 0].fill_(100.0)
     torch.testing.assert_close(graphed.run(tokens), expected, rtol=1e-5, atol=1e-5)
     assert (capture.captured, capture.replayed) == (2, 3)
 
@@ -307,7 +306,7 @@ def test_a_cache_that_grows_is_captured_anew() -> None:
     capture = RecordingCapture()
     plain, graphed, model = twins("llama", capture)
     text = byte_ids(400)
-    room = graphed.cache.keys.shape[2]
+    room = graphed.cache.kv.shape[3]
     replays(graphed, text[:1], GraphedModel.RARE + 2)
     replays(graphed, text[:2], GraphedModel.RARE + 2)
     assert (capture.captured, capture.replayed) == (2, 4)
@@ -317,7 +316,7 @@ def test_a_cache_that_grows_is_captured_anew() -> None:
     for count in (1, 1, 1, 1, 2):
         expected = plain.run(text[room : room + count])
         close(graphed.run(text[room : room + count]), expected)
-    assert graphed.cache.keys.shape[2] > room
+    assert graphed.cache.kv.shape[3] > room
     assert (capture.captured, capture.replayed) == (3, 6)
     assert len(model._of_buffer[graphed.cache.buffer].graphs) == 1
 

@@ -170,9 +170,8 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
         layout = llm._engine.store.layout
-        shape = (layout.layers, layout.kv_heads, 1, layout.head_dim)
-        some = torch.zeros(shape, dtype=layout.dtype)
-        session.engine.write_back(some, some)
+        shape = (layout.layers, 2, layout.kv_heads, 1, layout.head_dim)
+        session.engine.write_back(torch.zeros(shape, dtype=layout.dtype))
         with pytest.raises(CopyFailed, match="cable was pulled"):
             llm.generate(PROMPT, PARAMS)
         link.failing = working

@@ -327,12 +327,6 @@ def test_torchs_threads_are_set_for_the_calling_thread_alone(monkeypatch: pytest
     assert counts == [usual + 1, usual] * 2
 
 
-@pytest.mark.parametrize("threads", [None, 3])
-def test_the_chosen_backend_has_the_threads(threads: int | None) -> None:
-    backend = choose_backend(torch.device("cpu"), threads)
-    assert isinstance(backend, TorchCpuBackend) and backend.threads == threads
-
-
 # building
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_attention import ReferenceBackend
 from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
@@ -109,7 +108,6 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 chunk=cache.chunk,
                 recent=cache.recent,
                 refresh=cache.refresh.policy,
-                backend=cache.backend,
                 selection=cache._selection,
                 room=cache.buffer.room,
             )
@@ -123,11 +121,9 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
         compared += 1
         separate, entries = expected[refill], refill.extent.entries
         assert separate.entries == entries
-        assert torch.equal(refill.buffer.keys[:, :, :entries], separate.keys[:, :, :entries])
-        assert torch.equal(refill.buffer.values[:, :, :entries], separate.values[:, :, :entries])
+        assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
         rest = slice(refill.buffer.room - refill.extent.pages, refill.buffer.room)
-        assert torch.equal(refill.buffer.all_keys[:, :, rest], separate.buffer.all_keys[:, :, rest])
-        assert torch.equal(refill.buffer.all_values[:, :, rest], separate.buffer.all_values[:, :, rest])
+        assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
         use(cache, refill)
 
     monkeypatch.setattr(RetrievedCache, "refill", begun)
@@ -243,7 +239,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     streams: list[LayerStream] = []
     stream = TransferEngine.stream
     under_way: list[Callable[..., Any]] = []
-    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._send: 0}
+    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._bring: 0}
 
     def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
         streams.append(stream(engine, end, **arguments))
@@ -350,12 +346,12 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             full = llm._kept.session.full
             held += map(
                 weakref.ref,
-                (full._resident._memory, full._tail.buffer.all_keys, full._tail.buffer.all_values),
+                (full._resident._memory, full._tail.buffer.memory),
             )
             (retrieved,) = full.derived
             assert isinstance(retrieved, RetrievedCache)
             buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
-            taken = sum(buffer.nbytes for buffer in retrieved.buffers)
+            taken = sum(buffer.memory.nbytes for buffer in retrieved.buffers)
             del full, retrieved
             llm.generate(PROMPT, SHORT)
             assert planned == [[], []]
@@ -381,7 +377,7 @@ def test_buffers_of_other_sizes_go_before_new_ones_come() -> None:
     pool, layout = BufferPool(), KVLayout(1, 1, 2, torch.float32)
     first = pool.take(layout, 8, torch.device("cpu"))
     pool.give_back(first)
-    assert pool.free_bytes == first.keys.nbytes + first.values.nbytes
+    assert pool.free_bytes == first.memory.nbytes
     assert pool.take(layout, 8, torch.device("cpu")) is first
     pool.give_back(first)
     assert pool.take(layout, 9, torch.device("cpu")) is not first
@@ -443,7 +439,7 @@ def test_the_cpu_share_attends_several_runs_as_one() -> None:
     keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     runs = [(keys[:, a:b], values[:, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
-    share = CpuShare(ReferenceBackend(), torch.device("cpu"))
+    share = CpuShare(torch.device("cpu"))
     try:
         out, lse = share.finish(share.start(queries, runs, 0.3))
     finally:

@@ -29,7 +29,7 @@ def empty_cache(model: CausalModel, link: Link, page: int = 16) -> Iterator[Full
         sequence = store.new_sequence(chunk_size=8)
         engine = TransferEngine(sequence, link, segment_tokens=32, ring_buffers=2)
         try:
-            yield FullCache(engine, model.heads, TorchCpuBackend())
+            yield FullCache(engine, TorchCpuBackend())
         finally:
             engine.close()
             link.close()
@@ -45,7 +45,7 @@ def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[DynamicCache, 
 
 def check_store(cache: FullCache, expected: DynamicCache, length: int) -> None:
     assert cache.verified_length == length
-    keys, values = cache.engine.read(0, length)
+    keys, values = cache.engine.read(0, length).unbind(1)
     summaries = cache.sequence.summaries
     assert summaries is not None
     for number, layer in enumerate(expected.layers):

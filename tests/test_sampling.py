@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from offload_rt.sampling import GeneratorDraws, Sampler, choices, pick
-from offload_rt.trees import Tree
+from offload_rt.trees import Tree, forest
 
 
 def transformers_probs(sampler: Sampler, logits: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def drawn(seed: int) -> list[int]:
     return [
         value
         for _ in range(50)
-        for value in (int(draws.categorical(probs)), int(draws.descend(Tree.chain(1), coin)))
+        for value in (int(draws.categorical(probs)), int(draws.descend(forest([1]), coin)))
     ]
 
 
@@ -102,7 +102,7 @@ def test_coins_leave_the_tokens_alone() -> None:
     probs = torch.ones(1000)
     tossing, plain = GeneratorDraws(3), GeneratorDraws(3)
     for _ in range(20):
-        tossing.descend(Tree.chain(2), torch.tensor([0.5, 0.5]))
+        tossing.descend(forest([2]), torch.tensor([0.5, 0.5]))
         assert tossing.categorical(probs) == plain.categorical(probs)
 
 

@@ -22,7 +22,7 @@ from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heavies
 from offload_rt.errors import UsageError
 from offload_rt.loading import demo_model, load_tokenizer
 from offload_rt.passes import run_alone
-from offload_rt.trees import ROOT, Tree
+from offload_rt.trees import ROOT, forest
 from offload_rt.verification import Draft, Tokens
 
 FEW = st.integers(0, 3)
@@ -148,14 +148,14 @@ def test_what_most_continuations_share_is_proposed(
 
 def test_what_is_in_a_draft_already_is_not_joined_twice() -> None:
     probs = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
-    draft = Draft(Tokens([1, 2]), Tree.chain(2), probs)
+    draft = Draft(Tokens([1, 2]), forest([2]), probs)
     assert joined(draft, [1, 2]) is draft
     more = joined(draft, [1, 3, 0])
     assert more.tokens.known == [1, 2, 3, 0] and more.tree.parents == (ROOT, 0, 0, 2)
     assert more.probs is not None
     assert torch.equal(more.probs[2:], torch.eye(4)[[3, 0]]) and torch.equal(more.probs[:2], probs)
     assert more.found == 2 and more.tree.tries([0, 1], 2) == [(2, 0)]
-    assert joined(Draft(Tokens([1]), Tree.chain(1)), [1, 3]).probs is None
+    assert joined(Draft(Tokens([1]), forest([1])), [1, 3]).probs is None
 
 
 # In an LLM

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import EMULATED
+from emulated_card import EMULATED
 from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
@@ -138,9 +138,9 @@ def test_what_is_retrieved_is_the_texts(device: torch.device, share: tuple[int, 
         sequence = session.full.sequence
         for layer in range(sequence.layout.layers):
             runs = sequence.views(layer, 0, sequence.length)
-            for side, held in enumerate((cache.keys, cache.values)):
+            for side, held in enumerate(cache.kv[layer]):
                 text = torch.cat([head_major(run[side]) for run in runs], dim=1)
-                own = held[layer, :, : cache.entries].cpu()
+                own = held[:, : cache.entries].cpu()
                 exact = torch.cdist(own, text, compute_mode="donot_use_mm_for_euclid_dist") < 1e-5
                 assert bool(exact.any(-1).all())
                 if side == 0:  # values of equal bytes are equal in the first layer

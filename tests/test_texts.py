@@ -14,7 +14,8 @@ from offload_rt.drafting.verifier import Sampling
 from offload_rt.passes import Together
 from offload_rt.rounds import round_of
 from offload_rt.sampling import Sampler
-from offload_rt.verification import Draft
+from offload_rt.trees import forest
+from offload_rt.verification import Draft, Tokens
 
 PROMPT = [1, 3, 0, 2]
 PARTS = Parts(seed=2)
@@ -41,7 +42,7 @@ class Oracle(Drafter):
         places = range(start, min(start + shape.depth, len(CONTINUATION)))
         wrong = {token: (token + 1) % 5 for token in range(5)}
         told = [CONTINUATION[p] if p not in self._wrong else wrong[CONTINUATION[p]] for p in places]
-        return Proposal(Draft.chain(told))
+        return Proposal(Draft(Tokens(told), forest([len(told)])))
 
     def observe(self, view: TokenView, round: Round) -> None:
         self.observed.append(view.part(0))

@@ -218,7 +218,7 @@ def test_the_residual_is_sampled_after_a_rejection() -> None:
     proposal, probs = normalized([0.2, 0.8]), normalized([0.6, 0.4])
 
     def run(draws: Draws) -> int:
-        draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
+        draft = draft_of([int(draws.categorical(proposal))], [ROOT], proposal[None])
         return output(draft, verify(draft, torch.stack([probs, normalized([1, 1])]), draws))[0]
 
     found = outcome_probs(run)
@@ -230,7 +230,7 @@ def test_acceptance_is_as_likely_as_the_distributions_overlap() -> None:
     proposal, probs = normalized([1, 2, 3, 4]), normalized([4, 1, 0, 5])
 
     def run(draws: Draws) -> bool:
-        draft = Draft.chain([int(draws.categorical(proposal))], proposal[None])
+        draft = draft_of([int(draws.categorical(proposal))], [ROOT], proposal[None])
         return bool(verify(draft, probs.expand(2, -1), draws).row)
 
     assert outcome_probs(run)[True] == pytest.approx(float(torch.minimum(proposal, probs).sum()))
@@ -238,7 +238,7 @@ def test_acceptance_is_as_likely_as_the_distributions_overlap() -> None:
 
 def test_an_equal_distribution_accepts_every_draft() -> None:
     probs = normalized([1, 2, 3, 4])
-    draft = Draft.chain([3, 0, 2], probs.expand(3, -1))
+    draft = draft_of([3, 0, 2], [ROOT, 0, 1], probs.expand(3, -1))
     draws = ScriptedDraws()
     assert int(verify(draft, probs.expand(4, -1), draws).row) == 3
     assert draws.probability == pytest.approx(0.1)  # of the last token alone
@@ -267,7 +267,7 @@ def test_a_greedy_verifier_walks_to_the_child_that_bears_its_token() -> None:
 
 def test_a_candidate_that_could_not_be_drawn_is_never_accepted() -> None:
     nothing = torch.zeros(1, 4, dtype=torch.float64)
-    draft = Draft.chain([3], nothing)
+    draft = draft_of([3], [ROOT], nothing)
     found = outcome_probs(lambda draws: int(verify(draft, normalized([1, 1, 1, 7]).expand(2, -1), draws).row))
     assert found == {0: pytest.approx(1.0)}
 
@@ -281,7 +281,7 @@ def test_residual() -> None:
 
 
 def test_trees() -> None:
-    assert Tree.chain(3).parents == (ROOT, 0, 1) and Tree.chain(3).is_chain and Tree().is_chain
+    assert forest([3]).parents == (ROOT, 0, 1) and forest([3]).is_chain and Tree().is_chain
     tree = Tree((ROOT, 0, ROOT, 0))
     assert not tree.is_chain
     assert tree.depths == [1, 2, 1, 2]

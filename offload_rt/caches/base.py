@@ -152,14 +152,13 @@ class Verified:
 
     Attributes:
         tokens: their ids.
-        keys, values: `[layers, kv_heads, tokens, head_dim]`.
+        kv: `[layers, 2, kv_heads, tokens, head_dim]`, keys and values.
         queries: `[layers, heads, tokens, head_dim]`.
         proposed: how many drafted tokens the pass verified; `tokens` are these accepted and the root.
     """
 
     tokens: list[int]
-    keys: Tensor
-    values: Tensor
+    kv: Tensor
     queries: Tensor
     proposed: int
 

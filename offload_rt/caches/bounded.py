@@ -44,7 +44,7 @@ FIXED_SPECULATION = WORDS * WORD_BITS
 class Frame:
     """Where a pass's new tokens go in a buffer, and what they see; its attention in every layer.
 
-    Places are counted in `all_keys` of the buffer.
+    Places are counted in the buffer's memory.
 
     Attributes:
         slots: where new tokens go.
@@ -79,7 +79,7 @@ class Frame:
         mask = None
         if pages or not new.sees_all(held):
             # Verified entries are seen by every new token: a mask over all of them, one for all layers.
-            mask = torch.nn.functional.pad(new.mask(held, buffer.all_keys), (entries, 0))
+            mask = torch.nn.functional.pad(new.mask(held, buffer.memory), (entries, 0))
             if pages:
                 mask = torch.nn.functional.pad(mask, (pages, 0), value=math.log(rest / pages))
         stop = start + new.count
@@ -94,7 +94,7 @@ class Frame:
         """Attention and its log-sum-exp, for what is attended elsewhere to be merged with."""
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
-        all_keys, all_values = self.buffer.all_keys[layer], self.buffer.all_values[layer]
+        all_keys, all_values = self.buffer.memory[layer]
         all_keys[:, self.slots] = keys
         all_values[:, self.slots] = values
         seen_keys, seen_values = all_keys[:, self.seen], all_values[:, self.seen]
@@ -107,13 +107,13 @@ def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers
     Args:
         numbers: int64 on the device, those of `BoundedCache.numbers`.
     """
-    device = buffer.keys.device
+    device = buffer.memory.device
     entries, end, pages, rest = numbers[:NUMBERS]
     words = numbers[NUMBERS:].view(count, WORDS)
     place = torch.arange(-buffer.room, buffer.capacity, device=device)
     behind = place - entries
     visible = (place >= -pages) & ((behind < 0) | seen(words, behind))
-    wide = torch.promote_types(buffer.keys.dtype, torch.float32)
+    wide = torch.promote_types(buffer.memory.dtype, torch.float32)
     weight = torch.where(place < 0, (rest.to(wide) / pages.clamp(min=1)).log(), 0.0)
     mask = weight.expand(visible.shape).masked_fill(~visible, -torch.inf)
     slots = buffer.room + end + torch.arange(count, device=device)
@@ -178,14 +178,9 @@ class BoundedCache(ABC):
         del self.buffer  # the pool may let it go while something still refers to this cache
 
     @property
-    def keys(self) -> Tensor:
-        """`[layers, kv_heads, capacity, head_dim]`."""
-        return self.buffer.keys
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self.buffer.values
+    def kv(self) -> Tensor:
+        """Keys and values of the entries, `[layers, 2, kv_heads, capacity, head_dim]`."""
+        return self.buffer.kv
 
     @property
     def end(self) -> int:
@@ -235,19 +230,15 @@ class BoundedCache(ABC):
         """Brings the entries in `slots` to `start` and behind it."""
         if list(slots) == list(range(start, start + len(slots))):
             return
-        moved, stop = to_device(slots, self.keys.device), start + len(slots)
-        self.keys[:, :, start:stop] = self.keys[:, :, moved]
-        self.values[:, :, start:stop] = self.values[:, :, moved]
+        moved = to_device(slots, self._device)
+        self.kv[:, :, :, start : start + len(slots)] = self.kv[:, :, :, moved]
 
     def settle(self) -> None:
         start, count = self.entries, len(self.held)
         self.held.clear()
         if count:
             # Cloned: the verified region that takes them may grow into where they stand.
-            self._take(
-                self.keys[:, :, start : start + count].clone(),
-                self.values[:, :, start : start + count].clone(),
-            )
+            self._take(self.kv[:, :, :, start : start + count].clone())
 
     @abstractmethod
     def build(self, queries: Tensor) -> None:
@@ -263,8 +254,8 @@ class BoundedCache(ABC):
         Speculation below the last of them stays: it is still right.
         """
         kept = self._still_right(verified.tokens)
-        self._take(verified.keys, verified.values)
-        self._put_behind(*kept)
+        self._take(verified.kv)
+        self._put_behind(kept)
 
     def catch_up(self) -> None:  # noqa: B027
         """Fills itself from the full cache, if it must before it is read."""
@@ -273,26 +264,24 @@ class BoundedCache(ABC):
         """What to take from the full cache's pass that begins; it is used from the next `adopt` on."""
         return None
 
-    def _still_right(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _still_right(self, tokens: Sequence[int]) -> Tensor:
         """Takes out the speculative entries that descend from `tokens`, now verified; the others go.
 
-        Returns copies of their keys and values, for `_put_behind`.
+        Returns a copy of their KV, for `_put_behind`.
         """
         path = self.held.match(tokens)
         kept = self.held.below(path[-1]) if path and len(path) == len(tokens) else []
         self.keep(kept)
-        slots = slice(self.entries, self.end)
-        return self.keys[:, :, slots].clone(), self.values[:, :, slots].clone()
+        return self.kv[:, :, :, self.entries : self.end].clone()
 
-    def _put_behind(self, keys: Tensor, values: Tensor) -> None:
+    def _put_behind(self, kv: Tensor) -> None:
         """Puts the speculative entries behind the verified ones, which have become more."""
         self.buffer = self.buffer.with_room(self.end)
-        self.keys[:, :, self.entries : self.end] = keys
-        self.values[:, :, self.entries : self.end] = values
+        self.kv[:, :, :, self.entries : self.end] = kv
 
-    def _take(self, keys: Tensor, values: Tensor) -> None:
-        """Adds verified tokens `[layers, kv_heads, tokens, head_dim]` that follow the verified ones."""
-        count = keys.shape[2]
+    def _take(self, kv: Tensor) -> None:
+        """Adds verified tokens `[layers, 2, kv_heads, tokens, head_dim]` that follow the verified ones."""
+        count = kv.shape[3]
         if count > self.budget:
             raise ValueError(f"{count} tokens at once do not fit a cache of {self.budget} entries")
         appended = min(count, self.budget - self.entries)
@@ -300,12 +289,9 @@ class BoundedCache(ABC):
         self.entries += appended
         slots += self._victims(count - appended)
         if slots == list(range(slots[0], slots[0] + count)):
-            self.keys[:, :, slots[0] : slots[0] + count] = keys
-            self.values[:, :, slots[0] : slots[0] + count] = values
+            self.kv[:, :, :, slots[0] : slots[0] + count] = kv
         else:
-            places = to_device(slots, self.keys.device)
-            self.keys[:, :, places] = keys
-            self.values[:, :, places] = values
+            self.kv[:, :, :, to_device(slots, self._device)] = kv
         self.verified_length += count
 
     @abstractmethod

@@ -17,63 +17,50 @@ class KVBuffer:
     A recorded graph is bound to its addresses, and goes with it.
 
     Attributes:
-        all_keys, all_values: `[layers, kv_heads, room + capacity, head_dim]`.
+        memory: `[layers, 2, kv_heads, room + capacity, head_dim]`, keys and values.
         room: for means of pages. They end where the entries begin.
         pages: means that it holds.
     """
 
-    all_keys: Tensor
-    all_values: Tensor
+    memory: Tensor
     room: int = 0
     pages: int = 0
 
     @property
-    def keys(self) -> Tensor:
-        """Of the entries, `[layers, kv_heads, capacity, head_dim]`."""
-        return self.all_keys[:, :, self.room :]
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self.all_values[:, :, self.room :]
+    def kv(self) -> Tensor:
+        """Of the entries, `[layers, 2, kv_heads, capacity, head_dim]`."""
+        return self.memory[:, :, :, self.room :]
 
     @property
     def capacity(self) -> int:
         """Of entries."""
-        return self.all_keys.shape[2] - self.room
+        return self.memory.shape[3] - self.room
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...], torch.dtype, torch.device]:
         """Buffers of one kind can take each other's place."""
-        return self.room, self.all_keys.shape, self.all_keys.dtype, self.all_keys.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.all_keys.nbytes + self.all_values.nbytes
+        return self.room, self.memory.shape, self.memory.dtype, self.memory.device
 
     def clear(self) -> None:
         """Zeros: what lies behind the entries is multiplied by zero, so it has to be finite."""
-        self.all_keys.zero_()
-        self.all_values.zero_()
+        self.memory.zero_()
         self.pages = 0
 
-    def add_pages(self, keys: Tensor, values: Tensor) -> None:
-        """Means of the pages that follow those held, `[layers, kv_heads, pages, head_dim]` on any device.
+    def add_pages(self, means: Tensor) -> None:
+        """Means of the pages that follow those held, `[layers, 2, kv_heads, pages, head_dim]` on any device.
 
         The first page stands right before the entries, the next one before it: all that is attended to is
         one piece.
         """
         end = self.room - self.pages
-        start = end - keys.shape[2]
-        self.all_keys[:, :, start:end].copy_(keys.flip(2), non_blocking=True)
-        self.all_values[:, :, start:end].copy_(values.flip(2), non_blocking=True)
-        self.pages += keys.shape[2]
+        start = end - means.shape[3]
+        self.memory[:, :, :, start:end].copy_(means.flip(3), non_blocking=True)
+        self.pages += means.shape[3]
 
     def take_pages(self, other: KVBuffer) -> None:
         """The means of pages that another buffer of the same room holds, in place of its own."""
         rest = slice(self.room - other.pages, self.room)
-        self.all_keys[:, :, rest] = other.all_keys[:, :, rest]
-        self.all_values[:, :, rest] = other.all_values[:, :, rest]
+        self.memory[:, :, :, rest] = other.memory[:, :, :, rest]
         self.pages = other.pages
 
     def with_room(self, entries: int) -> KVBuffer:
@@ -81,13 +68,12 @@ class KVBuffer:
         missing = entries - self.capacity
         if missing <= 0:
             return self
-        for old in (self.all_keys, self.all_values) if self.all_keys.is_cuda else ():
-            # Copied on the stream of a pass, perhaps; nobody may be given their memory before.
-            old.record_stream(torch.cuda.current_stream(old.device))
+        if self.memory.is_cuda:
+            # Copied on the stream of a pass, perhaps; nobody may be given its memory before.
+            self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
         pad = (0, 0, 0, max(missing, self.capacity // 4))
         with torch.inference_mode(False):  # as in `take`
-            keys, values = (torch.nn.functional.pad(part, pad) for part in (self.all_keys, self.all_values))
-        return KVBuffer(keys, values, self.room, self.pages)
+            return KVBuffer(torch.nn.functional.pad(self.memory, pad), self.room, self.pages)
 
 
 @dataclass
@@ -98,14 +84,13 @@ class BufferPool:
 
     def take(self, layout: KVLayout, capacity: int, device: torch.device, room: int = 0) -> KVBuffer:
         """A buffer of zeros."""
-        shape = (layout.layers, layout.kv_heads, room + capacity, layout.head_dim)
+        shape = (layout.layers, 2, layout.kv_heads, room + capacity, layout.head_dim)
         asked = (room, shape, layout.dtype, device)
         found = next((one for one in self._free if one.kind == asked), None)
         if found is None:
             self.drop_free()  # of other sizes: there need not be room for both
             with torch.inference_mode(False):  # else it were writable in that mode alone
-                keys, values = (torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(2))
-            found = KVBuffer(keys, values, room)
+                found = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device), room)
         else:
             self._free.remove(found)
         found.clear()  # which touches it, too: later that would hold up a round
@@ -114,7 +99,7 @@ class BufferPool:
     @property
     def free_bytes(self) -> int:
         """Bytes of the buffers that no text uses."""
-        return sum(one.nbytes for one in self._free)
+        return sum(one.memory.nbytes for one in self._free)
 
     def give_back(self, buffer: KVBuffer) -> None:
         """Nothing that uses it may be enqueued any more but in the order of its next use."""

@@ -11,18 +11,21 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
-from offload_rt.caches.attended import AttendedChunks
 from offload_rt.caches.base import NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, ResidentShare, Shares, Tail
 from offload_rt.host import to_device
+
+if TYPE_CHECKING:
+    from offload_rt.caches.selection import ByAttention
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
@@ -61,7 +64,6 @@ class FullCache:
     def __init__(
         self,
         engine: TransferEngine,
-        heads: int,
         backend: AttentionBackend,
         shares: Shares = EVERYTHING_STREAMED,
         cpu: CpuShare | None = None,
@@ -69,24 +71,23 @@ class FullCache:
         self.engine = engine
         self.sequence = engine.sequence
         self.layout = layout = engine.sequence.layout
-        self.heads = heads
         self.backend = backend
         self.shares = shares
         self.derived: list[BoundedCache] = []
-        self.attended: AttendedChunks | None = None
+        self.attended: ByAttention | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
         self.last_queries = self._prompt_queries = torch.empty(0)
         self._prompt_tokens = 0
         self._cpu = cpu
         self._tail = Tail(layout, engine.link.device)
-        self.device = self._tail.buffer.keys.device
+        self.device = self._tail.buffer.memory.device
         self._resident = ResidentShare(layout, shares.resident_tokens, self.device)
         self._new: NewTokens | None = None
         self._frame: Frame | None = None  # of the pass, over the tail
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
-        self._queries = torch.empty(0)
+        self._queries: list[Tensor] = []  # of the pass, layer by layer
         self._refills: list[Refill] = []
         self._cancelled = threading.Event()
 
@@ -101,8 +102,7 @@ class FullCache:
         self._tail.drop(self._coverage.stream.end)
         self._frame = self._tail.frame(new, self.backend)
         self._new = new
-        shape = (self.layout.layers, self.heads, new.count, self.layout.head_dim)
-        self._queries = torch.empty(shape, dtype=self.layout.dtype, device=self.device)
+        self._queries = []
         self._refills = [refill for cache in self.derived if (refill := cache.refill()) is not None]
         # What is committed never changes: the link goes on into the next pass when this one is copied.
         self._ahead = self._open()
@@ -121,7 +121,7 @@ class FullCache:
         if self._cancelled.is_set():
             raise PassCancelled("the text was given up")
         self.scale = scale
-        self._queries[layer] = queries
+        self._queries.append(queries)
         resident, stream = self._coverage.resident, self._coverage.stream
         by_cpu: Future[list[Tensor]] | None = None
         if self._cpu is not None and stream.start > resident:
@@ -174,11 +174,11 @@ class FullCache:
             raise RuntimeError("commit without a pass")
         new = self._new
         self._new = self._frame = self._coverage = None
-        keys, values = self._tail.commit(kept)
+        kv = self._tail.commit(kept)
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
-        queries = self._queries.index_select(2, to_device(kept, self.device))
-        verified = Verified(ids, keys, values, queries, new.count - 1)
-        self.engine.write_back(keys, values)
+        queries = torch.stack(self._queries).index_select(2, to_device(kept, self.device))
+        verified = Verified(ids, kv, queries, new.count - 1)
+        self.engine.write_back(kv)
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
@@ -230,7 +230,7 @@ class FullCache:
     def start_from(self, length: int) -> None:
         """The store holds a text of `length` tokens, for a pass to follow; the tail takes its last page."""
         start = length // self.layout.page_size * self.layout.page_size
-        self._tail.restart(start, *self.engine.read(start, length))
+        self._tail.restart(start, self.engine.read(start, length))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Takes to its place what stays on the device of a layer's whole prompt, after its prefill."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, KVLayout
-from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
+from offload_rt.attention import AttentionBackend, attend, attend_weighed, cpu_share_backend, merge
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import KVBuffer
@@ -85,10 +85,9 @@ class Tail:
         self.start = 0
         self.tokens = 0
         # A page at most waits to be covered, and a round's tokens come behind it.
-        shape = (layout.layers, layout.kv_heads, layout.page_size + 64, layout.head_dim)
+        shape = (layout.layers, 2, layout.kv_heads, layout.page_size + 64, layout.head_dim)
         with torch.inference_mode(False):  # a text may be read in that mode, and decoded again outside of it
-            keys = torch.empty(shape, dtype=layout.dtype, device=device)
-            self.buffer = KVBuffer(keys, torch.empty_like(keys))
+            self.buffer = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device))
 
     @property
     def end(self) -> int:
@@ -102,37 +101,34 @@ class Tail:
 
     def committed(self, layer: int) -> KeysValues:
         """A view of the committed tokens of a layer, as one page."""
-        keys, values = self.buffer.keys[layer], self.buffer.values[layer]
-        return keys[None, :, : self.tokens], values[None, :, : self.tokens]
+        pages = self.buffer.kv[layer, :, None, :, : self.tokens]
+        return pages[0], pages[1]
 
-    def restart(self, start: int, keys: Tensor, values: Tensor) -> None:
-        """Begins at another place, with the committed tokens `[layers, kv_heads, n, head_dim]`."""
-        self.start, self.tokens = start, keys.shape[2]
+    def restart(self, start: int, kv: Tensor) -> None:
+        """Begins at another place, with the committed tokens `[layers, 2, kv_heads, n, head_dim]`."""
+        self.start, self.tokens = start, kv.shape[3]
         self.buffer = self.buffer.with_room(self.tokens)
-        self.buffer.keys[:, :, : self.tokens] = keys
-        self.buffer.values[:, :, : self.tokens] = values
+        self.buffer.kv[:, :, :, : self.tokens] = kv
 
     def drop(self, start: int) -> None:
         """Forgets the tokens before `start`."""
         gone = start - self.start
         if gone > 0:
             # Cloned where they overlap: what stays moves to the front.
-            kept = slice(gone, self.tokens)
-            self.restart(start, self.buffer.keys[:, :, kept].clone(), self.buffer.values[:, :, kept].clone())
+            self.restart(start, self.buffer.kv[:, :, :, gone : self.tokens].clone())
 
-    def commit(self, path: Sequence[int]) -> KeysValues:
-        """Keeps these pending tokens, in this order; returns copies `[layers, kv_heads, n, head_dim]`."""
-        chosen = to_device([self.tokens + place for place in path], self.buffer.keys.device)
-        keys, values = self.buffer.keys.index_select(2, chosen), self.buffer.values.index_select(2, chosen)
+    def commit(self, path: Sequence[int]) -> Tensor:
+        """Keeps these pending tokens, in this order; returns a copy `[layers, 2, kv_heads, n, head_dim]`."""
+        chosen = to_device([self.tokens + place for place in path], self.buffer.memory.device)
+        kv = self.buffer.kv.index_select(3, chosen)
         stop = self.tokens + len(path)
-        self.buffer.keys[:, :, self.tokens : stop] = keys
-        self.buffer.values[:, :, self.tokens : stop] = values
+        self.buffer.kv[:, :, :, self.tokens : stop] = kv
         self.tokens = stop
-        return keys, values
+        return kv
 
     def release(self) -> None:
         """Lets its memory go."""
-        self.buffer = KVBuffer(torch.empty(0), torch.empty(0))
+        self.buffer = KVBuffer(torch.empty(0))
 
 
 class CpuShare:
@@ -142,10 +138,8 @@ class CpuShare:
     layer's queries arrive only after the results of the layer before are on the device.
     """
 
-    def __init__(
-        self, backend: AttentionBackend, device: torch.device, timeline: Timeline = NO_TIMELINE
-    ) -> None:
-        self._backend = backend
+    def __init__(self, device: torch.device, timeline: Timeline = NO_TIMELINE) -> None:
+        self._backend = cpu_share_backend(device)
         self._device = device
         self._timeline = timeline
         self._buffers: dict[str, Tensor] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -115,14 +115,14 @@ class RetrievedRefill:
             layer, places, sent = self._under_way.popleft()
             self._put(self._source.engine.await_sent(sent), layer, places)
 
-    def _put(self, parts: Iterable[Tensor], layer: int, places: _Places) -> None:
-        """Keys and values on the device, to the entries at `places`."""
-        for part, memory in zip(parts, (self.buffer.keys, self.buffer.values), strict=True):
-            if isinstance(places, slice):
-                memory[layer, :, places] = part
-            else:
-                chosen = memory[layer, :, : self.extent.chosen_end]
-                chosen.unflatten(1, (-1, self._chunk))[places] = part
+    def _put(self, kv: Tensor, layer: int, places: _Places) -> None:
+        """Keys and values on the device, `[2, …]`, to the entries at `places`."""
+        entries = self.buffer.kv[layer]
+        if isinstance(places, slice):
+            entries[:, :, places] = kv
+        else:
+            chosen = entries[:, :, : self.extent.chosen_end]
+            chosen.unflatten(2, (-1, self._chunk))[:, *places] = kv
 
     def take_from_store(self) -> None:
         """Takes every entry now, from where it lies. Raises CopyFailed and TransferStalled."""
@@ -145,7 +145,7 @@ class RetrievedRefill:
         self._put_sent(layer - 1)
         self._layer = layer
         self._numbers, self._chunks = self._chosen[layer].result()
-        self._there = self._chunks.to(self.buffer.keys.device, non_blocking=True)
+        self._there = self._chunks.to(self._source.device, non_blocking=True)
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         chunk, (pages, _, tokens, dim) = self._chunk, keys.shape
@@ -166,13 +166,7 @@ class RetrievedRefill:
             for side, out in zip(sides, packed, strict=True):
                 torch.index_select(side.memory, 0, rows, out=out.view(len(rows), -1))
 
-        shape = 2, high - low, chunk, dim
-        if over_link:
-            self._send(shape, pick, layer, tuple(places))
-        else:
-            packed = keys.new_empty(shape)
-            pick(packed)
-            self._put(packed, layer, tuple(places))
+        self._bring((2, high - low, chunk, dim), pick, layer, tuple(places), over_link)
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         extent = self.extent
@@ -180,18 +174,25 @@ class RetrievedRefill:
         last = min(start + len(keys) * keys.shape[2], extent.length)
         if first >= last:
             return
-        to = slice(
-            extent.chosen_end + first - extent.recent_start, extent.chosen_end + last - extent.recent_start
-        )
+        behind = extent.chosen_end - extent.recent_start  # from places in the text to entries
         parts = [part_of(part, first - start, last - start) for part in (keys, values)]
         self._missing -= (last - first) * keys.shape[1]
-        if over_link:
-            self._send((2, *parts[0].shape), lambda packed: torch.stack(parts, out=packed), layer, to)
-        else:
-            self._put(parts, layer, to)
+        places = slice(first + behind, last + behind)
+        shape = (2, *parts[0].shape)
+        self._bring(shape, lambda packed: torch.stack(parts, out=packed), layer, places, over_link)
 
-    def _send(
-        self, shape: Sequence[int], fill: Callable[[Tensor], object], layer: int, places: _Places
+    def _bring(
+        self,
+        shape: Sequence[int],
+        fill: Callable[[Tensor], object],
+        layer: int,
+        places: _Places,
+        over_link: bool,
     ) -> None:
-        """What `fill` puts into host memory, to the entries at `places`. The pass does not wait for it."""
-        self._under_way.append((layer, places, self._source.engine.send(shape, fill)))
+        """What `fill` puts into memory of this shape, to the entries at `places`; no link is waited for."""
+        if over_link:
+            self._under_way.append((layer, places, self._source.engine.send(shape, fill)))
+        else:
+            packed = self.buffer.memory.new_empty(shape)
+            fill(packed)
+            self._put(packed, layer, places)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cpu_kv import ChunkMeans, expecting, retrieval
-from offload_rt.attention import AttentionBackend
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
@@ -49,13 +48,12 @@ class RetrievedCache(BoundedCache):
         chunk: int,
         recent: int,
         refresh: RefreshPolicy,
-        backend: AttentionBackend,
         selection: Selection,
         room: int = 0,
         from_stream: bool = False,
         pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(source.layout, source.device, budget, backend, pool, room)
+        super().__init__(source.layout, source.device, budget, source.backend, pool, room)
         self.chunk = chunk
         self.recent = recent
         self._source = source
@@ -126,12 +124,12 @@ class RetrievedCache(BoundedCache):
         layout, means, engine = self._layout, self._source.sequence.page_means, self._source.engine
         while means is not None and buffer.pages < extent.pages:
             end = min(extent.pages, buffer.pages + engine.READ_TOKENS)  # the host memory in between is kept
-            shape = (2, layout.layers, layout.kv_heads, end - buffer.pages, layout.head_dim)
+            shape = (layout.layers, 2, layout.kv_heads, end - buffer.pages, layout.head_dim)
             pages = slice(buffer.pages, end)
-            buffer.add_pages(*engine.fetch(shape, partial(self._put_means, means, pages)))
+            buffer.add_pages(engine.fetch(shape, partial(self._put_means, means, pages)))
 
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
-        torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], 1, out=out)
+        torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], out=out)
 
     def _chosen_anew(
         self, length: int, queries: Tensor, buffer: KVBuffer, choices: Tensor | None = None
@@ -155,7 +153,7 @@ class RetrievedCache(BoundedCache):
         self.refresh.done()
 
     def adopt(self, verified: Verified) -> None:
-        count = verified.keys.shape[2]
+        count = verified.kv.shape[3]
         kept = self._still_right(verified.tokens)
         refill, self._refill = self._refill, None
         if refill is not None and refill.complete and self._due is None:
@@ -176,8 +174,8 @@ class RetrievedCache(BoundedCache):
         if due:
             self._wanted = verified.queries
             self._read = False
-        self._take(verified.keys, verified.values)
-        self._put_behind(*kept)
+        self._take(verified.kv)
+        self._put_behind(kept)
 
     @property
     def buffers(self) -> list[KVBuffer]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from cpu_kv import chunk_scores
 from offload_rt.attention import attend_weighed, choose_backend, fold, merge
-from offload_rt.caches.attended import AttendedChunks
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.host import Arriving
+from offload_rt.weighing import attended_mass
 
 DECAY = 0.8
 """Of what a verification attended to, after the next one. Measured: 0.5 to 0.9 differ little."""
@@ -45,17 +46,57 @@ class ByMeanKeys:
         return scores
 
 
-class ByAttention(AttendedChunks):
+class ByAttention:
     """What verifications have attended to; the newest queries of the prompt to begin with.
 
-    It costs a pass a few sums, where mean keys cost a refresh a product; and it sees a chunk that one token
-    makes worth holding, which a mean hides.
+    Weights of chunks, summed over some queries of each pass; what passes saw before counts less. Accumulated
+    as in H2O (arXiv 2306.14048), from verifications as in SpecAttn (arXiv 2602.07223). The newest tokens,
+    which no stream covers yet, are left out. It costs a pass a few sums, where mean keys cost a refresh a
+    product; and it sees a chunk that one token makes worth holding, which a mean hides.
+
+    Args:
+        chunk: tokens of a chunk.
+        decay: what is left of a pass's share after another one; 1: all of it.
+        pages: what the text may come to.
+
+    Attributes:
+        scores: `[layers, kv_heads, chunks]` float32 on the device, of all those pages.
     """
 
     def __init__(self, source: FullCache, chunk: int, decay: float, pages: int) -> None:
-        super().__init__(source.layout, source.device, chunk, decay, pages)
+        self.chunk = chunk
         self._source = source
+        self._decay = decay
+        # Once: it is read and written in several threads, on a GPU in streams of their own.
+        layout, chunks = source.layout, pages * source.layout.page_size // chunk
+        self.scores = torch.zeros(layout.layers, layout.kv_heads, chunks, device=source.device)
+        self._parts: list[tuple[int, Tensor, Tensor]] = []  # first token, lse, units
         source.attended = self
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.scores.zero_()
+        self.drop_layer()
+
+    def drop_layer(self) -> None:
+        """Forgets the layer under way."""
+        self._parts.clear()
+
+    def add(self, start: int, lse: Tensor, units: Tensor) -> None:
+        """A segment of the layer under way, from token `start` on; see `attended_mass`."""
+        self._parts.append((start, lse, units))
+
+    def end_layer(self, layer: int, lse: Tensor) -> None:
+        """Counts what was attended to of a layer.
+
+        Args:
+            lse: `[heads, query]`, of all that its queries attended to.
+        """
+        scores = self.scores[layer].mul_(self._decay)
+        for start, part_lse, units in self._parts:
+            first = start // self.chunk
+            scores[:, first : first + units.shape[2]] += attended_mass(units, part_lse, lse)
+        self._parts.clear()
 
     def restart(self, queries: Tensor) -> None:
         """The text begins anew, with its prompt in the full cache; `queries` are of its last tokens."""

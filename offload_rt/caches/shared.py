@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_rt.attention import AttentionBackend, attend, cpu_share_backend, merge
+from offload_rt.attention import attend, merge
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -25,13 +25,11 @@ class SharedCache(BoundedCache):
     PORTION = 64
     """Verified tokens that it takes at once; then it leaves full pages to the store."""
 
-    def __init__(self, source: FullCache, backend: AttentionBackend, pool: BufferPool | None = None) -> None:
+    def __init__(self, source: FullCache, pool: BufferPool | None = None) -> None:
         entries = source.layout.page_size + self.PORTION
-        super().__init__(source.layout, source.device, entries, backend, pool)
+        super().__init__(source.layout, source.device, entries, source.backend, pool)
         self._source = source
-        self._cpu: CpuShare | None = None
-        if source.device.type != "cpu":
-            self._cpu = CpuShare(cpu_share_backend(source.device), source.device)
+        self._cpu = None if source.device.type == "cpu" else CpuShare(source.device)
 
     @property
     def _paged(self) -> int:
@@ -49,7 +47,7 @@ class SharedCache(BoundedCache):
         length, page = self._source.verified_length, self._layout.page_size
         self.entries, self.verified_length = 0, length // page * page
         if length > self.verified_length:
-            self._take(*self._source.engine.read(self.verified_length, length))
+            self._take(self._source.engine.read(self.verified_length, length))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if not self._paged:
@@ -63,11 +61,10 @@ class SharedCache(BoundedCache):
         out, lse = self._cpu.finish(by_cpu)
         return merge([own, (out, lse)])[0]
 
-    def _take(self, keys: Tensor, values: Tensor) -> None:
-        for start in range(0, keys.shape[2], self.PORTION):
-            portion = slice(start, start + self.PORTION)
+    def _take(self, kv: Tensor) -> None:
+        for portion in kv.split(self.PORTION, dim=3):
             self._leave_pages_to_the_store()
-            super()._take(keys[:, :, portion], values[:, :, portion])
+            super()._take(portion)
 
     def _leave_pages_to_the_store(self) -> None:
         page = self._layout.page_size

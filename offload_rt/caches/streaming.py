@@ -39,7 +39,7 @@ class StreamingCache(BoundedCache):
         self.sinks = sinks
         self.window = window
         self._frequencies = inverse_frequencies.float()
-        self._sink_keys = self.keys[:, :, :sinks].clone()  # as rotated by the model, at positions 0..
+        self._sink_keys = self.kv[:, 0, :, :sinks].clone()  # as rotated by the model, at positions 0..
         self._oldest = 0  # overwritten next, counted from the first slot of the window
         self._source = source
 
@@ -66,21 +66,20 @@ class StreamingCache(BoundedCache):
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
-        self._take(*self._source.engine.read(0, min(self.sinks, length)))
+        self._take(self._source.engine.read(0, min(self.sinks, length)))
         if recent > self.sinks:
             self.skip(recent - self.sinks)
         if length > recent:
-            self._take(*self._source.engine.read(recent, length))
+            self._take(self._source.engine.read(recent, length))
 
-    def _take(self, keys: Tensor, values: Tensor) -> None:
+    def _take(self, kv: Tensor) -> None:
         # In portions, so that a whole prompt may pass through and each portion finds its victims.
-        first = max(0, min(self.sinks - self.entries, keys.shape[2]))
+        first = max(0, min(self.sinks - self.entries, kv.shape[3]))
         if first:
-            self._sink_keys[:, :, self.entries : self.entries + first] = keys[:, :, :first]
-            super()._take(keys[:, :, :first], values[:, :, :first])
-        for start in range(first, keys.shape[2], self.window):
-            stop = start + self.window
-            super()._take(keys[:, :, start:stop], values[:, :, start:stop])
+            self._sink_keys[:, :, self.entries : self.entries + first] = kv[:, 0, :, :first]
+            super()._take(kv[:, :, :, :first])
+        for start in range(first, kv.shape[3], self.window):
+            super()._take(kv[:, :, :, start : start + self.window])
         self._move_sinks()
 
     def _victims(self, count: int) -> list[int]:
@@ -100,4 +99,4 @@ class StreamingCache(BoundedCache):
         rotary = len(cos)  # less than head_dim where a model rotates only a part
         keys = self._sink_keys[..., :rotary].float()
         turned = torch.cat([-keys[..., rotary // 2 :], keys[..., : rotary // 2]], dim=-1)
-        self.keys[:, :, : self.sinks, :rotary] = (keys * cos + turned * sin).to(self.keys.dtype)
+        self.kv[:, 0, :, : self.sinks, :rotary] = (keys * cos + turned * sin).to(self.kv.dtype)

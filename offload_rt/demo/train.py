@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from offload_rt.demo.windows import WindowSampler, attention_bias
+from offload_rt.demo.windows import WindowSampler, attention_bias, batch
 from offload_rt.errors import UsageError
 
 BOS, EOS = "<s>", "</s>"
@@ -108,30 +108,6 @@ def encoded(texts: Iterable[str], tokenizer: Any) -> list[Tensor]:
     return [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
-class Optimizers:
-    """Muon for the matrices of `layers`, AdamW for what else `model` has; one schedule for both."""
-
-    def __init__(self, model: torch.nn.Module, layers: torch.nn.Module, rate: float) -> None:
-        inner = [p for p in layers.parameters() if p.ndim == 2]
-        matrices = {id(p) for p in inner}
-        others = [p for p in model.parameters() if id(p) not in matrices]
-        self._all = [
-            torch.optim.Muon(inner, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.97), weight_decay=0.0),
-        ]
-        self._rate = rate
-        self._parameters = list(model.parameters())
-
-    def step(self, scale: float) -> None:
-        """One update at `scale` times the peak rate, with the gradient clipped to norm 1."""
-        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        for optimizer in self._all:
-            for group in optimizer.param_groups:
-                group["lr"] = self._rate * scale
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-
 def rate_scale(step: int, progress: float) -> float:
     """Linear warm-up over 60 steps, level to 50 % of the time, then linear to 3 %."""
     warm = min(1.0, (step + 1) / 60)
@@ -209,6 +185,49 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16)
 
 
+def optimize(
+    name: str,
+    model: torch.nn.Module,
+    layers: torch.nn.Module,
+    rate: float,
+    steps: Iterable[tuple[int, float]],
+    losses: Callable[[int, float], Mapping[str, Tensor]],
+    later: float = 1.0,
+) -> None:
+    """Trains in place: Muon for the matrices of `layers`, AdamW for what else `model` has.
+
+    Args:
+        name: of what is trained, to tell how far it is.
+        rate: of learning, at its peak; one schedule for both.
+        steps: their numbers and the progress from 0 to 1, see `steps_within`.
+        losses: of a step, by what they are called.
+        later: weight of a loss, as a share of that of the one before.
+    """
+    matrices = [p for p in layers.parameters() if p.ndim == 2]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.97), weight_decay=0.0),
+    ]
+    running: dict[str, float] = {}
+    for step, progress in steps:
+        found = losses(step, progress)
+        torch.stack([later**at * loss for at, loss in enumerate(found.values())]).sum().backward()
+        torch.nn.utils.clip_grad_norm_([*matrices, *others], 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * rate_scale(step, progress)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for each, loss in found.items():
+            value = float(loss.detach())
+            running[each] = 0.95 * running.get(each, value) + 0.05 * value
+        if step % 25 == 0:
+            told = " ".join(f"{each}:{value:.3f}" for each, value in running.items())
+            print(f"{name} step {step} {progress:.1%} loss {told}", flush=True)
+
+
 def train_target(
     model: LlamaForCausalLM,
     sampler: WindowSampler,
@@ -219,35 +238,27 @@ def train_target(
     begin: float,
 ) -> None:
     """Trains in place from progress `begin`; writes a checkpoint to `save` every ten minutes."""
-    optimizers = Optimizers(model, model.model.layers, rate=3e-3)
-    running: dict[int, float] = {}
-    seen, last_save, started = 0, time.monotonic(), time.monotonic()
-    for step, progress in steps_within(seconds, begin):
-        plan = target_plan(progress, step, longest)
-        length = plan.length
-        windows = [
-            sampler.draw_repeats(length)
-            if torch.rand((), generator=sampler.generator) < plan.repeats
-            else sampler.draw(length, plan.gaps, plan.copies)
-            for _ in range(plan.batch)
-        ]
-        tokens = torch.stack([w.tokens for w in windows]).to(device)
-        positions = torch.stack([w.positions for w in windows]).to(device)
-        mask = attention_bias(windows, torch.bfloat16)
-        with autocast(device):
-            loss = next_token_loss(model, tokens, positions, None if mask is None else mask.to(device))
-        loss.backward()
-        optimizers.step(rate_scale(step, progress))
-        seen += plan.batch * length
-        value = float(loss.detach())
-        running[length] = 0.95 * running.get(length, value) + 0.05 * value
-        if step % 25 == 0:
-            losses = " ".join(f"{n}:{v:.3f}" for n, v in running.items())
-            rate = seen / (time.monotonic() - started)
-            print(f"step {step} {progress:.1%} loss {losses} tok/s {rate:.0f} M {seen / 1e6:.2f}", flush=True)
+    last_save = time.monotonic()
+
+    def losses(step: int, progress: float) -> dict[str, Tensor]:
+        nonlocal last_save
         if time.monotonic() - last_save > 600:
             save_model(model, save)
             last_save = time.monotonic()
+        plan = target_plan(progress, step, longest)
+        windows = [
+            sampler.draw_repeats(plan.length)
+            if torch.rand((), generator=sampler.generator) < plan.repeats
+            else sampler.draw(plan.length, plan.gaps, plan.copies)
+            for _ in range(plan.batch)
+        ]
+        tokens, positions = batch(windows, device)
+        mask = attention_bias(windows, torch.bfloat16)
+        with autocast(device):
+            loss = next_token_loss(model, tokens, positions, None if mask is None else mask.to(device))
+        return {str(plan.length): loss}
+
+    optimize("target", model, model.model.layers, 3e-3, steps_within(seconds, begin), losses)
 
 
 def train_draft(
@@ -258,24 +269,18 @@ def train_draft(
     device: torch.device,
 ) -> None:
     """Distils the target's laws (KL of target to draft) on windows of the draft cache's size."""
-    optimizers = Optimizers(draft, draft.model.layers, rate=4e-3)
     target.eval()
-    running = 0.0
-    for step, progress in steps_within(seconds):
-        windows = [sampler.draw(512, 0.0, 0.1) for _ in range(8)]
-        tokens = torch.stack([w.tokens for w in windows]).to(device)
-        positions = torch.stack([w.positions for w in windows]).to(device)
+
+    def losses(step: int, progress: float) -> dict[str, Tensor]:
+        tokens, positions = batch([sampler.draw(512, 0.0, 0.1) for _ in range(8)], device)
         with autocast(device):
             with torch.no_grad():
                 wanted = target.lm_head(hidden_states(target, tokens, positions, None))
             logits = draft.lm_head(hidden_states(draft, tokens, positions, None))
         own, law = (F.log_softmax(each.float(), -1).flatten(0, 1) for each in (logits, wanted))
-        loss = F.kl_div(own, law, log_target=True, reduction="batchmean")
-        loss.backward()
-        optimizers.step(rate_scale(step, progress))
-        running = 0.95 * running + 0.05 * float(loss.detach()) if step else float(loss.detach())
-        if step % 25 == 0:
-            print(f"draft step {step} {progress:.1%} kl {running:.3f}", flush=True)
+        return {"kl": F.kl_div(own, law, log_target=True, reduction="batchmean")}
+
+    optimize("draft", draft, draft.model.layers, 4e-3, steps_within(seconds), losses)
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:

@@ -18,16 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.demo.train import (
-    Optimizers,
-    autocast,
-    encoded,
-    minutes,
-    rate_scale,
-    read_corpus,
-    steps_within,
-)
-from offload_rt.demo.windows import WindowSampler
+from offload_rt.demo.train import autocast, encoded, minutes, optimize, read_corpus, steps_within
+from offload_rt.demo.windows import WindowSampler, batch
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.heads import Head, save_head
@@ -114,27 +106,14 @@ def acceptance(head: Head, target: CausalModel, windows: Sequence[Tensor]) -> li
 def train(
     head: Head, target: CausalModel, sampler: WindowSampler, steps: Iterable[tuple[int, float]]
 ) -> None:
-    """Trains in place.
+    """Trains in place; see `train.optimize` for `steps`."""
 
-    Args:
-        steps: their numbers and the progress from 0 to 1, see `train.steps_within`.
-    """
-    optimizers = Optimizers(head, head, rate=4e-3)
-    running: list[float] = []
-    for step, progress in steps:
-        windows = [sampler.draw(LENGTH, 0.0, 0.1).tokens for _ in range(WINDOWS)]
+    def by_depth(step: int, progress: float) -> dict[str, Tensor]:
+        tokens, _ = batch([sampler.draw(LENGTH, 0.0, 0.1) for _ in range(WINDOWS)], target.device)
         with autocast(target.device):
-            found = losses(head, target, torch.stack(windows).to(target.device))
-        torch.stack([LATER**at * loss for at, loss in enumerate(found)]).sum().backward()
-        optimizers.step(rate_scale(step, progress))
-        values = [float(loss.detach()) for loss in found]
-        running = [0.95 * a + 0.05 * b for a, b in zip(running or values, values, strict=True)]
-        if step % 25 == 0:
-            print(f"head step {step} {progress:.1%} kl {_shown(running)}", flush=True)
+            return {str(depth): loss for depth, loss in enumerate(losses(head, target, tokens), 1)}
 
-
-def _shown(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
+    optimize("head", head, head, 4e-3, steps, by_depth, LATER)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -180,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
         unseen = windows_of(others)
         windows = [unseen.draw(2 * LENGTH, 0.0, 0.0).tokens.to(target.device) for _ in range(EVALUATED)]
         with autocast(target.device):
-            print(f"acceptance by depth {_shown(acceptance(head, target, windows))}")
+            shares = (f"{share:.3f}" for share in acceptance(head, target, windows))
+            print("acceptance by depth", *shares)
     return 0
 
 

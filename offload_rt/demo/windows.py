@@ -139,6 +139,12 @@ class WindowSampler:
         return sources
 
 
+def batch(windows: list[Window], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions of windows of one length, `[windows, length]`."""
+    tokens, positions = zip(*((window.tokens, window.positions) for window in windows), strict=True)
+    return torch.stack(tokens).to(device), torch.stack(positions).to(device)
+
+
 def attention_bias(windows: list[Window], dtype: torch.dtype) -> Tensor | None:
     """Causal additive mask `[batch, 1, length, length]` with the dilution bias; None where there is none."""
     if all(window.key_bias is None for window in windows):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offload_rt.attention import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, room_for_means
 from offload_rt.caches.full import FullCache
@@ -48,7 +47,6 @@ class Parts:
     full: FullCache
     sampling: Sampling
     pages: int
-    backend: AttentionBackend
     pool: BufferPool
     heads: Heads
     caches: list[BoundedCache] = field(default_factory=list)
@@ -131,14 +129,14 @@ def _cache(
     """What a level's model attends to."""
     config = parts.config
     if level.cache == "shared":
-        return SharedCache(parts.full, parts.backend, parts.pool)
+        return SharedCache(parts.full, parts.pool)
     if level.cache == "streaming":
         return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
             sinks=config.draft.sinks,
             window=config.draft.window,
-            backend=parts.backend,
+            backend=parts.full.backend,
             source=None if level.name == DRAFT_STREAMING else parts.full,
             pool=parts.pool,
         )
@@ -148,7 +146,6 @@ def _cache(
         chunk=config.retrieval.chunk,
         recent=config.retrieval.recent,
         refresh=config.retrieval.refresh,
-        backend=parts.backend,
         selection=_selection(parts),
         room=room_for_means(parts.pages) if config.retrieval.rest else 0,
         from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,

@@ -134,12 +134,9 @@ def test_a_stalled_copy_raises_and_close_does_not_wait_for_it() -> None:
     ticket = link.copy([pair(1000)])
     queued = link.copy([pair(1000)])
     start = time.monotonic()
-    with pytest.raises(TransferStalled) as stalled:
+    with pytest.raises(TransferStalled, match="4,000 bytes was not done after 0.02 s"):
         ticket.wait()
     assert time.monotonic() - start >= 0.02
-    assert stalled.value.byte_count == 4000
-    assert stalled.value.seconds == 0.02
-    assert "4,000 bytes" in str(stalled.value)
     link.close()
     link.close()
     for unfinished in (ticket, queued, link.copy([pair()])):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_kv import chunk_scores, exact_top_k, retrieval
+from cpu_kv import chunk_scores, retrieval
 
 
 def plain_attention(queries: Tensor, keys: Tensor, scale: float) -> list[list[list[float]]]:
@@ -35,14 +35,14 @@ def random_inputs(seed: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), tokens=st.integers(1, 12), scale=st.sampled_from([0.125, 1.0]))
-def test_scores_and_exact_top_k(seed: int, tokens: int, scale: float) -> None:
+def test_scores_and_their_order(seed: int, tokens: int, scale: float) -> None:
     queries, keys = random_inputs(seed, tokens)
     attention = plain_attention(queries, keys, scale)
     mass = [[sum(row[token] for row in rows) for token in range(tokens)] for rows in attention]
     scores = chunk_scores(queries, keys, scale)
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, torch.tensor(mass) / queries.shape[1])
-    chosen = exact_top_k(queries, keys, tokens, scale)
+    chosen = retrieval(scores, tokens, first=0)
     assert chosen.tolist() == [plain_largest(row, tokens) for row in mass]
 
 
@@ -62,4 +62,5 @@ def test_retrieval_chooses_the_lower_number_of_equals(values: list[float], data:
 
 def test_equal_keys_are_chosen_in_order() -> None:
     keys = torch.ones(1, 300, 8)
-    assert exact_top_k(torch.ones(1, 1, 8), keys, 300, 1.0)[0].tolist() == list(range(300))
+    scores = chunk_scores(torch.ones(1, 1, 8), keys, 1.0)
+    assert retrieval(scores, 300, first=0)[0].tolist() == list(range(300))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import EMULATED
+from emulated_card import EMULATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -78,7 +78,7 @@ def test_a_write_back_that_finds_no_room_leaves_every_layer_as_it_was(
     with engine_over(PacedLink(1e9), kv) as engine:
         monkeypatch.setattr(PagedKVStore, "_memory", last_layer_is_too_much)
         with pytest.raises(MemoryError):
-            engine.write_back(kv[:, 0], kv[:, 1])
+            engine.write_back(kv)
         engine.flush()
         assert {engine.sequence.layer_length(layer) for layer in range(LAYOUT.layers)} == {16}
 
@@ -195,7 +195,7 @@ def test_streams_and_write_backs_under_any_use(
                 streams.pop(first % len(streams))[0].close()
             elif name == "write":
                 block, copies = random_kv(first, number), counters.copies
-                engine.write_back(block[:, 0].clone(), block[:, 1].clone())
+                engine.write_back(block.clone())
                 assert counters.copies == copies + 1, "of all layers and heads"
                 kv = torch.cat([kv, block], dim=3)
             elif name == "flush":
@@ -225,7 +225,7 @@ def test_copies_are_few_whatever_the_number_of_heads(kv_heads: int, monkeypatch:
         engine.flush()
         assert engine.counters.copies == 2
         for tokens in (1, 17):
-            engine.write_back(*torch.randn(2, 2, kv_heads, tokens, 4))
+            engine.write_back(torch.randn(2, 2, kv_heads, tokens, 4))
         assert engine.counters.copies == 2 + 2
         engine.flush()
         stream = engine.stream(64)
@@ -235,7 +235,7 @@ def test_copies_are_few_whatever_the_number_of_heads(kv_heads: int, monkeypatch:
         engine.read(3, 7)
         assert engine.counters.copies == 14 + 1, "of all layers"
         monkeypatch.setattr(TransferEngine, "READ_TOKENS", 16)
-        read = torch.stack(engine.read(3, 50), dim=1)
+        read = engine.read(3, 50)
         assert engine.counters.copies == 15 + 3
         stored = [torch.stack([head_major(side) for side in pair]) for pair in sequence.views(1, 3, 50)]
         assert torch.equal(read[1], torch.cat(stored, dim=2))
@@ -324,7 +324,7 @@ def test_in_place_nothing_is_copied() -> None:
         (first, *_), views = list(engine.stream(28).segments(0)), engine.sequence.views(0)
         assert first[0].data_ptr() == views[0][0].data_ptr()
         block = random_kv(4, 1)
-        engine.write_back(block[:, 0], block[:, 1])
+        engine.write_back(block)
         assert engine.sequence.layer_length(0) == 34  # at once
         engine.read(27, 34)
         assert engine.counters.bytes_to_device == engine.counters.bytes_to_host == 0
@@ -336,8 +336,8 @@ def test_reads_wait_for_write_backs(make_link: type[CpuLink]) -> None:
     kv = random_kv(30)
     with engine_over(make_link(), kv) as engine:
         block = random_kv(6, 1)
-        engine.write_back(block[:, 0], block[:, 1])
-        read = torch.stack(engine.read(27, 36), dim=1)
+        engine.write_back(block)
+        read = engine.read(27, 36)
         assert torch.equal(read, torch.cat([kv, block], dim=3)[:, :, :, 27:])
         if not engine.link.in_place:
             assert engine.counters.bytes_to_device == 9 * LAYOUT.token_bytes
@@ -397,9 +397,9 @@ def test_a_failed_write_back_leaves_no_hole() -> None:
     link.failing = lambda pairs: float(pairs[0][1].flatten()[0]) == 13.0
     with engine_over(link, random_kv(5)) as engine:
         for value in (1.0, 13.0, 2.0):
-            block = torch.full((3, 2, 2, 4), value)
+            block = torch.full((3, 2, 2, 2, 4), value)
             try:
-                engine.write_back(block, block)
+                engine.write_back(block)
             except CopyFailed:
                 break
         else:
@@ -407,9 +407,9 @@ def test_a_failed_write_back_leaves_no_hole() -> None:
                 engine.flush()
         assert engine.sequence.layer_length(0) == 7
         engine.flush()
-        engine.write_back(torch.full((3, 2, 2, 4), 3.0), torch.full((3, 2, 2, 4), 3.0))
+        engine.write_back(torch.full((3, 2, 2, 2, 4), 3.0))
         engine.flush()
-        assert engine.read(6, 8)[0][0, 0, :, 0].tolist() == [1.0, 3.0]
+        assert engine.read(6, 8)[0, 0, 0, :, 0].tolist() == [1.0, 3.0]
 
 
 def test_a_stalled_link_raises() -> None:
@@ -454,7 +454,7 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
                 engine.write_prompt(layer, block[0] + late, block[1] + late)
         engine.flush()
         last = kv[:, :, :, tokens:].cuda() + (load @ load).sum() * 0
-        engine.write_back(last[:, 0], last[:, 1])
+        engine.write_back(last)
         engine.flush()
         assert sequence.length == tokens + 17
         for _ in range(3):
@@ -468,7 +468,7 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
                 copies.append(pieces)
             for layer, pieces in enumerate(copies):
                 assert torch.equal(torch.cat(pieces, dim=2).cpu(), kv[layer, :, :, :tokens])
-        read = torch.stack(engine.read(tokens - 13, tokens + 17), dim=1)
+        read = engine.read(tokens - 13, tokens + 17)
         assert torch.equal(read.cpu(), kv[:, :, :, -30:])
         engine.close()
         link.close()
