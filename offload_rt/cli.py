@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from offload_rt.commands import datastore, demo, doctor, generate, plan, search_skips
-from offload_rt.commands.exits import READER_GONE, REFUSED, drop_stdout, status_of, terminable
+from offload_rt.commands.exits import run_program
 from offload_rt.errors import UsageError
 
 COMMANDS = (demo, generate, plan, doctor, datastore, search_skips)
@@ -29,27 +28,7 @@ to begin:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: that of the process); returns the exit code."""
-    if sys.stderr is None:  # closed: print would send what is meant for it to stdout
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    try:
-        with terminable():
-            status = _run(_parser(), argv)
-            sys.stdout.flush()
-            return status
-    except BrokenPipeError:
-        drop_stdout()
-        return READER_GONE
-    except UsageError as error:
-        print(f"offload-rt: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return REFUSED
-    except OSError as error:
-        drop_stdout()
-        said = f"stdout: cannot be written ({error.strerror}); send it elsewhere"
-        print(f"offload-rt: error: {error if error.filename else said}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt as interrupt:
-        print("offload-rt: interrupted", file=sys.stderr)
-        return status_of(interrupt)
+    return run_program("offload-rt", lambda: _run(_parser(), argv))
 
 
 def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:

@@ -256,7 +256,7 @@ def test_model_card(
 ) -> None:
     kinds = (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE, acceptance.STREAMING)
     small = dataclasses.replace(MODEL_CARD, sizes=Sizes(shares=(8,), caches=kinds))
-    monkeypatch.setattr(command_line, "COMMANDS", (small,))
+    monkeypatch.setattr(command_line, "commands", lambda: (small,))
     other = tmp_path / "other.txt"
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")
     out = tmp_path / "card.json"
@@ -509,7 +509,7 @@ def test_a_part_without_rows_says_so(
     nothing = studies.Part(lambda study: [], ("label",), ("plotted",))
     subject = SimpleNamespace(device=CPU, settings={})
     study = studies.Study("none", "nothing", "", Sizes(), {}, lambda *_: subject, {"drafts": nothing})
-    monkeypatch.setattr(command_line, "COMMANDS", (study,))
+    monkeypatch.setattr(command_line, "commands", lambda: (study,))
     assert command_line.main(["none", "--out", str(tmp_path / "none.json")]) == 0
     assert "\n\nNothing here can be measured with these models.\n" in (tmp_path / "none.md").read_text()
     assert last_line(capsys)["drafts"] == []

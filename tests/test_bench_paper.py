@@ -35,7 +35,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     arguments += f" --out {out} --context 320 --rate 1 --seeds 2 -n 24"
     with pytest.MonkeyPatch.context() as fewer:
         small = dataclasses.replace(PAPER, sizes=Sizes(shapes=SHAPES))
-        fewer.setattr(command_line, "COMMANDS", (small,))
+        fewer.setattr(command_line, "commands", lambda: (small,))
         fewer.setattr(paper, "LAYERS", ("all", "groups:1", "groups:3", "skip:1a,2a,3a"))
         for name, values in (
             ("TEMPERATURES", {0.0: 2.31, 1.0: 2.08}),
