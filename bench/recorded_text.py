@@ -29,6 +29,9 @@ class Text:
         config: its store, its prefill and the means that it keeps hold for every composition.
         capacity: tokens of the longest text and its continuation together.
         notices: what the user is told, the models' own notices among it; the engine's are added.
+
+    Attributes:
+        notices: all of them.
     """
 
     def __init__(
@@ -40,8 +43,8 @@ class Text:
         capacity: int,
         notices: list[str] | None = None,
     ) -> None:
-        self._capacity, self._notices = capacity, [] if notices is None else notices
-        self._engine = Engine(target, draft, [config], link, on_notice=self._notices.append)
+        self._capacity, self.notices = capacity, [] if notices is None else notices
+        self._engine = Engine(target, draft, [config], link, on_notice=self.notices.append)
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None
         self._seeds = count()
@@ -66,9 +69,9 @@ class Text:
             while self.sessions:
                 self._engine.close_session(self.sessions.pop())
             self._prompt = ()
-            for text in prompt:
+            for left, text in zip(range(len(prompt), 0, -1), prompt, strict=True):
                 continuation = self._continuation(self._capacity - len(text))
-                self.sessions.append(self._engine.open(text, continuation))
+                self.sessions.append(self._engine.open(text, continuation, texts=left))
             self._prompt = prompt
             self._ms = sum(session.prefill_ms for session in self.sessions)
             if self._recording is not None:
@@ -96,7 +99,7 @@ class Text:
         self._timeline.spans.clear()
         self._copies()
         params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
-        writers = [Writer(self._engine, one, params, None, self._notices) for one in self.sessions]
+        writers = [Writer(self._engine, one, params, None, self.notices) for one in self.sessions]
         try:
             finish(self._engine, writers)
             if failed := next((writer.error for writer in writers if writer.error), None):

@@ -177,7 +177,7 @@ def _point(record: dict[str, Any]) -> str:
     rows = [row for row in record["rows"] if "error" not in row]
     if not record["place"]:
         rows.sort(key=lambda row: row["ms_per_token"]["median"])
-    cells = [_rounds(row) if record["place"] else _times(row, record) for row in rows]
+    cells = [_rounds(row, record) if record["place"] else _times(row, record) for row in rows]
     absent = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
     title = ", ".join(filter(None, [sizes(record["context"], batch(record)), record["place"]]))
     what, rate = "What a plain pass reads", f"{record['read_rate_gb_s']:.0f} GB/s of memory"
@@ -205,17 +205,18 @@ def _times(row: dict[str, Any], record: dict[str, Any]) -> dict[str, str]:
         "accepted": ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or "–",
         "of bound": f"{record['bound_ms'] / yielded / taken:.0%}" if yielded and taken else "–",
         "prefill s": number(row["prefill_ms"] / 1e3, 1),
-        "tokens": _agreement(row),
+        "tokens": _agreement(row, batch(record)),
         "peak GiB": number(row["peak_bytes"] / 2**30, 1),
     }
     return cells | ({"answered": f"{row['answered']:.0%}"} if record["needles"] else {})
 
 
-def _rounds(row: dict[str, Any]) -> dict[str, str]:
+def _rounds(row: dict[str, Any], record: dict[str, Any]) -> dict[str, str]:
     """Cells of a system whose rounds were looked into."""
     found = {"ms_per_token": row["ms_per_token"]["median"]} | row.get("rounds", {})  # none of a peer
     told = {name: number(found.get(key), digits) for name, (key, digits) in ROUNDS.items()}
-    return {"system": "; ".join([row["label"], *row["notes"]])} | told | {"tokens": _agreement(row)}
+    tokens = _agreement(row, batch(record))
+    return {"system": "; ".join([row["label"], *row["notes"]])} | told | {"tokens": tokens}
 
 
 ROUNDS = {
@@ -235,7 +236,7 @@ ROUNDS = {
 """Columns: keys of the `rounds` of a row, and digits."""
 
 
-def _agreement(row: dict[str, Any]) -> str:
+def _agreement(row: dict[str, Any], texts: int) -> str:
     if row["synthetic"] is not None:
         return "held"
     if "first_difference" not in row:
@@ -245,27 +246,32 @@ def _agreement(row: dict[str, Any]) -> str:
     if row["first_difference"] is None:
         return "equal"
     gap = f", gap {row['logit_gap']:.1e}" if "logit_gap" in row else ""
-    return f"differ at {row['first_difference']}{gap}"
+    if texts == 1:
+        return f"differ at {row['first_difference']}{gap}"
+    text, at = divmod(row["first_difference"], len(row["tokens"]) // texts)
+    return f"text {text + 1} differs at {at}"
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens a second over context, ms a token by system at the longest one, and what ours goes to."""
+    """Tokens a second over context or batch, ms a token by system at the last one, and what ours goes to."""
     plots = pyplot()
-    contexts = [record["context"] for record in records]
+    by_batch = len({record["context"] for record in records}) == 1 and any(batch(one) > 1 for one in records)
+    places = [batch(record) if by_batch else record["context"] for record in records]
     figure, (rates, times, parts) = plots.subplots(1, 3, figsize=(22, 6), layout="constrained")
     names = list(dict.fromkeys(row["system"] for record in records for row in record["rows"]))
     rates.set_prop_cycle(color=[plots.get_cmap("tab20")(number) for number in range(20)])
     for name in names:
         found = [
-            (record["context"], 1e3 / row["ms_per_token"]["median"])
-            for record in records
+            (place, 1e3 / row["ms_per_token"]["median"])
+            for place, record in zip(places, records, strict=True)
             for row in record["rows"]
             if row["system"] == name and "error" not in row
         ]
         if found:
             rates.plot(*zip(*found, strict=True), "o-" if name.startswith("ours") else "s--", label=name)
-    rates.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="tokens a second (median)")
-    rates.set_xticks(contexts, [tokens_name(n) for n in contexts])
+    over = "texts together" if by_batch else "context, tokens"
+    rates.set(xscale="log", yscale="log", xlabel=over, ylabel="tokens a second (median)")
+    rates.set_xticks(places, [str(n) if by_batch else tokens_name(n) for n in places])
     rates.minorticks_off()
     rates.grid(alpha=0.3)
     rates.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -275,8 +281,10 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     colours = ["tab:green" if row["system"].startswith("ours") else "tab:gray" for row in last]
     bars = times.barh([row["system"] for row in last], medians, color=colours)
     times.bar_label(bars, [f"{value:.1f}" for value in medians], padding=3)
-    times.axvline(records[-1]["bound_ms"], linestyle=":", color="black", label="bound of a plain pass")
-    times.set(xscale="log", xlabel=f"ms a token at {tokens_name(contexts[-1])} tokens")
+    bound = records[-1]["bound_ms"] / batch(records[-1])
+    times.axvline(bound, linestyle=":", color="black", label="bound of a plain pass")
+    at = sizes(records[-1]["context"], batch(records[-1]))
+    times.set(xscale="log", xlabel=f"ms a token at {at}")
     times.margins(x=0.15)
     times.legend(fontsize="small", loc="lower right")
     ours = [row for row in last if row["parts_ms"]]

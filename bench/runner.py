@@ -8,6 +8,7 @@ tokens are held against those of the first system that yields any.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,23 @@ PATIENCE_S = 1800.0
 CLOSING_S = 5.0
 
 Say = Callable[[str], None]
+
+
+def python_of(adapter: str) -> Path:
+    """The interpreter of its environment, which may not be there."""
+    return Path(sys.executable) if adapter in OWN_ENVIRONMENT else PEERS_PYTHON
+
+
+def there_by_now(system: str, error: str) -> bool:
+    """Whether what a system failed for want of has been installed since."""
+    if error == NOT_INSTALLED:
+        return PEERS_PYTHON.exists()
+    python = python_of(system.partition(":")[0])
+    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", error)
+    if missing is None or not python.exists():
+        return False
+    script = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    return subprocess.run([python, "-c", script, missing[1]]).returncode == 0
 
 
 class SystemFailed(RuntimeError):
@@ -73,8 +91,8 @@ class Worker:
     """
 
     def __init__(self, adapter: str, setup: Setup, patience_s: float = PATIENCE_S) -> None:
-        python = sys.executable if adapter in OWN_ENVIRONMENT else str(PEERS_PYTHON)
-        if not Path(python).exists():
+        python = python_of(adapter)
+        if not python.exists():
             raise SystemFailed(NOT_INSTALLED)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(setup.threads)}
         if adapter != "ours":  # which asks for it where there is a GPU, and may have done so here
@@ -83,7 +101,7 @@ class Worker:
         self._connection, theirs = Pipe()
         with theirs, (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
             self._process = subprocess.Popen(
-                [python, "-m", "bench.worker", adapter, str(theirs.fileno())],
+                [str(python), "-m", "bench.worker", adapter, str(theirs.fileno())],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,

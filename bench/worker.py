@@ -37,6 +37,8 @@ def main(adapter: str, descriptor: str) -> None:
                     if setup.gpu_memory_gib and "torch" in sys.modules:  # not for llama.cpp, nor vLLM
                         cap(setup.gpu_memory_gib, setup.device)
                     opened[name] = systems[system](setup)
+                    with suppress(OSError):  # its peak counts from here on: not what was converted for it
+                        Path("/proc/self/clear_refs").write_text("5")
                 answer = _ask(opened[name], command, *arguments) | memory()
             except Exception as error:
                 traceback.print_exc()

@@ -30,6 +30,7 @@ class Fake:
     def __init__(self, kind, setup):
         if kind == "absent":
             import a_module_that_is_not_there
+        bytes(2**27)  # of a conversion: no peak of the system
         print("libraries print on stdout")
         self.kind, self.label, self.prompt = kind, f"fake {kind}", []
     def prepare(self, prompt):
@@ -106,7 +107,7 @@ def test_rows_of_what_works_and_of_what_does_not(
     assert (good["prefill_ms"], good["notes"], good["steady"]) == (5.0, ["a fake", "seen"], True)
     assert (good["tokens_per_round"], good["accepted"], good["parts_ms"]) == (3, {"draft": 0.5}, {"full": 1})
     assert good["figures"] == [{"round_ms": 6.0}] * 2
-    assert good["peak_bytes"] > 2**20 and good["device_bytes"] == 0
+    assert 2**20 < good["peak_bytes"] < 2**27 and good["device_bytes"] == 0
     assert good["answered"] == 0.75
     # The logit of token 0 tells how long the text before it was.
     assert differs["first_difference"] == 3 and differs["logit_gap"] == 7.5 - 3
@@ -166,7 +167,7 @@ def rows_of(job: Job) -> list[Row]:
         "accepted": {},
         "parts_ms": {},
         "answered": 0.5,
-        "tokens": [1, 2],
+        "tokens": len(job.prompt) * [1, 2],
         "steady": True,
         "peak_bytes": 2**30,
         "first_difference": None,
@@ -269,6 +270,20 @@ def test_a_page_says_the_best_batch_of_each_system(stub: Stub, tmp_path: Path) -
     assert ["transformers:static", "2", "5.00", "1.60", "1.00", "0.40"] in best
     assert page.index("## 40 tokens") < page.index("## 2 texts of 40 tokens")
     assert command_line.main(["compare", str(out), str(out)]) == 0
+
+
+def test_what_has_been_installed_since_is_there_by_now(stub: Stub, tmp_path: Path) -> None:
+    missing = "ModuleNotFoundError: No module named "
+    assert runner.there_by_now("ours:plain", f"{missing}'json.decoder'")
+    assert not runner.there_by_now("ours:plain", f"{missing}'a_module_that_is_not_there'")
+    assert not runner.there_by_now("ours:plain", "ValueError: 'json'")
+    assert not runner.there_by_now("vllm:resident", f"{missing}'json'"), "no environment of its own"
+
+
+def test_a_difference_is_told_by_text() -> None:
+    row = {"synthetic": None, "steady": True, "first_difference": 10, "tokens": 16 * [0], "logit_gap": 0.5}
+    assert report._agreement(row, 1) == "differ at 10, gap 5.0e-01"
+    assert report._agreement(row, 2) == "text 2 differs at 2"
 
 
 def test_what_failed_as_a_whole_is_measured_again(stub: Stub, tmp_path: Path) -> None:

@@ -316,6 +316,14 @@ def test_nothing_is_loaded_for_a_prompt_that_cannot_be_read(llm: type[FakeLLM], 
     assert not hasattr(llm, "made")
 
 
+def test_a_full_stdout_leaves_the_json(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, err = run("generate --prompt abc --json F/out.json")
+    assert code == 2 and "stdout: cannot be written (No space left on device); send it elsewhere; the" in err
+    assert json.loads((tmp_path / "out.json").read_text())["tokens"] == [0, 1, 2]
+
+
 def test_json_into_a_device_leaves_the_device(run: Run) -> None:
     assert run(f"generate --prompt abc --json {os.devnull}")[0] == 0
     assert not Path(os.devnull).is_file()
@@ -363,9 +371,10 @@ def test_a_stdout_that_fails_ends_a_program_as_its_help_says(arguments: str) -> 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, without_reader = os.pipe()
     os.close(reader)
-    told = f"{arguments.split()[0].replace('_', '-')}: error: stdout: cannot be written (No space left on device)"
+    name, said = arguments.split()[0].replace("_", "-"), "cannot be written (No space left on device)"
+    told = f"{name}: error: stdout: {said}; send it elsewhere\n"
     with Path("/dev/full").open("wb") as full, os.fdopen(without_reader, "wb") as gone:
-        for stdout, code, said in ((gone, 141, ""), (full, 2, f"{told}; send it elsewhere\n")):
+        for stdout, code, said in ((gone, 141, ""), (full, 2, told)):
             command = [sys.executable, "-m", *arguments.split()]
             ended = subprocess.run(
                 command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment

@@ -69,6 +69,10 @@ class Ours:
         done, self._run = self._text.run(self._config, new_tokens, setup.acceptance, setup.temperature)
         tokens = [token for one in done for token in one.tokens]
         levels = {of[0].name: of for of in zip(*(one.levels for one in done), strict=True)}  # of all texts
+        plain = sum(one.plain_tokens for one in done)
+        told = (
+            f"{plain} of {len(tokens)} tokens were decoded plainly, as drafting them would have taken longer"
+        )
         stood = {name: sum(one.accepted for one in of) for name, of in levels.items()}
         proposed = {name: sum(one.proposed for one in of) for name, of in levels.items()}
         return Run(
@@ -78,7 +82,7 @@ class Ours:
             max(one.rounds for one in done),
             {name: stood[name] / count for name, count in proposed.items() if count},
             {name: sum(one.ms for one in of) for name, of in levels.items()},
-            tuple(done[0].notices),
+            (*self._text.notices, *([told] if plain else ())),
             figures(self._run) | self._text.placed,
         )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
-from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of
+from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of, unwritable
 from offload_rt.config import (
     AUTO,
     RetrievalConfig,
@@ -190,8 +190,8 @@ def run(arguments: argparse.Namespace) -> int:
         status, failure = write_text(llm, prompt, params, console, as_tokens)
         result = llm.last_result
         report = result.to_json()
-        console.summary(result)
         try:
+            console.summary(result)
             if arguments.compare_plain and not status and failure is None:
                 report["plain"] = _compare(llm, params, console)
         except KeyboardInterrupt as interrupt:
@@ -239,6 +239,7 @@ def write_text(
     """
     status = written = 0
     failure: UsageError | None = None
+    stdout_works = True
     # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
     events = llm.stream(prompt, params)
     try:
@@ -255,12 +256,16 @@ def write_text(
         status = status_of(interrupt)
     except MachineError as error:
         failure = error
-    except BrokenPipeError:
+    except OSError as error:
         drop_stdout()
-        status = READER_GONE
+        stdout_works = False
+        if isinstance(error, BrokenPipeError):
+            status = READER_GONE
+        else:
+            failure = UsageError(unwritable(error))
     finally:
         console.clear()
-    if status != READER_GONE:
+    if stdout_works:
         result = llm.last_result
         # Text held back when an interruption came is part of the result.
         whole = " ".join(map(str, result.tokens)) if as_tokens else result.text

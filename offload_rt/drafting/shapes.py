@@ -72,7 +72,11 @@ class DraftShape:
             UsageError: for anything else.
         """
         kind, _, given = text.partition(":")
-        numbers = tuple(int(part) if part.isdecimal() else 0 for part in given.split(",")) if given else ()
+        numbers = (
+            tuple(int(part) if part.isdecimal() and len(part) < 20 else 0 for part in given.split(","))
+            if given
+            else ()
+        )
         if text == "chain":
             return cls()
         if text == AUTO:
