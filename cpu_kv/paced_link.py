@@ -71,14 +71,15 @@ class PacedLink:
             destination.copy_(source)
 
     def _serve(self, lane: _Lane) -> None:
-        """Makes one of the copies that were asked for: there is one for each time this is called."""
-        asked = (lane.waiting[True] or lane.waiting[False]).popleft()
-        try:
-            self._run(lane, asked)
-        except BaseException as error:
-            _fail(asked, lane, error)
-        else:
-            asked.done.set_result(None)
+        """Makes the copies that were asked for. One, where no interrupt has cut short who asked before."""
+        while waiting := lane.waiting[True] or lane.waiting[False]:
+            asked = waiting.popleft()
+            try:
+                self._run(lane, asked)
+            except BaseException as error:
+                _fail(asked, lane, error)
+            else:
+                asked.done.set_result(None)
 
     def _run(self, lane: _Lane, asked: _Asked) -> None:
         start, byte_count = max(asked.at, lane.free_at), pair_bytes(asked.pairs)

@@ -25,6 +25,7 @@ from small_engine import draft as draft  # a fixture
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from transformers import PreTrainedModel
 
+import offload_rt
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
 from offload_rt.drafting import sources
@@ -56,6 +57,12 @@ def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
             return closing.enter_context(made)
 
         yield llm
+
+
+def test_the_package_offers_what_it_names() -> None:
+    assert all(getattr(offload_rt, name).__name__ == name for name in offload_rt.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Chat'"):
+        _ = offload_rt.Chat
 
 
 def test_auto_takes_what_is_predicted_to_be_fastest(

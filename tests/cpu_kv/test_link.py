@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ class RecordingLink(PacedLink):
             assert self.go_on.wait(30)
         super().move(pairs)
         self.moved.append(value)
+
+
+def test_an_interrupt_before_a_copy_is_handed_over_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, (asked, later) = PacedLink(1e9, timeout=2.0), (pair(), pair(value=2.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(link._lanes[False].thread, "submit", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            link.copy([asked])
+    link.copy([later]).wait()
+    assert torch.equal(*later)
+    link.close()
 
 
 def test_urgent_copies_overtake_those_that_have_not_begun() -> None:
