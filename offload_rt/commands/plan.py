@@ -13,7 +13,7 @@ from offload_rt.config import AUTO, load_configs, possible, uses_small_model
 from offload_rt.errors import UsageError
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.files import write_json
-from offload_rt.machine.hardware import GIB, Hardware, named_hardware
+from offload_rt.machine.hardware import GIB, NO_GPU, Hardware, named_hardware
 
 if TYPE_CHECKING:
     from offload_rt.planning.planner import Plan, Prediction
@@ -124,6 +124,8 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     """The machine that the flags describe, or this one."""
     names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", *FIGURES)]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.gpu == NO_GPU and (of_cards := sorted({"gpus", "link", "vram"} & given.keys())):
+        raise UsageError(f"--{of_cards[0]} describes a card, and --gpu {NO_GPU} has none: leave it out")
     if arguments.gpu is not None:
         return named_hardware(arguments.gpu, **given)
     if given:
