@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_card import EMULATED
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
+from small_engine import CONFIGS, PAGE, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
@@ -37,6 +37,7 @@ DEVICES = pytest.mark.parametrize(
     "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
 )
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
+PARAMS = SamplingParams(max_tokens=28)
 SHARES = [(0, 0), (32, 0), (0, 48), (32, 48)]
 """Resident tokens, and those that the CPU attends, of 149."""
 
@@ -88,7 +89,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
         plain = llm.plain(PARAMS)
         check_streamed(plain, share)
         assert result.tokens == plain.tokens
-        sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
+        sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=16)
         assert llm.rerun(sampled).tokens == llm.rerun(sampled).tokens
         batch = llm.generate([PROMPT, PROMPT[:90]], PARAMS)
         assert batch[0].tokens == plain.tokens
@@ -98,7 +99,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize("share", SHARES[::3])
 def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
-    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 60))
+    rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 40))
     source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
     offload = {"resident_tokens": share[0], "cpu_tokens": share[1]}
@@ -213,17 +214,6 @@ def test_every_configuration_writes_what_plain_decoding_does(device: torch.devic
     params = SamplingParams(max_tokens=12)
     with LLM(device=device.type, dtype="float32", config=config, overrides=overrides) as llm:
         assert llm.generate(byte_ids(400), params).tokens == llm.plain(params).tokens
-
-
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
-@pytest.mark.parametrize("config", ["triforce", "trees", "retrieval", "lookup"])
-def test_members_of_a_batch_are_their_single_runs(device: torch.device, config: str) -> None:
-    """Each with a ring, small caches and recorded graphs of its own; one ends while the others go on."""
-    prompts, lengths = [PROMPT, byte_ids(70, start=500), byte_ids(230)], (14, 6, 12)
-    params = [SamplingParams(temperature=0.7, seed=length, max_tokens=length) for length in lengths]
-    with small_llm(device, config, resident_tokens=32, cpu_tokens=48) as llm:
-        alone = [llm.generate(*one).tokens for one in zip(prompts, params, strict=True)]
-        assert [one.tokens for one in llm.generate(prompts, params)] == alone
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
