@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 
 from offload_rt.engine import Engine
 from offload_rt.results import GenerationResult, TokenEvent
@@ -51,9 +50,12 @@ class KeptText:
 
     def end_dropped(self) -> None:
         """Ends the texts whose streams nobody holds any more."""
-        while self._dropped:
-            with suppress(IndexError):  # another thread was faster
-                self.end(self._dropped.popleft())
+        while True:
+            try:
+                writer = self._dropped.popleft()
+            except IndexError:  # none is left
+                return
+            self.end(writer)
 
     def give_back(self) -> None:
         """Gives the memory of the kept text back."""

@@ -26,7 +26,9 @@ def run_program(name: str, work: Callable[[], int]) -> int:
         with terminable():
             try:
                 status = work()
-            except SystemExit:  # argparse has printed its help
+            except SystemExit as end:  # argparse has printed its help
+                if end.code:
+                    raise
                 status = 0
             if sys.stdout is not None:
                 sys.stdout.flush()
