@@ -143,12 +143,14 @@ class Place:
             0: the link of the case.
         shares: of the prompt, resident on the device and attended by the CPU; None: as configured or planned.
         drawn: a timeline of some rounds is drawn.
+        cards: further links of the same rate, each to an emulated card that attends what it is sent.
     """
 
     name: str = ""
     stream: float = 0.0
     shares: tuple[float, float] | None = None
     drawn: bool = False
+    cards: int = 0
 
     def options(self, context: int, page: int) -> dict[str, object]:
         """The shares as configuration keys, in whole pages."""
@@ -275,6 +277,7 @@ CASES = (
             Place("balanced, quarter CPU", 1.0, (0.0, 0.25)),
             Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), drawn=True),
             Place("stream-bound, streamed", 2.0, STREAMED),
+            Place("stream-bound, over two links", 2.0, STREAMED, cards=1),
             Place("draft-bound, streamed", 0.5, STREAMED),
         ),
         options={

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from bench.cases import IN_PLACE, Named
 from bench.report import Row
 from bench.rounds import RATIO, alike, worst
 from offload_rt.attention import choose_backend
+from offload_rt.caches.places import CardTokens
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.machine.doctor import inspect
+from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.measuring import CPU, compute_rate
-from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.prediction import Predictor, Work, attention_rate
 from offload_rt.planning.shapes import ModelShape
 
@@ -92,7 +93,7 @@ def measure_alone(
     """What `predict_rows` goes by and rows do not tell, as JSON values."""
     shapes = {"shape": _values(target), "draft_shape": draft and _values(draft)}
     if device.type == "cuda":
-        return shapes | {"hardware": asdict(inspect().hardware)}
+        return shapes | {"hardware": asdict(usable_hardware(device))}
     queries = tuple(sorted({target.group * (1 + drafted) for drafted in (0, gamma // 2, gamma)}))
     sized = (target.kv_heads, target.head_dim)
     # The KV of all layers in one, so that no cache of the processor holds it.
@@ -149,10 +150,16 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         if alone is None or late is None:
             return None
         predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])
-    placement = request.placement(
-        int(found["resident_tokens"]), int(found["cpu_tokens"]), config.store.ring_buffers
+    cards, others = record.get("cards", 0), found.get("other_cards_tokens", 0)
+    placement = Placement(
+        resident_tokens=int(found["resident_tokens"]),
+        cpu_tokens=int(found["cpu_tokens"]),
+        streamed_tokens=int(found["streamed_tokens"]),  # full pages alone
+        ring_buffers=config.store.ring_buffers,
+        segment_tokens=config.store.segment_tokens,
+        shape=request.target,
+        cards=(CardTokens(0, int(others) // max(1, cards)),) * cards,
     )
-    placement = replace(placement, streamed_tokens=int(found["streamed_tokens"]))  # full pages alone
     drafted = request.drafts[-1]
     verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)
     counts = (predictor.round(verification, draft, count) for count in predictor.outcomes(drafted))
@@ -174,7 +181,7 @@ def _hardware(record: Row) -> Hardware:
     computing = rates[-1].rate * intensity / 1e3
     name = "a processor behind a paced link"
     processor = Gpu(name, AMPLE_BYTES, rates[0].rate, computing, link, link, launch_ms=0.0)
-    return Hardware(host, (processor,), True)
+    return Hardware(host, (processor,) * (1 + record.get("cards", 0)), True)
 
 
 class MeasuredAlone(Predictor):

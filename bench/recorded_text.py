@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from itertools import count
 
 from bench.held import HeldVerifier
@@ -25,7 +25,7 @@ class Text:
     """A prompt, of one text or several, in the store of an engine, continued by several compositions.
 
     Args:
-        link: is closed with the text.
+        link, cards: are closed with the text.
         config: its store, its prefill and the means that it keeps hold for every composition.
         capacity: tokens of the longest text and its continuation together.
         notices: what the user is told, the models' own notices among it; the engine's are added.
@@ -42,9 +42,10 @@ class Text:
         config: Config,
         capacity: int,
         notices: list[str] | None = None,
+        cards: Sequence[Link] = (),
     ) -> None:
         self._capacity, self.notices = capacity, [] if notices is None else notices
-        self._engine = Engine(target, draft, [config], link, on_notice=self.notices.append)
+        self._engine = Engine(target, draft, [config], link, on_notice=self.notices.append, cards=cards)
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None
         self._seeds = count()
@@ -54,10 +55,13 @@ class Text:
 
     @property
     def placed(self) -> dict[str, int]:
-        """How many tokens of a text lie where, by the names of `Shares`; whole pages are streamed."""
-        page, shares = self._engine.store.layout.page_size, self.sessions[0].full.shares
-        streamed = (len(self._prompt[0]) - 1) // page * page - shares.resident_tokens - shares.cpu_tokens
-        return asdict(shares) | {"streamed_tokens": max(0, streamed)}
+        """How many tokens of a text lie where, whole pages are streamed."""
+        page, shares = self._engine.store.layout.page_size, self.sessions[0].shares
+        cards = sum(card.resident_tokens + card.streamed_tokens for card in shares.cards)
+        placed = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens}
+        placed |= {"other_cards_tokens": cards} if cards else {}
+        streamed = (len(self._prompt[0]) - 1) // page * page - sum(placed.values())
+        return placed | {"streamed_tokens": max(0, streamed)}
 
     def _continuation(self, new_tokens: int, temperature: float = 0.0) -> Continuation:
         draws = GeneratorDraws(next(self._seeds), self._engine.target.device)

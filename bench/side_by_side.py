@@ -242,7 +242,9 @@ class _Study:
         systems = tuple(dict.fromkeys(map(in_place, case.systems))) if place is IN_PLACE else case.systems
         options = {**case.options, **place.options(context, self._plain.store.page)}
         capacity = context + case.new_tokens + ROOM
-        own = replace(setup, capacity=capacity, link_gb_s=link, options=options, batch=batch)
+        own = replace(
+            setup, capacity=capacity, link_gb_s=link, cards=place.cards, options=options, batch=batch
+        )
         picture = str(self.out.with_suffix(PICTURE).resolve()) if self._arguments.plot and place.drawn else ""
         job = Job(own, systems, prompt, case.new_tokens, case.turns, answers, picture)
         rows = runner.run(job, lambda text: say(f"{where}: {text}"))
@@ -254,6 +256,7 @@ class _Study:
             "context": context,
             "batch": batch,
             "place": place.name,
+            "cards": place.cards,
             "prompt": _digest(chain(*prompt)),
             "load_average": self._described["load_average"],
             "link_rate_gb_s": link,

@@ -11,7 +11,7 @@ from typing import cast, overload
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpu_kv import Link
+from cpu_kv import CudaLink, Link
 from offload_rt.config import AUTO, DATASTORE, Config, load_config, load_configs, possible, uses_small_model
 from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.verifier import Sampling
@@ -21,7 +21,7 @@ from offload_rt.graphs import GraphedModel
 from offload_rt.loading import (
     DEMO,
     check_same_tokens,
-    choose_device,
+    choose_devices,
     choose_dtype,
     demo_model,
     load_model,
@@ -54,7 +54,7 @@ class LLM:
             "none": none. Levels of the config that need one are left out, and a notice says so.
         config: name of a shipped config, or a TOML file; `auto`: whichever is predicted to be fastest for a
             text, among those that the models allow.
-        device: auto, cpu or cuda.
+        device: auto, cpu or cuda; further GPUs, which keep and attend KV, behind commas: cuda:0,cuda:1.
         dtype: auto, float32, bfloat16 or float16.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
         on_progress: told how far loading and prefill are, and what is measured for a machine's first plan.
@@ -79,7 +79,7 @@ class LLM:
         size_hint: tuple[int, int] | None = None,
     ) -> None:
         configs = load_configs(config, overrides)  # what is cheap to check comes first
-        place = choose_device(device)
+        place, *others = choose_devices(device)
         wanted = choose_dtype(dtype, place)
         source, name = (demo_model("target"), DEMO) if model is None else (model, str(model))
         if model is None and draft is None:
@@ -93,7 +93,7 @@ class LLM:
         if size_hint is not None:
             shape = find_shape(name, wanted)
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
-            hardware = usable_hardware(place, on_progress=on_progress)
+            hardware = usable_hardware(place, on_progress=on_progress, cards=others)
             candidates = possible(configs, draft is not None)
             plans = ranked(PlanRequest(shape, small_shape, one, *size_hint, hardware) for one in candidates)
             plans[0].check()
@@ -103,7 +103,8 @@ class LLM:
             loaded = load_model(draft, place, target.dtype, on_progress, "load draft")
             embedded = model is None and Path(draft) == demo_model("draft")
             small = (loaded, DEMO if embedded else str(draft))
-        self._start((target, name), small, tokenizer, configs, on_progress, on_notice)
+        cards = [CudaLink(other) for other in others]
+        self._start((target, name), small, tokenizer, configs, on_progress, on_notice, cards=cards)
 
     @classmethod
     def from_models(
@@ -116,11 +117,13 @@ class LLM:
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] | None = None,
         link: Link | None = None,
+        cards: Sequence[Link] = (),
     ) -> LLM:
         """Works with loaded transformers models; `close` leaves them as they were found.
 
         Args:
             link: what moves KV to the device; None: what the target's device calls for.
+            cards: links to other cards, which keep and attend a share of the KV; closed with this.
         """
         llm = cls.__new__(cls)
         configs = load_configs(config, overrides)
@@ -134,6 +137,7 @@ class LLM:
             on_progress,
             on_notice,
             link,
+            cards,
         )
         return llm
 
@@ -146,6 +150,7 @@ class LLM:
         on_progress: ProgressReport | None,
         on_notice: Callable[[str], None] | None,
         link: Link | None = None,
+        cards: Sequence[Link] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
@@ -159,7 +164,7 @@ class LLM:
                 models.append(GraphedModel(*given, self._notice))
                 refused.callback(models[-1].restore)
             small = models[1] if draft is not None else None
-            self._engine = Engine(models[0], small, configs, link, on_progress, self._notice)
+            self._engine = Engine(models[0], small, configs, link, on_progress, self._notice, cards)
             refused.pop_all()
         self._kept = KeptText(self._engine)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
-from offload_rt.caches.places import EVERYTHING_STREAMED, Shares
+from offload_rt.caches.places import EVERYTHING_STREAMED, CardTokens, Shares
 from offload_rt.config import HEAD, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
@@ -47,6 +48,7 @@ class Engine:
         link: what moves KV to the device; None: what the target's device calls for.
         on_progress: told how far a prefill is, and what is measured of a machine for its first plan.
         on_notice: told, in a line, what a user should know.
+        cards: links to other cards, which keep and attend a share of the KV of each text.
 
     Attributes:
         configs: among which the planner chooses for each text; without levels that cannot be had.
@@ -62,6 +64,7 @@ class Engine:
         link: Link | None = None,
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] = lambda text: None,
+        cards: Sequence[Link] = (),
     ) -> None:
         if draft is not None:
             check_vocabulary(draft, target)
@@ -89,10 +92,13 @@ class Engine:
             on_warning=on_notice,
         )
         self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
+        if cards and self._link.in_place:
+            raise UsageError("a target on the CPU attends KV where it lies: leave the other cards out")
+        self._cards = tuple(cards)
         self._thread: PassThread | None = None
         if not self._link.in_place:
             self._thread = PassThread(target.device, lambda: self.timeline)
-        self._shared = Shared(target, draft, self.store, self._link, backend, heads=self._heads)
+        self._shared = Shared(target, draft, self.store, self._link, backend, self._cards, heads=self._heads)
         self._sessions: list[Session] = []
         self.lock = threading.RLock()
         self._closed = False
@@ -173,14 +179,23 @@ class Engine:
             return config, EVERYTHING_STREAMED
         offload = config.offload
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
+        page = config.store.page
+        cards: tuple[CardTokens, ...] = ()
         if on_gpu:
             planned.check()
-            placement, page = planned.placement, config.store.page
+            placement = planned.placement
+            cards = tuple(
+                CardTokens(-(-card.resident_tokens // page) * page, card.streamed_tokens // page * page)
+                for card in placement.cards
+            )
             config = config.having("store.ring_buffers", placement.ring_buffers)
             resident = -(-placement.resident_tokens // page) * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page
-        return config, Shares(resident, cpu)
+        elif self._cards:  # links of no known rate share evenly
+            pages = max(0, prompt_tokens - resident - cpu) // page // (1 + len(self._cards))
+            cards = (CardTokens(0, pages * page),) * len(self._cards)
+        return config, Shares(resident, cpu, cards)
 
     @cached_property
     def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
@@ -196,9 +211,11 @@ class Engine:
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
-        hardware = usable_hardware(self.target.device, loaded, self._on_progress)
+        others = [link.device for link in self._cards]
+        hardware = usable_hardware(self.target.device, loaded, self._on_progress, others)
         if texts > 1:
-            hardware = replace(hardware, gpus=tuple(shared(gpu, texts, loaded) for gpu in hardware.gpus))
+            held = loaded, *(0 for _ in others)
+            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(texts), held)))
         plans = ranked(
             PlanRequest(*self._shapes, config, prompt_tokens, new_tokens, hardware) for config in self.configs
         )
@@ -251,7 +268,8 @@ class Engine:
             closing.callback(self.target.restore)  # last: it may be its own draft
             if self.draft is not None:
                 closing.callback(self.draft.restore)
-            closing.callback(self._link.close)
+            for link in (self._link, *self._cards):
+                closing.callback(link.close)
             closing.callback(self.store.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)

@@ -28,26 +28,52 @@ DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
+_CARD = re.compile(r"cuda:(\d+)")
 _BODY = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
 """Weights that a text goes through. Files may hold others: a vision tower, a reward head."""
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device; a GPU by its number, which some of torch's functions ask for.
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device; a GPU by its number, which some functions of torch need.
 
     Raises:
-        UsageError: for another name, or `cuda` where there is none.
+        UsageError: for another name, or a GPU that is not there.
     """
-    if name not in DEVICES:
-        raise UsageError(f"device {name!r} is not known: use one of {', '.join(DEVICES)}")
+    card = _CARD.fullmatch(name)
+    if name not in DEVICES and card is None:
+        raise UsageError(f"device {name!r} is not known: use one of {', '.join(DEVICES)}, cuda:N")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise UsageError(
-            "device cuda: this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch "
-            "and check nvidia-smi"
+            f"device {name}: this torch sees no CUDA device; use --device cpu, or install a CUDA build of "
+            "torch and check nvidia-smi"
         )
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    number, count = int(card[1]) if card else torch.cuda.current_device(), torch.cuda.device_count()
+    if number >= count:
+        raise UsageError(f"device {name}: this torch sees {count} CUDA devices, counted from 0")
+    return torch.device("cuda", number)
+
+
+def choose_devices(names: str) -> tuple[torch.device, ...]:
+    """The device that computes, and further GPUs that keep and attend KV: `cuda:0,cuda:1`.
+
+    Raises:
+        UsageError: see `choose_device`; or devices that do not go together.
+    """
+    first, *others = devices = tuple(map(choose_device, names.split(",")))
+    if others and any(device.type == "cpu" for device in devices):
+        raise UsageError(f"device {names}: only GPUs work together; write cuda:0,cuda:1")
+    if len(set(devices)) < len(devices):
+        raise UsageError(f"device {names}: names a GPU twice; leave one out")
+    if first.type == "cuda" and first.index != torch.cuda.current_device():
+        raise UsageError(
+            f"device {names}: models run on cuda:{torch.cuda.current_device()}; name that one first, and let "
+            "CUDA_VISIBLE_DEVICES say which card it is"
+        )
+    return devices
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from time import perf_counter
 
 import torch
@@ -14,7 +14,7 @@ from offload_rt.attention import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, Shares
+from offload_rt.caches.places import EVERYTHING_STREAMED, CardShare, CpuShare, OtherPlace, Shares
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
@@ -30,13 +30,19 @@ from offload_rt.timeline import NO_TIMELINE, Timeline
 
 @dataclass(frozen=True)
 class Shared:
-    """What all texts of an engine share."""
+    """What all texts of an engine share.
+
+    Attributes:
+        link: to the device where the target is.
+        cards: links to other cards.
+    """
 
     target: CausalModel
     draft: CausalModel | None
     store: PagedKVStore
     link: Link
     backend: AttentionBackend
+    cards: Sequence[Link] = ()
     timeline: Timeline = NO_TIMELINE
     pool: BufferPool = field(default_factory=BufferPool)
     heads: Heads = field(default_factory=Heads)
@@ -59,7 +65,7 @@ class Session:
 
     Args:
         prompt: its tokens.
-        shares: which shares of the KV are not streamed.
+        shares: which shares of the KV are not streamed to the device.
 
     Attributes:
         tokens: the prompt, and what is generated.
@@ -83,6 +89,7 @@ class Session:
         self.prompt_tokens = len(self.tokens)
         self.opened = perf_counter()
         self.prefill_ms = 0.0
+        self.shares = shares
         self.timeline = shared.timeline
         self.ready: Proposal | None = None
         self.rounds: list[RoundTimes] = []
@@ -95,21 +102,28 @@ class Session:
             closing.callback(self._release_caches)
             closing.callback(self._sequence.close)
             self._sequence.reserve(len(self.tokens) + continuation.max_tokens)
-            self.engine = TransferEngine(
-                self._sequence,
-                shared.link,
-                segment_tokens=config.store.segment_tokens,
-                ring_buffers=config.store.ring_buffers,
-            )
+            self.engine = self._transfer_over(shared.link)
             closing.callback(self.engine.close)
-            cpu = None
+            others = list[OtherPlace]()
             if shares.cpu_tokens:
-                cpu = CpuShare(shared.target.device, shared.timeline)
-                closing.callback(cpu.close)
-            self.full = FullCache(self.engine, shared.backend, shares, cpu)
+                others.append(CpuShare(shares.cpu_tokens, shared.target.device, shared.timeline))
+                closing.callback(others[-1].close)
+            self._engines = [self.engine]
+            for link, share in zip(shared.cards, shares.cards, strict=False):
+                self._engines.append(self._transfer_over(link))
+                device = shared.target.device
+                others.append(CardShare(self._engines[-1], share, device, shared.timeline))
+                closing.callback(others[-1].close)
+            self.full = FullCache(self.engine, shared.backend, shares.resident_tokens, others)
             closing.callback(self.full.close)
             self._compose(continuation)
             self._closing = closing.pop_all()
+
+    def _transfer_over(self, link: Link) -> TransferEngine:
+        store = self.config.store
+        return TransferEngine(
+            self._sequence, link, segment_tokens=store.segment_tokens, ring_buffers=store.ring_buffers
+        )
 
     def _compose(self, continuation: Continuation) -> None:
         config, shared = self.config, self._shared
@@ -169,6 +183,13 @@ class Session:
     def view(self) -> TokenView:
         """The text so far."""
         return TokenView(self.tokens)
+
+    @property
+    def counters(self) -> TransferCounters:
+        """What crossed all links, since the prompt was read or the text begun again."""
+        return TransferCounters(
+            *map(sum, zip(*(astuple(engine.counters) for engine in self._engines), strict=True))
+        )
 
     @property
     def stop_tokens(self) -> Collection[int]:
@@ -237,7 +258,8 @@ class Session:
         self.full.rewind()
         self.full.derived.clear()
         self.full.attended = None
-        self.engine.counters = TransferCounters()
+        for engine in self._engines:
+            engine.counters = TransferCounters()
         self.config = config
         self._compose(continuation)
         self.take_prompt()

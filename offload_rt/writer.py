@@ -114,7 +114,7 @@ class Writer:
             )
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
-        counters, on_gpu = session.engine.counters, target.device.type == "cuda"
+        counters, on_gpu = session.counters, target.device.type == "cuda"
         return GenerationResult(
             model=target.name,
             draft=None if draft is None else draft.name,

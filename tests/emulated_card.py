@@ -229,7 +229,7 @@ class Memory:
             self.stream.put(spoil)
         self.address = content.untyped_storage().data_ptr()
         CARD.reused.discard(self.address)
-        if freed:
+        if freed and content.nbytes:  # empty ones all lie at 0
             CARD.begins[self.address] = self.stream, self.stream.submitted
         self.used_by: set[Stream] = set()
         self.keep = capturing()  # in the graph's own pool

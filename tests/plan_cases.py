@@ -73,7 +73,7 @@ def check_sums(planned: Plan) -> None:
     assert placement.cpu_tokens % page == 0 or placement.streamed_tokens == 0
     for parts, card in zip(planned.gpus, asked.hardware.gpus, strict=True):
         assert sum(parts.values()) <= card.memory_bytes
-        assert parts["staging_ring"] * asked.parts == placement.ring_bytes
+        assert parts["staging_ring"] == placement.ring_bytes
     host = asked.hardware.host
     assert sum(planned.host.values()) <= host.memory_bytes
     found = planned.check()
@@ -97,9 +97,6 @@ def nearest(planned: Plan) -> Iterator[PlanRequest]:
                 yield replace(asked, context=int(tokens))
             case ["--set", override]:
                 yield asked.having(*parse_override(override))
-            case [count, "such", "GPUs"]:
-                gpus = asked.hardware.gpus[:1] * int(count)
-                yield replace(asked, hardware=replace(asked.hardware, gpus=gpus))
             case ["--dtype", "bfloat16"]:
                 draft = asked.draft and replace(asked.draft, dtype=torch.bfloat16)
                 yield replace(asked, target=replace(asked.target, dtype=torch.bfloat16), draft=draft)

@@ -109,7 +109,8 @@ TABLE = [
     ("chat", "'chat'"),
     ("generate --promt abc", "--promt"),
     ("generate -n many", "'many'"),
-    ("generate --device tpu", "'tpu'"),
+    ("generate --device tpu", "'tpu' is no device: use auto, cpu, cuda or cuda:0,cuda:1"),
+    ("generate --device cuda:0,cpu", "'cuda:0,cpu' is no device"),
     ("generate --json F", "is a folder"),
     ("generate --json F/no/out.json", "its folder does not exist"),
     (f"{OWN} --prompt a -n 0", "max-tokens 0 is out of range"),
@@ -120,6 +121,7 @@ TABLE = [
     (f"{OWN} --prompt a --seed -1", "seed -1 is out of range"),
     (f"{OWN} --prompt a --stop ''", "a stop string is empty"),
     (f"{OWN} --prompt a --device cuda", "device cuda: this torch sees no CUDA device"),
+    (f"{OWN} --prompt a --device cuda:0,cuda:1", "device cuda:0: this torch sees no CUDA device"),
     # Prompts.
     ("generate abc", "'abc'; a prompt is given with --prompt"),
     ("generate --prompt ''", "--prompt: the prompt is empty"),

@@ -391,7 +391,7 @@ def test_ours_is_measured_streamed_and_as_planned(
     monkeypatch.setattr(side_by_side, "choose_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
     monkeypatch.setattr(machine, "read_rate", lambda device: 1000.0)
-    monkeypatch.setattr(prediction_accuracy, "inspect", lambda: SimpleNamespace(hardware=hardware))
+    monkeypatch.setattr(prediction_accuracy, "usable_hardware", lambda device: hardware)
     monkeypatch.setattr(runner, "Worker", Inside)
     monkeypatch.setattr(worker, "cap", lambda gib, device: caps.append(gib))
     monkeypatch.setattr(ours, "usable_hardware", lambda device: hardware)

@@ -389,7 +389,12 @@ def test_a_runner_up_is_held_too(runner_up: float, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="module")
 def quick() -> Any:
     """`bench offload` at two places beside the one in place."""
-    places = (IN_PLACE, Place("streamed", 1.0, STREAMED), Place("both", 2.0, (0.25, 0.25), drawn=True))
+    places = (
+        IN_PLACE,
+        Place("streamed", 1.0, STREAMED),
+        Place("both", 2.0, (0.25, 0.25), drawn=True),
+        Place("over two links", 2.0, STREAMED, cards=1),
+    )
     case = dataclasses.replace(CASES[-1], places=places, options=TINY_KEYS, if_quick={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "CASES", (case,))
@@ -417,13 +422,13 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
     path, records = measured["path"], measured["records"]
     assert str(path.parent) not in path.read_text(), "a report goes elsewhere: no paths in it"
     assert path.with_suffix(".png").stat().st_size > 5000
-    assert [one["place"] for one in records] == ["in place", "streamed", "both"]
+    assert [one["place"] for one in records] == ["in place", "streamed", "both", "over two links"]
     systems = list(CASES[-1].systems)
     alone, *linked = records
     assert [row["system"] for row in alone["rows"]] == ["ours:plain", AHEAD] and not alone["link_rate_gb_s"]
     assert all("error" not in row for one in records for row in one["rows"])
     kv_bytes = 160 * 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * 4
-    for one, ratio in zip(linked, (1, 2), strict=True):
+    for one, ratio in zip(linked, (1, 2, 2), strict=True):
         assert [row["system"] for row in one["rows"]] == systems and one["machine"]["threads"] == 1
         drafting = drafting_ms(alone["rows"])
         assert one["bound_ms"] == pytest.approx(ratio * drafting)
@@ -431,7 +436,8 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
         for row in one["rows"]:
             found = row["rounds"]
             assert found["resident_tokens"] == found["cpu_tokens"] == (32 if one["place"] == "both" else 0)
-            assert found["streamed_tokens"] == (80 if one["place"] == "both" else 144), "full pages"
+            assert found["streamed_tokens"] == {"both": 80, "over two links": 64}.get(one["place"], 144)
+            assert found.get("other_cards_tokens") == (80 if one["cards"] else None), "full pages"
             assert found["stream_ms"] == pytest.approx(one["bound_ms"] * found["streamed_tokens"] / 160)
             assert row["first_difference"] is None and row["prefill_ms"] > 0
             assert 0 < found["link_use"] <= 1 and found["pass_over_bound"] > 0
@@ -439,7 +445,7 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
             assert found["predicted_over_measured"] == pytest.approx(ratio_of_it)
     page = path.with_suffix(".md").read_text()
     assert page.count("What a plain pass reads takes") == 1, "in place"
-    assert page.count("Carrying all KV once takes") == 2
+    assert page.count("Carrying all KV once takes") == 3
     assert page.index("## 160 tokens, in place") < page.index("## 160 tokens, streamed")
     assert "| predicted/measured |" in page and "offload.ahead = 0" in page
 
@@ -460,7 +466,7 @@ def test_random_weights_are_timed_at_acceptances_that_are_held(
     keys |= {"ratio_over_plain", "ms_per_token", "predicted_over_measured"}
     assert set(summary) == keys and summary["synthetic"] == 1.0
     assert all(summary[key] is not None for key in keys - {"round_over_max"})
-    _, record, _ = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    _, record, *_ = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert record["model"] == "random:tiny" and record["texts"] == ["drawn at random"]
     plain, *rows = record["rows"]
     assert plain["synthetic"] is None and plain["first_difference"] is None
@@ -513,7 +519,7 @@ def test_wrong_tokens_end_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    alone, streamed, _ = (copy.deepcopy(one["rows"]) for one in measured["records"])
+    alone, streamed, *_ = (copy.deepcopy(one["rows"]) for one in measured["records"])
     streamed[-1] |= {"tokens": [0] * 14, "first_difference": 0}
     rows = iter([alone, streamed])
     monkeypatch.setattr(side_by_side.runner, "run", lambda job, say: next(rows))
@@ -540,7 +546,7 @@ def test_wrong_tokens_end_a_run(
 def test_predictions_go_by_what_was_run_in_place_with_the_same_settings(
     measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone, record, _ = copy.deepcopy(measured["records"])
+    alone, record, *_ = copy.deepcopy(measured["records"])
     others = tmp_path / "others.jsonl"
     others.write_text("".join(json.dumps(one) + "\n" for one in (alone | {"new_tokens": 7}, record)))
     assert command_line.main(["prediction-accuracy", str(others)]) == 0
@@ -548,7 +554,7 @@ def test_predictions_go_by_what_was_run_in_place_with_the_same_settings(
 
 
 def test_a_row_that_drafts_is_not_predicted_by_one_that_does_not(measured: dict[str, Any]) -> None:
-    alone, record, _ = copy.deepcopy(measured["records"])
+    alone, record, *_ = copy.deepcopy(measured["records"])
     record["rows"] = [row for row in record["rows"] if row["system"] != LATE]
     record["rows"][0]["system"] += "+offload.ahead=0"
     assert prediction_accuracy.predict(record, alone["rows"], record["rows"][-1]) is None
@@ -563,7 +569,7 @@ def test_a_peer_has_a_row_without_rounds(measured: dict[str, Any]) -> None:
 
 
 def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: dict[str, Any]) -> None:
-    alone, record, _ = copy.deepcopy(measured["records"])
+    alone, record, *_ = copy.deepcopy(measured["records"])
     plain, late, *_, ahead = record["rows"]
     for row in (plain, late, ahead):
         row["rounds"] |= {"acceptance": 1.0, "draft_token_ms": 7.0, "verdict_ms": 0.0}

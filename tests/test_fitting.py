@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, engine
-from offload_rt.caches.places import Shares
+from offload_rt.caches.places import CardTokens, Shares
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import load_config
 from offload_rt.engine import Engine
+from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
 from offload_rt.machine.doctor import usable_hardware
-from offload_rt.machine.hardware import Hardware, named_hardware
+from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
 from offload_rt.planning.shapes import ModelShape, find_shape, from_config
@@ -101,6 +102,44 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("texts", [1, 2])
+def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest crosses both links, and a batch shares both cards."""
+    target = tiny_target("llama-gqa")
+    shape, reserve = from_config(target.config, torch.float32, "tiny"), GPU_RESERVE_BYTES
+
+    def hardware(device: torch.device, loaded: int, on_progress: object, cards: list[object]) -> Hardware:
+        assert cards == [CPU]
+        sizes = loaded + reserve + 3 * 2**20, reserve + texts * 12 * PAGE * shape.token_bytes
+        first, other = (replace(named_hardware("rtx4090").gpus[0], memory_bytes=size) for size in sizes)
+        # Nothing is faster in host memory.
+        host = replace(named_hardware("rtx4090").host, attention=(AttentionRate(1, 1e-3),))
+        return Hardware(host, (first, replace(other, to_device_rate=50.0)), measured=True)
+
+    monkeypatch.setattr(engine, "usable_hardware", hardware)
+    overrides = engine_overrides(resident_tokens=PAGE) | {"store.segment_tokens": 32, "prefill.chunk": 64}
+    links: dict[str, Any] = {"link": PacedLink(1e9), "cards": [PacedLink(1e9)]}
+    with LLM.from_models(target, config="plain", overrides=overrides, **links) as llm:
+        config, shares = llm._engine._plan(60 * PAGE + 5, 24, texts)
+        (card,) = shares.cards
+        assert (shares.resident_tokens, shares.cpu_tokens) == (PAGE, 0)
+        ring = config.store.ring_buffers * 32 // shape.layers
+        assert card.resident_tokens == (12 * PAGE - ring) // PAGE * PAGE
+        left = 60 * PAGE + 5 - PAGE - card.resident_tokens
+        assert card.streamed_tokens == left * 2 // 3 // PAGE * PAGE, "twice as fast a link"
+
+
+def test_links_of_no_known_rate_share_evenly() -> None:
+    links: dict[str, Any] = {"link": PacedLink(1e9), "cards": [PacedLink(1e9), PacedLink(1e9)]}
+    overrides = engine_overrides(resident_tokens=32, cpu_tokens=16)
+    with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=overrides, **links) as llm:
+        assert llm._engine._plan(150, 8)[1] == Shares(32, 16, (CardTokens(0, 32),) * 2)
+        assert llm._engine._plan(20, 8)[1] == Shares(32, 16, (CardTokens(),) * 2)
+    with pytest.raises(UsageError, match="attends KV where it lies"):
+        LLM.from_models(tiny_target("llama-gqa"), config="plain", cards=[PacedLink(1e9)])
+
+
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("place", ["stream", "store"])
 def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     def decided(requests: Iterable[PlanRequest]) -> list[Plan]:
@@ -124,7 +163,7 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
     reserve = GPU_RESERVE_BYTES
     free, told = reserve + 1900 * 2**10, list[tuple[int, int]]()
 
-    def hardware(device: torch.device, loaded: int, on_progress: object) -> Hardware:
+    def hardware(device: torch.device, loaded: int, on_progress: object, cards: object) -> Hardware:
         taken = sum(session.full._resident._memory.nbytes for session in subject._sessions)
         card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=loaded + free - taken)
         return replace(named_hardware("rtx4090"), gpus=(card,))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.loading import choose_device, choose_dtype, load_model, load_tokenizer
+from offload_rt.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
@@ -204,7 +204,20 @@ def test_devices_and_dtypes() -> None:
 def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    first, other = torch.device("cuda", 1), torch.device("cuda", 2)
+    assert choose_device("auto") == choose_device("cuda") == choose_device("cuda:1") == first
+    assert choose_devices("cpu") == (CPU,) and choose_devices("auto") == (first,)
+    assert choose_devices("cuda,cuda:2") == choose_devices("cuda:1,cuda:2") == (first, other)
+    for names, said in (
+        ("cuda:1,cuda:3", "cuda:3: this torch sees 3 CUDA devices, counted from 0"),
+        ("cuda:1,cpu", "cuda:1,cpu: only GPUs work together; write cuda:0,cuda:1"),
+        ("cuda,cuda:1", "cuda,cuda:1: names a GPU twice"),
+        ("cuda:2,cuda:1", "models run on cuda:1; name that one first"),
+        ("cuda:1,", "device '' is not known"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            choose_devices(names)
 
 
 def test_cuda_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,7 +361,7 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             monkeypatch.setattr(
                 offload_rt.engine,
                 "usable_hardware",
-                lambda device, loaded, report: told.append(loaded) or usable(device, loaded, report),
+                lambda device, loaded, *others: told.append(loaded) or usable(device, loaded, *others),
             )
             for free in (0, taken):
                 assert pool.free_bytes == free
@@ -439,9 +439,9 @@ def test_the_cpu_share_attends_several_runs_as_one() -> None:
     keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     runs = [(keys[:, a:b], values[:, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
-    share = CpuShare(torch.device("cpu"))
+    share = CpuShare(50, torch.device("cpu"))
     try:
-        out, lse = share.finish(share.start(queries, runs, 0.3))
+        out, lse = share.finish(share.start(0, queries, runs, 0.3))
     finally:
         share.close()
     logits = torch.einsum("hqd,htd->hqt", queries, keys.repeat_interleave(2, 0)) * 0.3

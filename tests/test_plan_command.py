@@ -39,6 +39,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 PLACEMENT = {
     *("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes"),
     *("resident_tokens", "streamed_tokens", "cpu_attended_tokens", "ring_buffers", "segment_tokens"),
+    "other_gpus",
 }
 PREDICTED = {
     *("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token"),
@@ -51,7 +52,7 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     predicted, (card,) = report["predicted"], report["memory"]["gpus"]
     for said in (
         "llama2-7b and jf68m in bfloat16, 130,048 tokens of context, 256 new; config triforce",
-        "KV         63.50 GiB: resident on the GPU",
+        "KV         63.50 GiB: resident on GPUs",
         f"{predicted['ms_per_token']:.1f} ms a token",
         f"bottleneck {predicted['bottleneck']}",
         f"of rounds refresh the retrieved cache from the {report['refresh_from']}, ",
@@ -118,7 +119,7 @@ def test_flags_reach_the_plan(run: Run) -> None:
     for said in (
         *("float16, 61,440 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
         *("33.0 GB/s at 16", "target:retrieved 0.85", "draft:streaming 0.60", "gamma2 7 (as given)"),
-        *("of 20.00 GiB", "2 GPUs share", "drafts are made between passes"),
+        *("of 20.00 GiB", "GPU 0 computes, the others keep and attend KV", "drafts are made between passes"),
     ):
         assert said in out
 

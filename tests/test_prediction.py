@@ -94,13 +94,12 @@ def test_many_tokens_are_bound_by_arithmetic() -> None:
 
 
 def test_a_prefill_by_hand() -> None:
-    """Half the square of the prompt's length in 31 layers, and all products, on one card and on two."""
+    """Half the square of the prompt's length in 31 layers, and all products; a second card does not help."""
     attention = 31 * 4 * 32 * 128 * CONTEXT**2 / 2 / 0.6
     products = 2 * (LLAMA.parameters - 2 * 32000 * 4096) * CONTEXT
-    one = (attention + products) / 160e9
-    assert Predictor(request()).prefill_ms() == pytest.approx(one)
-    exchanged = 2 * 32 * CONTEXT * 4096 * 2 / 20e6
-    assert Predictor(request(hardware=gpu(2))).prefill_ms() == pytest.approx(one / 2 + exchanged)
+    for cards in (1, 2):
+        predictor = Predictor(request(hardware=gpu(cards)))
+        assert predictor.prefill_ms() == pytest.approx((attention + products) / 160e9)
     slow_link = Predictor(request(hardware=gpu(to_host_rate=0.5)))
     assert slow_link.prefill_ms() == pytest.approx(64 * GIB / 0.5e6)
 
@@ -123,14 +122,22 @@ def test_memory_of_one_card_by_hand() -> None:
     assert parts["logits"] == 32 * 32000 * (2 + 4 + 4)
 
 
-def test_two_cards_halve_what_is_split() -> None:
-    one, two = gpu_memory(request(), 0, 3), gpu_memory(request(hardware=gpu(2)), 1, 3)
-    for part in ("weights", "retrieved_caches", "staging_ring", "newest_tokens"):
-        assert two[part] == one[part] // 2
-    assert "draft_weights" not in two
-    planned = plan(request(hardware=gpu(2)))
-    assert [parts["resident_kv"] for parts in planned.gpus] == [planned.placement.resident_bytes // 2] * 2
-    assert any("tensor parallelism is not built yet" in said for said in planned.assumptions)
+def test_a_second_card_holds_nothing_but_kv() -> None:
+    asked = request({"offload.cpu_tokens": 4096}, hardware=gpu(2))
+    assert gpu_memory(asked, 0, 3) == gpu_memory(request(), 0, 3)
+    assert gpu_memory(asked, 1, 3).keys() == {"resident_kv", "staging_ring", "reserve"}
+    planned = plan(asked)
+    first, second = planned.gpus
+    placement, (card,) = planned.placement, planned.placement.cards
+    page_bytes, ring = 256 * LLAMA.token_bytes, placement.ring_buffers * 4096 * LLAMA.layer_token_bytes
+    room = int(24 * GIB) - int(0.03 * 24 * GIB) - ring
+    assert (
+        second["resident_kv"] == card.resident_tokens * LLAMA.token_bytes == room // page_bytes * page_bytes
+    )
+    assert first["resident_kv"] == placement.resident_tokens * LLAMA.token_bytes < second["resident_kv"]
+    # What is left crosses two links of equal rate.
+    assert 0 <= placement.streamed_tokens - card.streamed_tokens <= 1
+    assert any("the others keep and attend KV" in said for said in planned.assumptions)
 
 
 def test_host_memory_is_whole_pages_and_summaries() -> None:
@@ -164,14 +171,23 @@ def test_expected_tokens_and_outcomes_by_hand() -> None:
 def test_two_links_fill_their_rings_from_one_memory() -> None:
     predictor = Predictor(request(hardware=gpu(2)))
     lanes = expected_round(predictor, CHAIN).verification
-    ring = 3 * 4096 * LLAMA.layer_token_bytes  # of all cards
-    dense = (LLAMA.step_bytes / 2 / 1000e6) + 32 * (2 * 0.03 + 0.3)
-    head = HEAD_BYTES / LLAMA.step_bytes * (dense - 32 * 0.3)
-    edges = head + 2 * ring / 2 / 3 / 1000e6
-    assert lanes.link_ahead == pytest.approx(ring / 2 / 25e6 - edges)
+    (card,) = lanes.placement.cards
+    streamed = (lanes.placement.streamed_tokens + card.streamed_tokens) * LLAMA.token_bytes
+    segment = 4096 * LLAMA.layer_token_bytes
+    ring = 2 * 3 * segment  # of both cards
+    dense, head = LLAMA.step_bytes / 1000e6 + 32 * 0.3, HEAD_BYTES / 1000e6
+    tokens = streamed // LLAMA.token_bytes
+    ring = ring * tokens / 4096 / -(-tokens // 4096)  # the last segment of a layer is a shorter one
+    edges = head + 2 * segment / 1000e6
+    assert lanes.link_ahead == pytest.approx(ring / 50e6 - edges)
     assert lanes.host_memory_ahead == pytest.approx(ring / 70e6 - edges)
-    assert lanes.link == pytest.approx(32 * GIB / 25e6 + (dense - head) / 32)
+    assert lanes.link == pytest.approx(streamed / 50e6 + (dense - head) / 32)
     assert lanes.dense.ms == pytest.approx(dense)
+    # The other one reads what it holds and what it is sent, and is asked 32 times.
+    attended = (card.resident_tokens + card.streamed_tokens) * LLAMA.token_bytes
+    queries = lanes.gamma + 1
+    exchanged = 0.04 + queries * 32 * (128 * 2 / 20e6 + (128 * 2 + 4) / 25e6)
+    assert lanes.other_gpus == pytest.approx(dense + attended / 1000e6 + 32 * exchanged)
 
 
 def test_a_round_by_hand() -> None:

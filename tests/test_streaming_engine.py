@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from cpu_kv import PacedLink, head_major
+from cpu_kv import CudaLink, PacedLink, head_major
 from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.places import CardTokens, Shares
+from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config import config_names
 from offload_rt.engine import Engine
 from offload_rt.graphs import GraphedModel
@@ -37,56 +41,84 @@ DEVICES = pytest.mark.parametrize(
     "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
 )
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
-SHARES = [(0, 0), (32, 0), (0, 48), (32, 48)]
-"""Resident tokens, and those that the CPU attends, of 149."""
+SHARES = [Shares(), Shares(32), Shares(0, 48), Shares(32, 48)]
+"""Of 149 tokens."""
+BY_CARDS = [
+    Shares(16, 32, (CardTokens(32, 16),)),
+    Shares(cards=(CardTokens(0, 48), CardTokens(64, 0))),
+    Shares(0, 16, (CardTokens(16, 1024),)),
+]
+"""With other cards; where there is one alone, they are that one by other links and streams."""
 
 
-def small_llm(device: torch.device, config: str, **offload: object) -> LLM:
+def small_llm(device: torch.device, config: str, shares: Shares = SHARES[0], **offload: object) -> LLM:
     target = tiny_target("llama-gqa")
     draft = noisy_copy(target)
-    given = {"resident_tokens": 0, "cpu_tokens": 0, "ahead": 2} | offload
-    return LLM.from_models(
+    given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
+    link = partial(PacedLink, 1e9) if device == CPU else partial(CudaLink, device)
+    llm = LLM.from_models(
         target.to(device),
         draft.to(device),
         config=config,
-        overrides=engine_overrides(**given),
-        link=PacedLink(1e9) if device == CPU else None,
+        overrides=engine_overrides(**given | offload),
+        link=link(),
+        cards=[link() for _ in shares.cards],
     )
+    if shares.cards:
+        plan = llm._engine._plan
+        llm._engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
+    return llm
 
 
-def check_streamed(result: GenerationResult, share: tuple[int, int]) -> None:
-    """What is not placed elsewhere crossed the link in every round."""
-    streamed = (len(PROMPT) - 1) // 16 * 16 - sum(share)
+def check_streamed(result: GenerationResult, shares: Shares) -> None:
+    """What is not placed elsewhere crossed a link in every round."""
+    resident = shares.resident_tokens + sum(card.resident_tokens for card in shares.cards)
+    streamed = (len(PROMPT) - 1) // 16 * 16 - resident - shares.cpu_tokens
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
     assert read >= result.rounds * streamed * 512, "bytes of a token in all layers"
 
 
-CASES = [pytest.param(CPU, config, (32, 48), "stream", False, id=f"{config}-paced") for config in CONFIGS] + [
-    pytest.param(CUDA, config, share, refresh, graphs, marks=ON_CUDA)
+CASES = [
+    pytest.param(CPU, config, SHARES[3], "stream", False, id=f"{config}-paced") for config in CONFIGS
+] + [
+    pytest.param(CUDA, config, shares, refresh, graphs, marks=ON_CUDA)
     for config in CONFIGS
-    for share in SHARES
+    for shares in SHARES
     for refresh in ("stream", "store")
     for graphs in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("device", "config", "share", "refresh", "graphs"), CASES)
+@pytest.mark.parametrize(("device", "config", "shares", "refresh", "graphs"), CASES)
 def test_streamed_tokens_are_those_of_plain_decoding(
     device: torch.device,
     config: str,
-    share: tuple[int, int],
+    shares: Shares,
     refresh: str,
     graphs: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not graphs:
         monkeypatch.setattr(GraphedModel, "LONGEST", 0)
-    offload = {"resident_tokens": share[0], "cpu_tokens": share[1], "refresh_from": refresh}
-    with small_llm(device, config, **offload) as llm:
+    check_tokens(device, config, shares, refresh)
+
+
+@DEVICES
+@pytest.mark.parametrize("config", ["triforce", "plain", "trees"])
+@pytest.mark.parametrize("shares", BY_CARDS)
+@pytest.mark.parametrize("refresh", ["stream", "store"])
+def test_other_cards_attend_their_share(
+    device: torch.device, config: str, shares: Shares, refresh: str
+) -> None:
+    check_tokens(device, config, shares, refresh)
+
+
+def check_tokens(device: torch.device, config: str, shares: Shares, refresh: str) -> None:
+    with small_llm(device, config, shares, refresh_from=refresh) as llm:
         result = llm.generate(PROMPT, PARAMS)
-        check_streamed(result, share)
+        check_streamed(result, shares)
         plain = llm.plain(PARAMS)
-        check_streamed(plain, share)
+        check_streamed(plain, shares)
         assert result.tokens == plain.tokens
         sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
         assert llm.rerun(sampled).tokens == llm.rerun(sampled).tokens
@@ -95,14 +127,13 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 
 
 @DEVICES
-@pytest.mark.parametrize("share", SHARES[::3])
-def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shares", [*SHARES[::3], BY_CARDS[0]])
+def test_random_interrupts(device: torch.device, shares: Shares) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
     rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 60))
     source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
-    offload = {"resident_tokens": share[0], "cpu_tokens": share[1]}
-    with small_llm(device, "triforce", **offload) as llm:
+    with small_llm(device, "triforce", shares) as llm:
         plain = []
         for prompt in prompts:
             llm.generate(prompt, SamplingParams(max_tokens=1))
@@ -123,12 +154,11 @@ def test_random_interrupts(device: torch.device, share: tuple[int, int]) -> None
 
 
 @DEVICES
-@pytest.mark.parametrize("share", SHARES[::3])
+@pytest.mark.parametrize("shares", [*SHARES[::3], BY_CARDS[0]])
 @pytest.mark.parametrize("refresh", ["stream", "store"])
-def test_what_is_retrieved_is_the_texts(device: torch.device, share: tuple[int, int], refresh: str) -> None:
+def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Shares, refresh: str) -> None:
     """Tokens would not tell: whatever a draft's cache holds, they are those of plain decoding."""
-    offload = {"resident_tokens": share[0], "cpu_tokens": share[1], "refresh_from": refresh}
-    with small_llm(device, "retrieval", **offload) as llm:
+    with small_llm(device, "retrieval", shares, refresh_from=refresh) as llm:
         events = llm.stream(PROMPT, PARAMS)
         for _ in zip(range(24), events, strict=False):
             pass
@@ -146,6 +176,37 @@ def test_what_is_retrieved_is_the_texts(device: torch.device, share: tuple[int, 
                 if side == 0:  # values of equal bytes are equal in the first layer
                     assert int(exact.any(1).sum(-1).min()) == cache.entries
         events.close()
+
+
+@pytest.mark.parametrize("shares", [SHARES[3], *BY_CARDS])
+def test_the_same_is_retrieved_wherever_tokens_are_attended(
+    shares: Shares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries are taken from all places, and what they attended to is counted where it belongs.
+
+    Later passes differ: whose share of another place was whose is not known (`attended_mass`).
+    """
+    used, use = list[RetrievedRefill](), RetrievedCache._use
+    monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
+    ends = [shares.resident_tokens, shares.cpu_tokens]
+    ends += [card.resident_tokens + card.streamed_tokens for card in shares.cards]
+    ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]
+
+    def retrieved(shares: Shares) -> tuple[list[Tensor], Tensor]:
+        with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
+            llm.generate(PROMPT, SamplingParams(max_tokens=1))
+            full, (cache,) = (session := llm._engine._sessions[0]).full, session._caches
+            assert full.attended is not None
+            chunks = [end // full.attended.chunk for end in ends]
+            counted = full.attended.scores.tensor_split(chunks, dim=2)
+            first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
+            used.clear()
+            llm.rerun(PARAMS)
+            assert len(used) > 10, "all their entries have passed by"
+            return first
+
+    found, expected = retrieved(shares), retrieved(SHARES[0])
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu
@@ -184,9 +245,9 @@ def test_captures_while_a_pass_streams(
 
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("shares", [*SHARES, BY_CARDS[0]])
 def test_no_layer_of_a_pass_waits_for_the_device(
-    device: torch.device, share: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    device: torch.device, shares: Shares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch itself refuses what waits: with the CPU's share, and with a refresh from the stream."""
     attend = FullCache.attend
@@ -198,8 +259,7 @@ def test_no_layer_of_a_pass_waits_for_the_device(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    offload = {"resident_tokens": share[0], "cpu_tokens": share[1], "ahead": 0, "refresh_from": "stream"}
-    with small_llm(device, "retrieval", **offload) as llm:
+    with small_llm(device, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
         expected = llm.generate(PROMPT, PARAMS).tokens
         monkeypatch.setattr(FullCache, "attend", watched)
         assert llm.rerun(PARAMS).tokens == expected
@@ -238,7 +298,7 @@ def test_a_round_waits_only_where_it_reads(
             torch.cuda.set_sync_debug_mode("default")
 
     params, step = SamplingParams(temperature=temperature, seed=3, max_tokens=16), Engine.step
-    with small_llm(device, config, resident_tokens=32, cpu_tokens=48, refresh_from="stream") as llm:
+    with small_llm(device, config, Shares(32, 48), refresh_from="stream") as llm:
         expected = llm.generate(PROMPT, params).tokens
         monkeypatch.setattr(passes, "to_host", reading)
         monkeypatch.setattr(Engine, "step", watched)

@@ -34,6 +34,7 @@ class Setup:
         temperature: 0 decodes greedily.
         link_gb_s: KV lies behind an emulated link of that bandwidth; 0: where the system has it. Only the
             systems of `runner.LINKED` are opened with one.
+        cards: how many more such links there are, each to an emulated card that attends a share of the KV.
         gpu_memory_gib: of a GPU's memory that the process may take; 0: all. The worker keeps torch to it.
         options: keys of our configurations.
         settings, acceptance: of one system of ours: keys for it alone, and what its acceptance is held at.
@@ -49,6 +50,7 @@ class Setup:
     work: str
     temperature: float = 0.0
     link_gb_s: float = 0.0
+    cards: int = 0
     gpu_memory_gib: float = 0.0
     batch: int = 1
     kv_token_bytes: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -41,9 +42,10 @@ def shared_text(setup: Setup) -> Text:
     )
     assert target is not None
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()
+    cards: Sequence[Link] = ()
     if setup.link_gb_s:
-        link = PacedLink(1e9 * setup.link_gb_s)
-    return Text(target, draft, link, config, setup.capacity, notices=notices)
+        link, *cards = (PacedLink(1e9 * setup.link_gb_s) for _ in range(1 + setup.cards))
+    return Text(target, draft, link, config, setup.capacity, notices, cards)
 
 
 class Ours:

@@ -21,7 +21,7 @@ from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
 from offload_rt.caches.base import NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
-from offload_rt.caches.places import EVERYTHING_STREAMED, CpuShare, ResidentShare, Shares, Tail
+from offload_rt.caches.places import OtherPlace, ResidentShare, Tail
 from offload_rt.host import to_device
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ class PassCancelled(RuntimeError):
 
 @dataclass(frozen=True)
 class _Coverage:
-    """A stream, and which tokens before it lie elsewhere: 0 .. resident, resident .. stream.start."""
+    """A stream, and where the tokens before it are: 0 .. resident, then each place's start .. stop."""
 
     resident: int
+    others: Sequence[tuple[OtherPlace, int, int]]
     stream: LayerStream
 
 
@@ -50,8 +51,8 @@ class FullCache:
     of its own from a pass's `begin` to its last layer: nothing is written back in that time.
 
     Args:
-        shares: which share of each layer is not streamed; nothing else than in place on a CPU.
-        cpu: attends the CPU's share; None where that is nothing.
+        resident_tokens: of each layer, the first ones, kept on the device; 0 on a CPU.
+        others: attend the next ones, in this order.
 
     Attributes:
         derived: caches of the same model to tell of every commit.
@@ -65,24 +66,23 @@ class FullCache:
         self,
         engine: TransferEngine,
         backend: AttentionBackend,
-        shares: Shares = EVERYTHING_STREAMED,
-        cpu: CpuShare | None = None,
+        resident_tokens: int = 0,
+        others: Sequence[OtherPlace] = (),
     ) -> None:
         self.engine = engine
         self.sequence = engine.sequence
         self.layout = layout = engine.sequence.layout
         self.backend = backend
-        self.shares = shares
         self.derived: list[BoundedCache] = []
         self.attended: ByAttention | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
         self.last_queries = self._prompt_queries = torch.empty(0)
         self._prompt_tokens = 0
-        self._cpu = cpu
+        self._others = others
         self._tail = Tail(layout, engine.link.device)
         self.device = self._tail.buffer.memory.device
-        self._resident = ResidentShare(layout, shares.resident_tokens, self.device)
+        self._resident = ResidentShare(layout, resident_tokens, self.device)
         self._new: NewTokens | None = None
         self._frame: Frame | None = None  # of the pass, over the tail
         self._coverage: _Coverage | None = None  # of the pass
@@ -109,11 +109,25 @@ class FullCache:
 
     def _open(self) -> _Coverage:
         """Starts a stream over the full pages of the text; the tail keeps the rest."""
-        end = self.verified_length // self.layout.page_size * self.layout.page_size
+        end, resident, others = self._ranges(self.verified_length)
+        stream = self.engine.stream(end, start=others[-1][2] if others else resident)
+        for place, start, stop in others:
+            place.open(start, stop)
+        return _Coverage(resident, others, stream)
+
+    def _ranges(self, length: int) -> tuple[int, int, list[tuple[OtherPlace, int, int]]]:
+        """Of so long a text: the end of its full pages, the resident ones', and what other places attend."""
+        page = self.layout.page_size
+        end = length // page * page
         # Whole pages: no chunk lies half here and half there, where a refill would miss it.
-        resident = min(self._resident.tokens, end) // self.layout.page_size * self.layout.page_size
-        start = min(resident + self.shares.cpu_tokens, end)
-        return _Coverage(resident, self.engine.stream(end, start=start))
+        resident = start = min(self._resident.tokens, end) // page * page
+        others = []
+        for place in self._others:
+            stop = min(start + place.tokens, end)
+            if stop > start:
+                others.append((place, start, stop))
+            start = stop
+        return end, resident, others
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if self._frame is None or self._coverage is None:
@@ -123,12 +137,12 @@ class FullCache:
         self.scale = scale
         self._queries.append(queries)
         resident, stream = self._coverage.resident, self._coverage.stream
-        by_cpu: Future[list[Tensor]] | None = None
-        if self._cpu is not None and stream.start > resident:
-            runs = self.sequence.views(layer, resident, stream.start)
-            chunk = None if self.attended is None else self.attended.chunk
-            by_cpu = self._cpu.start(queries, runs, scale, chunk)
-            self._refill(layer, resident, runs, over_link=True)
+        chunk = None if self.attended is None else self.attended.chunk
+        begun: list[tuple[OtherPlace, int, Future[list[Tensor]]]] = []
+        for place, at, stop in self._coverage.others:
+            runs = self.sequence.views(layer, at, stop)
+            begun.append((place, at, place.start(layer, queries, runs, scale, chunk)))
+            self._refill(layer, at, runs, over_link=True)
         # The device's own tokens first: the link gains time.
         parts = [self._frame.attend_part(layer, queries, keys, values, scale)]
         if self._refills:
@@ -142,13 +156,14 @@ class FullCache:
             parts.append(self._attend(at, queries, *segment, scale))
             self._refill(layer, at, [segment])
             at += len(segment[0]) * self.layout.page_size
-        if by_cpu is not None and self._cpu is not None:
-            # The others first: the device merges them while the CPU works.
-            merged = merge(parts)
-            out, lse, *chunks = self._cpu.finish(by_cpu)
-            parts = [merged, (out, lse)]
+        if begun:
+            # The others first: the device merges them while the other places work.
+            parts = [merge(parts)]
+        for place, at, started in begun:
+            out, lse, *chunks = place.finish(started)
+            parts.append((out, lse))
             if self.attended is not None:
-                self.attended.add(resident, lse, *chunks)
+                self.attended.add(at, lse, *chunks)
         out, lse = merge(parts)
         if self.attended is not None:
             self.attended.end_layer(layer, lse)
@@ -194,6 +209,8 @@ class FullCache:
         for coverage in (self._ahead, self._coverage):
             if coverage is not None:
                 coverage.stream.close()
+        for place in self._others:
+            place.abandon()
         self._new = self._frame = self._coverage = self._ahead = None
         self._refills = []
         if self.attended is not None:
@@ -233,8 +250,10 @@ class FullCache:
         self._tail.restart(start, self.engine.read(start, length))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Takes to its place what stays on the device of a layer's whole prompt, after its prefill."""
+        """Takes to its place what stays on a device of a layer's whole prompt, after its prefill."""
         self._resident.keep(layer, keys, values)
+        for place, start, stop in self._ranges(keys.shape[1])[2]:
+            place.keep(layer, keys[:, start:stop], values[:, start:stop])
 
     def keep(self, entries: Sequence[int]) -> None:
         """Nothing to do: there is no speculation here."""

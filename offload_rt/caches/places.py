@@ -1,21 +1,32 @@
-"""Where the KV of a text is attended: on the device, over the link, or by the CPU where it lies.
+"""Where the KV of a text is attended: on the device, over the link, by the CPU where it lies, on other cards.
 
-Each layer's first tokens are resident on the device, the next ones are attended by the CPU, the rest is
-streamed; a tail of the newest tokens is on the device too, until a stream covers it. The same numbers hold
-for every layer.
+Each layer's first tokens are resident on the device, the next ones are attended by the CPU and by other
+cards, which keep some of theirs and stream the others over links of their own; the rest is streamed to the
+device. A tail of the newest tokens is on the device too, until a stream covers it. The same numbers hold for
+every layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, KVLayout
-from offload_rt.attention import AttentionBackend, attend, attend_weighed, cpu_share_backend, merge
+from cpu_kv import KeysValues, KVLayout, LayerStream, TransferEngine
+from offload_rt.attention import (
+    AttentionBackend,
+    attend,
+    attend_weighed,
+    choose_backend,
+    cpu_share_backend,
+    merge,
+)
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import KVBuffer
@@ -23,18 +34,35 @@ from offload_rt.host import Arriving, to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
 from offload_rt.weighing import attended_mass
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CardTokens:
+    """How many tokens of a layer another card attends.
+
+    Attributes:
+        resident_tokens: the first ones, kept there.
+        streamed_tokens: the next ones, which cross its link for every pass.
+    """
+
+    resident_tokens: int = 0
+    streamed_tokens: int = 0
+
 
 @dataclass(frozen=True)
 class Shares:
-    """How many of a layer's first tokens are not streamed; multiples of the store's page.
+    """How many of a layer's first tokens are not streamed to the device; all multiples of the store's page.
 
     Attributes:
         resident_tokens: kept on the device.
         cpu_tokens: attended by the CPU, after the resident ones.
+        cards: what other cards attend, one after the other, after those.
     """
 
     resident_tokens: int = 0
     cpu_tokens: int = 0
+    cards: tuple[CardTokens, ...] = ()
 
 
 EVERYTHING_STREAMED = Shares()
@@ -57,8 +85,9 @@ class ResidentShare:
             shape = (layout.layers, 2, layout.kv_heads, self.capacity, layout.head_dim)
             self._memory = torch.empty(shape, dtype=layout.dtype, device=self._device)
         self.tokens = min(self.capacity, keys.shape[1])
-        self._memory[layer, 0, :, : self.tokens] = keys[:, : self.tokens]
-        self._memory[layer, 1, :, : self.tokens] = values[:, : self.tokens]
+        # Head by head: from one card to another, torch would pack what has gaps first.
+        for there, here in zip(self._memory[layer].flatten(0, 1), (*keys, *values), strict=True):
+            there[: self.tokens].copy_(here[: self.tokens], non_blocking=True)
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens from `length` on."""
@@ -131,39 +160,91 @@ class Tail:
         self.buffer = KVBuffer(torch.empty(0))
 
 
-class CpuShare:
-    """Attends KV in host memory on a thread of its own, beside what the device and the link do.
+class OtherPlace:
+    """Attends a range of each layer's tokens on a thread of its own, beside what the device and its link do.
+
+    Args:
+        tokens: of a layer, at most.
+    """
+
+    def __init__(self, tokens: int, name: str) -> None:
+        self.tokens = tokens
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"offload_rt-{name}-attention")
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Takes what stays here of its range of a layer's prompt, `[kv_heads, tokens, head_dim]`."""
+
+    def open(self, start: int, stop: int) -> None:
+        """A pass is going to ask for these tokens, whole pages; those opened before it come first."""
+
+    def start(
+        self,
+        layer: int,
+        queries: Tensor,
+        runs: Sequence[KeysValues],
+        scale: float,
+        chunk: int | None = None,
+    ) -> Future[list[Tensor]]:
+        """Attention of the device's queries `[heads, n, head_dim]` over the range.
+
+        Args:
+            runs: the range in host memory.
+            chunk: tokens of the chunks whose share is wanted too.
+        """
+        raise NotImplementedError
+
+    def finish(self, started: Future[list[Tensor]]) -> list[Tensor]:
+        """What `start` began, on the device: out, lse, and `[kv_heads, 1, chunks]` where it is wanted."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Forgets what was opened; no pass goes on."""
+
+    def close(self) -> None:
+        """Waits for what was started and lets memory and thread go. Idempotent."""
+        self._thread.shutdown(wait=True)
+
+
+def attended_over(
+    backend: AttentionBackend, queries: Tensor, runs: Iterable[KeysValues], scale: float, chunk: int | None
+) -> list[Tensor]:
+    """Attention over runs of one range, each read before the next one is asked for; see `finish`."""
+    if chunk is None:
+        return [*merge([attend(backend, queries, *run, scale) for run in runs])]
+    weighed = [attend_weighed(backend, queries, *run, scale, chunk) for run in runs]
+    out, lse = merge([(out, lse) for out, lse, _ in weighed])
+    shares = [attended_mass(units, part_lse, lse) for _, part_lse, units in weighed]
+    return [out, lse, torch.cat(shares, dim=1)[:, None]]
+
+
+class CpuShare(OtherPlace):
+    """Attends KV in host memory, where it lies.
 
     For a GPU queries and results go through page-locked buffers that are kept. One of each is enough: a
     layer's queries arrive only after the results of the layer before are on the device.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline = NO_TIMELINE) -> None:
+    def __init__(self, tokens: int, device: torch.device, timeline: Timeline = NO_TIMELINE) -> None:
+        super().__init__(tokens, "cpu")
         self._backend = cpu_share_backend(device)
         self._device = device
         self._timeline = timeline
         self._buffers: dict[str, Tensor] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-cpu-attention")
 
     def start(
-        self, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+        self,
+        layer: int,
+        queries: Tensor,
+        runs: Sequence[KeysValues],
+        scale: float,
+        chunk: int | None = None,
     ) -> Future[list[Tensor]]:
-        """Attention of the device's queries `[heads, n, head_dim]` over runs in host memory.
-
-        Args:
-            chunk: tokens of the chunks whose share is wanted too.
-        """
         arriving = Arriving(queries, self._buffer("queries", queries) if queries.is_cuda else None)
         return self._thread.submit(self._attend, arriving, runs, scale, chunk)
 
     def finish(self, started: Future[list[Tensor]]) -> list[Tensor]:
-        """What `start` began, on the device: out, lse, and `[kv_heads, 1, chunks]` where it is wanted."""
         names = ("out", "lse", "chunks")
         return [self._send(name, result) for name, result in zip(names, started.result(), strict=False)]
-
-    def close(self) -> None:
-        """Waits for what was started and lets the thread go. Idempotent."""
-        self._thread.shutdown(wait=True)
 
     def _send(self, name: str, result: Tensor) -> Tensor:
         if self._device.type == "cpu":
@@ -181,9 +262,114 @@ class CpuShare:
     ) -> list[Tensor]:
         queries = arriving.wait()
         with self._timeline.span("cpu", "attention"):
-            if chunk is None:
-                return [*merge([attend(self._backend, queries, *run, scale) for run in runs])]
-            weighed = [attend_weighed(self._backend, queries, *run, scale, chunk) for run in runs]
-            out, lse = merge([(out, lse) for out, lse, _ in weighed])
-            shares = [attended_mass(units, part_lse, lse) for _, part_lse, units in weighed]
-            return [out, lse, torch.cat(shares, dim=1)[:, None]]
+            return attended_over(self._backend, queries, runs, scale, chunk)
+
+
+class CardShare(OtherPlace):
+    """Attends KV on another card, which keeps the first tokens of the range; the others cross its own link.
+
+    Queries go from card to card, and results come back; without peer access the driver leads them through
+    host memory.
+
+    Args:
+        engine: over the card's link; closed with this place, and used from its thread alone.
+        home: the device that asks.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        share: CardTokens,
+        home: torch.device,
+        timeline: Timeline = NO_TIMELINE,
+    ) -> None:
+        device = engine.link.device
+        super().__init__(share.resident_tokens + share.streamed_tokens, f"{device}")
+        self.engine = engine
+        self._home = home
+        self._timeline = timeline
+        self._backend = choose_backend(device)
+        self._resident = ResidentShare(engine.sequence.layout, share.resident_tokens, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._passes: deque[tuple[int, Future[LayerStream]]] = deque()  # resident tokens, and the stream
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        with self._between():
+            self._resident.keep(layer, keys, values)
+
+    def open(self, start: int, stop: int) -> None:
+        resident = min(self._resident.tokens, stop - start)
+        stream = self._submit(lambda: self.engine.stream(stop, start=start + resident))
+        self._passes.append((resident, stream))
+
+    def start(
+        self,
+        layer: int,
+        queries: Tensor,
+        runs: Sequence[KeysValues],
+        scale: float,
+        chunk: int | None = None,
+    ) -> Future[list[Tensor]]:
+        there = self._sent(queries, self.engine.link.device)
+
+        def work() -> list[Tensor]:
+            with self._timeline.span(f"{self.engine.link.device}", "attention"):
+                return attended_over(self._backend, there, self._runs(layer), scale, chunk)
+
+        return self._submit(work)
+
+    def _runs(self, layer: int) -> Iterator[KeysValues]:
+        resident, stream = self._passes[0]
+        if resident:
+            yield self._resident.views(layer, resident)
+        yield from stream.result().segments(layer)
+        if layer == self.engine.sequence.layout.layers - 1:
+            self._passes.popleft()
+
+    def finish(self, started: Future[list[Tensor]]) -> list[Tensor]:
+        return [self._sent(result, self._home) for result in started.result()]
+
+    def abandon(self) -> None:
+        def close() -> None:
+            while self._passes:
+                _, stream = self._passes.popleft()
+                if stream.exception() is None:
+                    stream.result().close()
+
+        self._submit(close).result()
+
+    def close(self) -> None:
+        with suppress(RuntimeError):
+            self._submit(self.engine.finish_compute).result()
+        super().close()
+        self._resident.release()
+        self.engine.close()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Work for the place's thread; what it launches goes to the place's own stream."""
+
+        @torch.inference_mode()
+        def there() -> T:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                return work()
+
+        return self._thread.submit(there)
+
+    def _sent(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A tensor on its way from card to card; on a CPU, where nothing is far away, itself."""
+        if self._stream is None:
+            return tensor
+        with self._between():
+            return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        """What is launched within comes after all that was launched before, here and at home; home waits."""
+        if self._stream is None:
+            yield
+            return
+        home = torch.cuda.current_stream(self._home)
+        self._stream.wait_stream(home)
+        with torch.cuda.stream(self._stream):
+            yield
+        home.wait_stream(self._stream)

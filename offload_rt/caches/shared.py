@@ -29,7 +29,7 @@ class SharedCache(BoundedCache):
         entries = source.layout.page_size + self.PORTION
         super().__init__(source.layout, source.device, entries, source.backend, pool)
         self._source = source
-        self._cpu = None if source.device.type == "cpu" else CpuShare(source.device)
+        self._cpu = None if source.device.type == "cpu" else CpuShare(0, source.device)
 
     @property
     def _paged(self) -> int:
@@ -56,7 +56,7 @@ class SharedCache(BoundedCache):
         if self._cpu is None:
             parts = [attend(self.backend, queries, *run, scale) for run in runs]
             return merge([*parts, self.frame.attend_part(layer, queries, keys, values, scale)])[0]
-        by_cpu = self._cpu.start(queries, runs, scale)
+        by_cpu = self._cpu.start(layer, queries, runs, scale)
         own = self.frame.attend_part(layer, queries, keys, values, scale)
         out, lse = self._cpu.finish(by_cpu)
         return merge([own, (out, lse)])[0]

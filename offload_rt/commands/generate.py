@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -63,9 +64,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="PATH|ID", help=target)
     draft = "small model with the target's tokenizer, which drafts (default: none, or the demo's own)"
     add("--draft", metavar="PATH|ID|none", help=draft)
-    device = "where models run (default: auto, the GPU if there is one)"
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=device)
+    device = "where models run (default: auto, the GPU if there is one); cuda:0,cuda:1: KV lies on both"
+    add("--device", type=_devices, default="auto", metavar="auto|cpu|cuda|cuda:N,…", help=device)
     add_dtype(add)
+
+
+def _devices(text: str) -> str:
+    """An argument type: what may be devices, whether they are there or not."""
+    if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: use auto, cpu, cuda or cuda:0,cuda:1")
+    return text
 
 
 def add_dtype(add: Add) -> None:

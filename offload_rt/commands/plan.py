@@ -65,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
     cards = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine)"
     add("--gpu", metavar="NAME", help=cards)
-    add("--gpus", type=int, metavar="N", help="how many of it (default: 1)")
+    add("--gpus", type=int, metavar="N", help="how many: the first computes, all keep KV (default: 1)")
     for flag, (unit, help) in FIGURES.items():
         add(flag, type=float, metavar=unit, help=help)
     add_json(plan.add_argument, "the plan")
@@ -128,12 +128,18 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         raise UsageError(f"--{of_cards[0]} describes a card, and --gpu {NO_GPU} has none: leave it out")
     if arguments.gpu is not None:
         return named_hardware(arguments.gpu, **given)
+    count = given.pop("gpus", 1)
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise UsageError(f"{flag} describes a machine: name its card with --gpu NAME, or --gpu none")
     from offload_rt.machine.doctor import inspect
 
-    return inspect(on_progress=tell_measuring).hardware
+    hardware = inspect(on_progress=tell_measuring).hardware
+    if not 1 <= count <= max(1, len(hardware.gpus)):
+        raise UsageError(
+            f"--gpus {count}: this machine has {len(hardware.gpus)}; name others with --gpu NAME"
+        )
+    return replace(hardware, gpus=hardware.gpus[:count])
 
 
 def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
@@ -144,7 +150,7 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     new = f"{request.context:,} tokens of context, {request.new_tokens:,} new"
     yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {request.config.name}"
     shares = {
-        "resident on the GPU": placement.resident_bytes,
+        "resident on GPUs": placement.resident_bytes,
         "attended by the CPU": placement.cpu_attended_bytes,
         "streamed": placement.streamed_bytes,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -82,27 +83,34 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
 
 
 def usable_hardware(
-    device: torch.device, loaded_bytes: int = 0, on_progress: Progress | None = None
+    device: torch.device,
+    loaded_bytes: int = 0,
+    on_progress: Progress | None = None,
+    cards: Sequence[torch.device] = (),
 ) -> Hardware:
     """The host and, where it is a GPU, the device, with the memory that is free or already taken for the run.
 
     Args:
         loaded_bytes: what the run already holds of the device's memory, or of the host's without one.
         on_progress: told what is measured of the machine, where it has not been before.
+        cards: other GPUs that the run uses.
     """
     if device.type != "cuda":
         # Attended in place there is nothing to place: only memory counts, and that needs no measurement.
         return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
     measured = inspect(on_progress=on_progress).hardware
+    held = loaded_bytes, *(0 for _ in cards)
+    gpus = tuple(_usable(measured.gpus, one, size) for one, size in zip((device, *cards), held, strict=True))
+    return replace(measured, gpus=gpus)
+
+
+def _usable(gpus: Sequence[Gpu], device: torch.device, loaded_bytes: int) -> Gpu:
     index = torch.cuda.current_device() if device.index is None else device.index
     free, total = torch.cuda.mem_get_info(index)
     reserved, allocated = torch.cuda.memory_reserved(index), torch.cuda.memory_allocated(index)
     # torch may be kept to a part of the card. What it has reserved and not handed out is free to us as well.
     allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total) - reserved
-    card = replace(
-        measured.gpus[index], memory_bytes=min(free, allowed) + reserved - allocated + loaded_bytes
-    )
-    return replace(measured, gpus=(card,))
+    return replace(gpus[index], memory_bytes=min(free, allowed) + reserved - allocated + loaded_bytes)
 
 
 def _measure(

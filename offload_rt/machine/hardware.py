@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from offload_rt.errors import UsageError
@@ -102,13 +101,6 @@ class Hardware:
         attention = tuple(AttentionRate(**rate) for rate in values["host"]["attention"])
         gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
         return cls(Host(**values["host"] | {"attention": attention}), gpus, values["measured"])
-
-    @cached_property
-    def joined_gpu(self) -> Gpu:
-        """All GPUs as one that does their work together: shared evenly, at the pace of the slowest."""
-        rates = ("memory_rate", "compute_rate", "to_device_rate", "to_host_rate")
-        joined = {name: len(self.gpus) * min(getattr(gpu, name) for gpu in self.gpus) for name in rates}
-        return replace(self.gpus[0], **joined, launch_ms=max(gpu.launch_ms for gpu in self.gpus))
 
 
 def named_hardware(

@@ -9,7 +9,6 @@ from offload_rt.expectations import DRAFT_LENGTHS, SECOND_CHOICE
 from offload_rt.machine.hardware import COMPUTE_SHARE, GIB, MEMORY_SHARE
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (
-    ALL_REDUCE_MS,
     EXCHANGE_MS,
     GRAPH_LAUNCH_SHARE,
     PREFILL_ATTENTION_SHARE,
@@ -41,11 +40,10 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"kernels reach {MEMORY_SHARE:.0%} of a card's data-sheet memory rate and {COMPUTE_SHARE:.0%} of "
             "its compute rate"
         )
-    if request.parts > 1:
+    if request.other_gpus:
         yield (
-            f"{request.parts} GPUs share the heads of weights and KV evenly, each with its own link, "
-            f"and 2 all-reduces of {ALL_REDUCE_MS} ms a layer: this version runs on 1 GPU, tensor "
-            "parallelism is not built yet"
+            "GPU 0 computes, the others keep and attend KV, each over its own link; "
+            f"{EXCHANGE_MS} ms a layer to hand over queries and results"
         )
 
 
@@ -113,9 +111,10 @@ def _pass(request: PlanRequest, best: RoundTime) -> Iterator[str]:
     if request.in_place:
         yield f"the CPU computes and drafts, one after the other, and attends {attended}"
         return
+    others = f", other GPUs {lanes.other_gpus:.0f} ms" if lanes.other_gpus else ""
     yield (
         f"lanes of a pass: link {lanes.link:.0f} ms, CPU attention {lanes.cpu_attention:.0f} ms, host memory "
-        f"{lanes.host_memory:.0f} ms, GPU {lanes.processor:.0f} ms"
+        f"{lanes.host_memory:.0f} ms, GPU {lanes.processor:.0f} ms{others}"
     )
     if lanes.placement.cpu_tokens:
         yield (

@@ -2,17 +2,19 @@
 
 All KV lies in host memory. With a GPU the first tokens of every layer are kept there as well (resident), the
 CPU attends the next ones where they lie, and the rest is streamed through the staging ring for every pass:
-the same ranges of tokens in all layers. Several GPUs share the heads of weights and KV evenly.
+the same ranges of tokens in all layers. The first GPU computes; others keep KV, stream KV over links of their
+own, and attend it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from cpu_kv import TransferEngine
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.buffers import room_for_means
+from offload_rt.caches.places import CardTokens
 from offload_rt.caches.shared import SharedCache
 from offload_rt.config import (
     DRAFT_STREAMING,
@@ -71,15 +73,9 @@ class PlanRequest:
         for rate in (self.same_model_acceptance, self.small_model_acceptance):
             if not 0 <= rate <= 1:
                 raise UsageError(f"acceptance {rate:g}: must be from 0 to 1")
-        target = self.target
-        check_positions(target, self.context, self.new_tokens)
-        if target.kv_heads % self.parts or target.heads % self.parts:
-            raise UsageError(
-                f"{target.name} has {target.kv_heads} key heads, which {self.parts} GPUs cannot share "
-                "evenly: plan with a number of GPUs that divides them"
-            )
+        check_positions(self.target, self.context, self.new_tokens)
         if self.draft is not None:
-            check_vocabulary(self.draft, target)
+            check_vocabulary(self.draft, self.target)
         available(self.config, self.draft is not None)  # refuses what drafts with nothing else
 
     @cached_property
@@ -108,9 +104,9 @@ class PlanRequest:
         return not self.hardware.gpus
 
     @property
-    def parts(self) -> int:
-        """Number of parts into which the heads of weights and KV are split."""
-        return max(1, len(self.hardware.gpus))
+    def other_gpus(self) -> tuple[Gpu, ...]:
+        """Those that keep and attend KV, and compute nothing else."""
+        return self.hardware.gpus[1:]
 
     @cached_property
     def drafts(self) -> list[DraftShape]:
@@ -145,9 +141,21 @@ class PlanRequest:
         return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
 
     def placement(self, resident: int, cpu: int, ring_buffers: int) -> Placement:
-        """So many tokens resident and so many attended by the CPU; the others are streamed."""
-        streamed, segment = self.context - resident - cpu, self.config.store.segment_tokens
-        return Placement(resident, cpu, streamed, ring_buffers, segment, self.target)
+        """So many tokens resident and so many attended by the CPU.
+
+        Other GPUs keep what they have room for of the rest; what is left is streamed, over all links at once.
+        """
+        left, kept = self.context - resident - cpu, list[int]()
+        for number in range(1, 1 + len(self.other_gpus)):
+            kept.append(min(card_capacity(self, number, ring_buffers), left))
+            left -= kept[-1]
+        rate = sum(gpu.to_device_rate for gpu in self.hardware.gpus)
+        streamed = [int(left * gpu.to_device_rate / rate) for gpu in self.other_gpus]
+        left -= sum(streamed)
+        cards = tuple(map(CardTokens, kept, streamed))
+        return Placement(
+            resident, cpu, left, ring_buffers, self.config.store.segment_tokens, self.target, cards
+        )
 
     @property
     def retrieved_entries(self) -> int:
@@ -165,16 +173,20 @@ class PlanRequest:
 class Placement:
     """Where the tokens of the context lie or are attended; the same in every layer."""
 
-    resident_tokens: int  # the first ones, kept on the GPU
+    resident_tokens: int  # the first ones, kept on the first GPU
     cpu_tokens: int  # the next ones, attended by the CPU
-    streamed_tokens: int  # the rest, which crosses the link for every pass
-    ring_buffers: int  # of the staging ring
+    streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
+    ring_buffers: int  # of each GPU's staging ring
     segment_tokens: int  # of each of its buffers
     shape: ModelShape
+    cards: tuple[CardTokens, ...] = ()  # between the CPU's and the last ones: of each other GPU
 
     @property
     def resident_bytes(self) -> int:
-        return self.resident_tokens * self.shape.token_bytes
+        """On all GPUs together."""
+        return (
+            self.resident_tokens + sum(card.resident_tokens for card in self.cards)
+        ) * self.shape.token_bytes
 
     @property
     def cpu_attended_bytes(self) -> int:
@@ -183,18 +195,21 @@ class Placement:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that cross all links together for every pass."""
-        return self.streamed_tokens * self.shape.token_bytes
+        return (
+            self.streamed_tokens + sum(card.streamed_tokens for card in self.cards)
+        ) * self.shape.token_bytes
 
     @property
     def ring_bytes(self) -> int:
-        """Of the staging rings of all GPUs together."""
+        """Of a GPU's staging ring."""
         return self.ring_buffers * self.segment_tokens * self.shape.layer_token_bytes
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, object]:
         sizes = ("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes")
         counts = ("resident_tokens", "streamed_tokens", "ring_buffers", "segment_tokens")
         values = {name: getattr(self, name) for name in (*sizes, *counts)}
-        return values | {"cpu_attended_tokens": self.cpu_tokens}
+        cards = [asdict(card) for card in self.cards]
+        return values | {"cpu_attended_tokens": self.cpu_tokens, "other_gpus": cards}
 
 
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
@@ -241,18 +256,19 @@ def available(config: Config, small_model: bool) -> Config:
 
 
 def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> Memory:
-    """What one GPU holds with so many tokens of the context resident."""
-    target, store, parts = request.target, request.config.store, request.parts
+    """What one GPU holds with so many tokens of the context resident there."""
+    target, store = request.target, request.config.store
+    memory = {
+        "resident_kv": resident * target.token_bytes,
+        "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes,
+        "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
+    }
+    if gpu:
+        return memory
     queries = request.longest_draft + 1
     newest = (store.page + queries) * target.token_bytes
     newest += queries * target.layers * target.heads * target.head_dim * target.dtype.itemsize
-    return {
-        "resident_kv": resident * target.token_bytes // parts,
-        **_computing_memory(request, gpu),
-        "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes // parts,
-        "newest_tokens": newest // parts,
-        "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
-    }
+    return memory | _computing_memory(request) | {"newest_tokens": newest}
 
 
 def _gpu_reserve(gpu: Gpu) -> int:
@@ -278,40 +294,40 @@ def host_memory(request: PlanRequest) -> Memory:
     return memory
 
 
-def _computing_memory(request: PlanRequest, gpu: int = 0) -> Memory:
-    """What a processor that computes holds. The small model runs on the first GPU, whole."""
-    target, config, parts = request.target, request.config, request.parts
+def _computing_memory(request: PlanRequest) -> Memory:
+    """What a processor that computes holds."""
+    target, config = request.target, request.config
     streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
-    memory = {"weights": -(-target.weight_bytes // parts)}
-    if DRAFT_STREAMING in request.levels and request.draft is not None and gpu == 0:
+    memory = {"weights": target.weight_bytes}
+    if DRAFT_STREAMING in request.levels and request.draft is not None:
         memory["draft_weights"] = request.draft.weight_bytes
         memory["draft_cache"] = streaming * request.draft.token_bytes
-    if HEAD in request.levels and gpu == 0:  # what is not the target's
+    if HEAD in request.levels:  # what is not the target's
         head = head_shape(target)
         memory["head_weights"] = head.weight_bytes - head.embedding_parameters * head.dtype.itemsize
     if TARGET_STREAMING in request.levels:
-        memory["streaming_cache"] = streaming * target.token_bytes // parts
+        memory["streaming_cache"] = streaming * target.token_bytes
     if TARGET_SHARED in request.levels:
         entries = config.store.page + SharedCache.PORTION + SPECULATIVE_ENTRIES
-        memory["shared_cache"] = entries * target.token_bytes // parts
+        memory["shared_cache"] = entries * target.token_bytes
     if request.retrieves:
         entries = request.retrieved_entries + SPECULATIVE_ENTRIES
         copies = 2 if request.refreshes_from_stream else 1  # one in use, one that fills
-        memory["retrieved_caches"] = copies * entries * target.token_bytes // parts
+        memory["retrieved_caches"] = copies * entries * target.token_bytes
         if config.retrieval.select != "mean_keys":
             chunks = (request.context + request.new_tokens) // config.retrieval.chunk
-            memory["scores"] = chunks * target.layers * target.kv_heads * SCORE_BYTES // parts
+            memory["scores"] = chunks * target.layers * target.kv_heads * SCORE_BYTES
             # What a pass keeps of them until its layer ends.
-            memory["scores"] += Weighed.MOST * target.heads * chunks * SCORE_BYTES // parts
+            memory["scores"] += Weighed.MOST * target.heads * chunks * SCORE_BYTES
     # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
     # of the chunks of it that are packed into pages and written.
     attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
-    width = 4 * target.hidden + (attended + 3 * target.intermediate) // parts
+    width = 4 * target.hidden + attended + 3 * target.intermediate
     chunk = min(config.prefill.chunk, request.context)
     memory["prefill"] = (request.context * target.hidden + chunk * width) * target.dtype.itemsize
     if not request.in_place:
         packed = (TransferEngine.PROMPT_WRITES + 1) * chunk
-        memory["prefill"] += (request.context + packed) * target.layer_token_bytes // parts
+        memory["prefill"] += (request.context + packed) * target.layer_token_bytes
     # Logits of a pass, and their float32 probabilities before and after sorting.
     logits = (request.longest_draft + 1) * target.vocabulary
     return memory | {"logits": logits * (target.dtype.itemsize + 8)}
@@ -324,24 +340,32 @@ def largest(memory: Memory, digits: int, most: int | None = None) -> str:
 
 
 def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
-    """Whether each GPU has room for its part of such a ring, beside all else that is given."""
-    return _left(request, ring_buffers, request.given_resident or 0) >= 0
+    """Whether each GPU has room for such a ring, beside all else that is given."""
+    numbers = range(len(request.hardware.gpus))
+    return all(
+        _left(request, one, ring_buffers, 0 if one else request.given_resident or 0) >= 0 for one in numbers
+    )
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
-    """Tokens of the context that the GPUs can keep: whole pages, or all of it; 0 without a GPU."""
-    page, token_bytes = request.config.store.page, request.target.token_bytes // request.parts
-    tokens = max(0, _left(request, ring_buffers)) // token_bytes
+    """Tokens of the context that the first GPU can keep: whole pages, or all of it; 0 without a GPU."""
+    if request.in_place:
+        return 0
+    tokens = max(0, _left(request, 0, ring_buffers)) // request.target.token_bytes
+    page = request.config.store.page
     return request.context if tokens >= request.context else tokens // page * page
 
 
-def _left(request: PlanRequest, ring_buffers: int, resident: int = 0) -> int:
-    """Bytes left on the GPU that has the least, beside so many resident tokens; 0 without a GPU."""
-    left = [
-        gpu.memory_bytes - sum(gpu_memory(request, number, ring_buffers, resident).values())
-        for number, gpu in enumerate(request.hardware.gpus)
-    ]
-    return min(left, default=0)
+def card_capacity(request: PlanRequest, gpu: int, ring_buffers: int) -> int:
+    """Tokens of the context that another GPU can keep: whole pages."""
+    page_bytes = request.config.store.page * request.target.token_bytes
+    return max(0, _left(request, gpu, ring_buffers)) // page_bytes * request.config.store.page
+
+
+def _left(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> int:
+    """Bytes left on a GPU, beside so many resident tokens."""
+    held = gpu_memory(request, gpu, ring_buffers, resident)
+    return request.hardware.gpus[gpu].memory_bytes - sum(held.values())
 
 
 def shortage(request: PlanRequest) -> str | None:
@@ -349,7 +373,11 @@ def shortage(request: PlanRequest) -> str | None:
     host, ring = request.hardware.host, request.config.store.ring_buffers
     memory, resident = host_memory(request), request.given_resident or 0
     needs = [
-        (f"GPU {number} ({gpu.name})", gpu.memory_bytes, gpu_memory(request, number, ring, resident))
+        (
+            f"GPU {number} ({gpu.name})",
+            gpu.memory_bytes,
+            gpu_memory(request, number, ring, 0 if number else resident),
+        )
         for number, gpu in enumerate(request.hardware.gpus)
     ]
     for where, available, parts in (*needs, ("host memory", host.memory_bytes, memory)):

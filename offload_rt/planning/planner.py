@@ -33,9 +33,8 @@ from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 FEW_PAGES = 48  # of a share: every number of them is tried
-MOST_GPUS = 8
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
-NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
+NOTHING_FITS = "no shorter context or smaller numbers fit either: take a smaller model"
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,13 @@ class Plan:
     @property
     def gpus(self) -> list[Memory]:
         """What each GPU holds."""
-        ring, resident = self.placement.ring_buffers, self.placement.resident_tokens
-        numbers = range(len(self.request.hardware.gpus))
-        return [gpu_memory(self.request, number, ring, resident) for number in numbers]
+        if self.request.in_place:
+            return []
+        placement = self.placement
+        kept = placement.resident_tokens, *(card.resident_tokens for card in placement.cards)
+        return [
+            gpu_memory(self.request, number, placement.ring_buffers, one) for number, one in enumerate(kept)
+        ]
 
     @property
     def host(self) -> Memory:
@@ -250,7 +253,7 @@ def _largest_budget(request: PlanRequest) -> int:
 
 def _others(request: PlanRequest) -> Iterator[str]:
     """Plans that fit and differ from the request in one thing."""
-    config, page, gpus = request.config, request.config.store.page, request.hardware.gpus
+    config, page = request.config, request.config.store.page
     if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
         yield f"a context of {pages * page} tokens"
     if request.given_resident:
@@ -260,13 +263,6 @@ def _others(request: PlanRequest) -> Iterator[str]:
             yield f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         yield f"--set retrieval.budget={budget}"
-    for count in range(len(gpus) + 1, MOST_GPUS + 1 if gpus else 0):
-        if request.target.kv_heads % count or request.target.heads % count:
-            continue
-        hardware = replace(request.hardware, gpus=(*gpus, *gpus[:1] * (count - len(gpus))))
-        if _fitting(replace(request, hardware=hardware)):
-            yield f"{count} such GPUs"
-            break
     if request.target.dtype == torch.float32:
         target = replace(request.target, dtype=torch.bfloat16)
         draft = request.draft and replace(request.draft, dtype=torch.bfloat16)

@@ -1,8 +1,8 @@
 """How long passes, drafts, rounds and the prefill take, from a machine's figures.
 
-A pass over the full cache has lanes that run side by side: the links, the CPU's attention, the GPUs, and the
-host memory that links and CPU both read. The slowest sets the pace. Without a GPU the CPU does everything,
-one thing after another. All times are in ms, all sizes in bytes.
+A pass over the full cache has lanes that run side by side: the links, the CPU's attention, the GPU that
+computes, the attention of other GPUs, and the host memory that links and CPU both read. The slowest sets the
+pace. Without a GPU the CPU does everything, one thing after another. All times are in ms, all sizes in bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape
 
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
-EXCHANGE_MS = 0.04  # a layer: queries to the CPU and results back, besides their bytes
-ALL_REDUCE_MS = 0.03  # a layer has two of them where heads are split over GPUs
+EXCHANGE_MS = 0.04  # a layer: queries to the CPU or another GPU and results back, besides their bytes
 # Of rejections, those whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
 # books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
 RUNNER_UP_HITS = 0.5
@@ -65,8 +64,9 @@ class PassTime:
     drafted: DraftShape  # that the pass verifies
     dense: Work  # the processor's work besides attention over the context
     attention: float  # of that processor, over its share of the context
-    link: float = 0.0  # until the last streamed segment is attended
+    link: float = 0.0  # of the links: until the last streamed segment is attended
     cpu_attention: float = 0.0  # until the CPU's share of the last layer is merged
+    other_gpus: float = 0.0  # until the slowest one's
     host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
     link_ahead: float = 0.0  # how much of `link` may happen before the pass, into the ring
     host_memory_ahead: float = 0.0  # and of `host_memory`
@@ -82,12 +82,13 @@ class PassTime:
 
     @property
     def ms(self) -> float:
-        return max(self.link, self.cpu_attention, self.host_memory, self.processor)
+        return max(self.link, self.cpu_attention, self.other_gpus, self.host_memory, self.processor)
 
     def after(self, waited: float) -> float:
         """ms of the pass where the link had `waited` ms before it to fill the ring."""
         link, memory = self.link - self.link_ahead, self.host_memory - self.host_memory_ahead
-        return max(link, self.cpu_attention, memory, self.processor, self.ms - waited)
+        others = max(self.cpu_attention, self.other_gpus, self.processor)
+        return max(link, others, memory, self.ms - waited)
 
     def refreshing(self, refresh: Refresh, cpu_share: float) -> PassTime:
         """The same pass while the retrieved cache takes its entries from it.
@@ -103,6 +104,7 @@ class PassTime:
             dense=self.dense + work,
             link=self.link + waited + cpu_share * refresh.link,
             cpu_attention=self.cpu_attention + work.ms if self.cpu_attention else 0.0,
+            other_gpus=self.other_gpus + work.ms if self.other_gpus else 0.0,
             host_memory=self.host_memory + refresh.scoring,
         )
 
@@ -146,7 +148,7 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
 
 
 class Predictor:
-    """Times of what a request runs. Several GPUs count as one with the rates of all."""
+    """Times of what a request runs."""
 
     gpu: Gpu  # where there is one
 
@@ -155,7 +157,7 @@ class Predictor:
         self.target, self.host = request.target, request.hardware.host
         self.processor: Gpu | Host = self.host  # what decodes
         if not request.in_place:
-            self.processor = self.gpu = request.hardware.joined_gpu
+            self.processor = self.gpu = request.hardware.gpus[0]
 
     def outcomes(self, drafted: DraftShape) -> range:
         """For how many verdicts on such a draft one may draft ahead of time; 0 alone where for none."""
@@ -166,20 +168,14 @@ class Predictor:
         return range(1, 1 + min(ahead, MOST_OUTCOMES)) if ahead else range(1)
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, graph: bool = False) -> Work:
-        """A model over `queries` tokens and a bounded cache of `entries`, perhaps launched as one `graph`.
-
-        The target is split over all GPUs, another model runs on the first one.
-        """
+        """A model over `queries` tokens and a bounded cache of `entries`, perhaps launched as one `graph`."""
         flops, kv_bytes = 2 * queries * shape.step_parameters, entries * shape.token_bytes
         if self.request.in_place:
             products = max(self.host.read_ms(shape.step_bytes), self.host.compute_ms(flops))
             attention = self._cpu_attention(shape, entries, queries)
             return Work(products + attention, shape.layers * self.host.launch_ms)
-        split = shape is self.target
-        gpu = self.gpu if split else self.request.hardware.gpus[0]
+        gpu = self.gpu
         busy = max(gpu.read_ms(shape.step_bytes + kv_bytes), gpu.compute_ms(flops))
-        if split and self.request.parts > 1:
-            busy += 2 * shape.layers * ALL_REDUCE_MS
         return Work(busy, shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1))
 
     def draft(self, shape: DraftShape) -> Work:
@@ -231,36 +227,44 @@ class Predictor:
         dense = self.dense(queries)
         if self.request.in_place:
             return PassTime(placement, drafted, dense, self._attention(self.request.context, queries))
-        link = link_ahead = memory_ahead = cpu = memory = 0.0
-        if placement.streamed_tokens:
+        link = link_ahead = memory_ahead = cpu = others = memory = 0.0
+        if placement.streamed_bytes:
             link, link_ahead, memory_ahead = self._link_lane(placement, dense, queries)
         if placement.cpu_tokens:
-            beside_link = host.attention_beside_link if placement.streamed_tokens else 1.0
+            beside_link = host.attention_beside_link if placement.streamed_bytes else 1.0
             attending = self._cpu_attention(self.target, placement.cpu_tokens, queries) / beside_link
             cpu = dense.ms + attending + self.target.layers * self._exchange_ms(queries)
+        for card, gpu in zip(placement.cards, self.request.other_gpus, strict=True):
+            if tokens := card.resident_tokens + card.streamed_tokens:
+                attending = self._gpu_attention(gpu, tokens, queries)
+                others = max(others, dense.ms + attending + self.target.layers * self._exchange_ms(queries))
         if moved := placement.streamed_bytes + placement.cpu_attended_bytes:
             memory = host.read_ms(moved) + self._dense_layer(dense)
         own = self._attention(placement.resident_tokens + placement.streamed_tokens, queries)
-        return PassTime(placement, drafted, dense, own, link, cpu, memory, link_ahead, memory_ahead)
+        return PassTime(placement, drafted, dense, own, link, cpu, others, memory, link_ahead, memory_ahead)
 
     def _dense_layer(self, dense: Work) -> float:
         return (dense.ms - self.head_ms(dense)) / self.target.layers
 
     def _link_lane(self, placement: Placement, dense: Work, queries: int) -> tuple[float, float, float]:
         """`link`, `link_ahead` and `host_memory_ahead` of a pass."""
-        host, layers, ring = self.host, self.target.layers, placement.ring_buffers
+        # Links that stream shares of their rates fill their rings as one link would fill one ring.
+        over_links = placement.streamed_tokens, *(card.streamed_tokens for card in placement.cards)
+        gpus = [gpu for gpu, tokens in zip(self.request.hardware.gpus, over_links, strict=True) if tokens]
+        host, layers, ring = self.host, self.target.layers, placement.ring_buffers * len(gpus)
         layer, layer_bytes = self._dense_layer(dense), placement.streamed_bytes / layers
         beside_attention = host.link_beside_attention if placement.cpu_tokens else 1.0
-        rate = self.gpu.to_device_rate * 1e6 * beside_attention
+        rate = sum(gpu.to_device_rate for gpu in gpus) * 1e6 * beside_attention
         segment_bytes = placement.segment_tokens * self.target.layer_token_bytes
         # A layer's segments are attended only once its queries are there. Meanwhile the link fills what is
         # left of the ring, while one buffer is being read.
-        meanwhile = min(layer_bytes, (ring - 1) * segment_bytes)
+        meanwhile = min(layer_bytes, (ring - len(gpus)) * segment_bytes)
         link = max(layers * layer_bytes / rate + layer, layers * (layer + (layer_bytes - meanwhile) / rate))
         # Before the pass every buffer may be filled, with one of a layer's segments. A full ring stands still
         # until its first buffer is read, and the output head comes behind the last segment.
-        filled = ring * layer_bytes / max(1, -(-placement.streamed_tokens // placement.segment_tokens))
-        segment = self._attention(min(placement.segment_tokens, placement.streamed_tokens), queries)
+        streamed = placement.streamed_bytes // self.target.token_bytes
+        filled = ring * layer_bytes / max(1, -(-streamed // placement.segment_tokens))
+        segment = self._attention(min(placement.segment_tokens, streamed), queries)
         edges = self.head_ms(dense) + 2 * segment / layers
         link += max(0.0, edges - filled / rate)
         # However much is there already, each layer has to be computed.
@@ -272,15 +276,18 @@ class Predictor:
         """The processor that decodes over `tokens` of the context, wherever they come from."""
         if self.request.in_place:
             return self._cpu_attention(self.target, tokens, queries)
+        return self._gpu_attention(self.gpu, tokens, queries)
+
+    def _gpu_attention(self, gpu: Gpu, tokens: int, queries: int) -> float:
         flops = self.target.layers * self.target.attention_flops * tokens * queries
-        return max(self.gpu.read_ms(tokens * self.target.token_bytes), self.gpu.compute_ms(flops))
+        return max(gpu.read_ms(tokens * self.target.token_bytes), gpu.compute_ms(flops))
 
     def _cpu_attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
         rate = attention_rate(self.host.attention, queries * shape.group)
         return tokens * shape.token_bytes / rate / 1e6
 
     def _exchange_ms(self, queries: int) -> float:
-        """A layer's queries on their way to the CPU, and its results with their log-sum-exp back."""
+        """A layer's queries on their way to the CPU or another GPU, results and log-sum-exp back."""
         target, gpu = self.target, self.gpu
         rows = queries * target.heads
         sent, received = rows * target.head_dim * target.dtype.itemsize, 4 * rows
@@ -374,6 +381,7 @@ class Predictor:
             lanes = {
                 "link": verification.link,
                 "cpu attention": verification.cpu_attention,
+                "other gpus": verification.other_gpus,
                 "host memory": verification.host_memory,
                 "launch" if launches else "gpu compute": verification.processor,
             }
@@ -390,8 +398,5 @@ class Predictor:
         launching = -(-tokens // self.config.prefill.chunk) * target.layers * self.processor.launch_ms
         if self.request.in_place:
             return computing + launching
-        if self.request.parts > 1:  # each GPU exchanges all hidden states
-            exchanged = 2 * target.layers * tokens * target.hidden * target.dtype.itemsize
-            computing += exchanged / (self.gpu.to_host_rate / self.request.parts) / 1e6
         writing = tokens * target.token_bytes / self.gpu.to_host_rate / 1e6
         return max(computing, writing, launching)
