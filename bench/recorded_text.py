@@ -57,7 +57,7 @@ class Text:
     def placed(self) -> dict[str, int]:
         """How many tokens of a text lie where, whole pages are streamed."""
         page, shares = self._engine.store.layout.page_size, self.sessions[0].shares
-        cards = sum(card.resident_tokens + card.streamed_tokens for card in shares.cards)
+        cards = sum(card.tokens for card in shares.cards)
         placed = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens}
         placed |= {"other_cards_tokens": cards} if cards else {}
         streamed = (len(self._prompt[0]) - 1) // page * page - sum(placed.values())

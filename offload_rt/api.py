@@ -28,7 +28,7 @@ from offload_rt.loading import (
     load_tokenizer,
 )
 from offload_rt.machine.doctor import usable_hardware
-from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.placement import PlanRequest, spread
 from offload_rt.planning.planner import ranked
 from offload_rt.planning.shapes import find_shape
 from offload_rt.results import GenerationResult, SamplingParams, check_params, is_batch, token_ids
@@ -54,7 +54,8 @@ class LLM:
             "none": none. Levels of the config that need one are left out, and a notice says so.
         config: name of a shipped config, or a TOML file; `auto`: whichever is predicted to be fastest for a
             text, among those that the models allow.
-        device: auto, cpu or cuda; further GPUs, which keep and attend KV, behind commas: cuda:0,cuda:1.
+        device: auto, cpu or cuda; further GPUs behind commas, cuda:0,cuda:1: they keep and attend KV, and the
+            second one has what weights the first one has no room for.
         dtype: auto, float32, bfloat16 or float16.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
         on_progress: told how far loading and prefill are, and what is measured for a machine's first plan.
@@ -90,14 +91,20 @@ class LLM:
         _check_datastores(configs, tokenizer)
         if draft is not None:
             check_same_tokens(tokenizer, name, load_tokenizer(draft), str(draft))
-        if size_hint is not None:
+        elsewhere = None
+        if size_hint is not None or others:
             shape = find_shape(name, wanted)
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
-            hardware = usable_hardware(place, on_progress=on_progress, cards=others)
+            hardware = usable_hardware(place, on_progress=on_progress, cards=[(one, 0) for one in others])
             candidates = possible(configs, draft is not None)
-            plans = ranked(PlanRequest(shape, small_shape, one, *size_hint, hardware) for one in candidates)
-            plans[0].check()
-        target = load_model(source, place, wanted, on_progress)
+            sizes = size_hint or (shape.max_positions - 1, 1)  # whatever may come
+            requests = (PlanRequest(shape, small_shape, one, *sizes, hardware) for one in candidates)
+            planned = ranked(map(spread, requests))[0]
+            if size_hint is not None:
+                planned.check()
+            if planned.request.mlps_elsewhere:
+                elsewhere = others[0], planned.request.mlps_elsewhere
+        target = load_model(source, place, wanted, on_progress, elsewhere=elsewhere)
         small = None
         if draft is not None:
             loaded = load_model(draft, place, target.dtype, on_progress, "load draft")

@@ -211,13 +211,18 @@ class Engine:
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
-        others = [link.device for link in self._cards]
-        hardware = usable_hardware(self.target.device, loaded, self._on_progress, others)
+        elsewhere = self.target.elsewhere  # on the first of the other cards
+        there = sum(block.weight_bytes for block in elsewhere)
+        others = [(link.device, 0 if at else there) for at, link in enumerate(self._cards)]
+        hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
         if texts > 1:
-            held = loaded, *(0 for _ in others)
+            held = loaded - there, *(size for _, size in others)
             hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(texts), held)))
         plans = ranked(
-            PlanRequest(*self._shapes, config, prompt_tokens, new_tokens, hardware) for config in self.configs
+            PlanRequest(
+                *(*self._shapes, config, prompt_tokens, new_tokens, hardware), mlps_elsewhere=len(elsewhere)
+            )
+            for config in self.configs
         )
         chosen = plans[0].request.config.name
         if len(plans) > 1 and plans[0].fits and chosen != self._chosen:

@@ -141,7 +141,7 @@ class GraphedModel(CausalModel):
         capture: Capture | None = None,
     ) -> None:
         super().__init__(model, name)
-        if capture is None and self.device.type == "cuda":
+        if capture is None and self.device.type == "cuda" and not self.elsewhere:
             capture = CudaCapture(self.device)
         self._capture = capture  # None, too, after one has failed
         self._on_notice = on_notice

@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from offload_rt.cards import spread
 from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.hardware import GIB
 
@@ -175,11 +176,13 @@ def load_model(
     dtype: torch.dtype | None,
     on_progress: Callable[[str, int, int], None] | None = None,
     phase: str = "load",
+    elsewhere: tuple[torch.device, int] | None = None,
 ) -> PreTrainedModel:
     """Weights from a local folder or a hub id, on `device`.
 
     Args:
         on_progress: told the phase, how many of the weights are read, and how many there are.
+        elsewhere: another card, and how many MLP blocks are there.
 
     Raises:
         UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture.
@@ -208,10 +211,11 @@ def load_model(
         raise UsageError(f"model {where} ({kind}): cannot be loaded: {first_line(error)}") from error
     _check_report(where, report)
     try:
-        placed: PreTrainedModel = model.to(device).eval()
+        placed: PreTrainedModel = spread(model, device, *elsewhere or (device, 0))
     except torch.OutOfMemoryError as error:
         gib = sum(p.nbytes for p in model.parameters()) / GIB
         raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on the GPU") from error
+    placed.eval()
     return placed
 
 

@@ -26,6 +26,7 @@ from offload_rt.attention_hook import (
     switch_of,
 )
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.cards import Elsewhere
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
@@ -82,6 +83,11 @@ class CausalModel:
     @property
     def weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.module.parameters())
+
+    @property
+    def elsewhere(self) -> list[Elsewhere]:
+        """Its blocks whose weights are on another card."""
+        return [module for module in self.module.modules() if isinstance(module, Elsewhere)]
 
     def left_out_bytes(self, plan: LayerPlan) -> int:
         """Of the weights of the blocks that `plan` leaves out."""

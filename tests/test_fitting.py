@@ -109,7 +109,7 @@ def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest
     shape, reserve = from_config(target.config, torch.float32, "tiny"), GPU_RESERVE_BYTES
 
     def hardware(device: torch.device, loaded: int, on_progress: object, cards: list[object]) -> Hardware:
-        assert cards == [CPU]
+        assert cards == [(CPU, 0)]
         sizes = loaded + reserve + 3 * 2**20, reserve + texts * 12 * PAGE * shape.token_bytes
         first, other = (replace(named_hardware("rtx4090").gpus[0], memory_bytes=size) for size in sizes)
         # Nothing is faster in host memory.

@@ -142,13 +142,13 @@ RESIDENT = {"offload.resident_tokens": 65_536}
 @pytest.mark.parametrize(
     ("changes", "why", "nearest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (card) has 15.0", [22016]),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (card) has 15.0", [22016, "2 such GPUs"]),
         ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", [78848]),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", [1792]),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", [89088]),
-        ({"target": THIRTEEN, "hardware": ROOMY}, "no shorter context or smaller numbers fit", []),
-        ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", ["--dtype bfloat16"]),
-        ({"overrides": RETRIEVED}, "29.6", [98816, "--set retrieval.budget=13296"]),
+        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", ["2 such GPUs"]),
+        ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", ["2 such GPUs", "--dtype bfloat16"]),
+        ({"overrides": RETRIEVED}, "29.6", [98816, "--set retrieval.budget=13296", "2 such GPUs"]),
         ({"overrides": RESIDENT}, "32.0", [18176, "--set offload.resident_tokens=8960"]),
         ({"overrides": RESIDENT, "hardware": gpu(memory_bytes=12 * GIB)}, "has 12.0", []),
         ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", []),

@@ -14,7 +14,7 @@ from offload_rt.caches.shared import SharedCache
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
-from offload_rt.planning.placement import gpu_memory, host_memory
+from offload_rt.planning.placement import gpu_memory, host_memory, shortage, spread
 from offload_rt.planning.planner import plan
 from offload_rt.planning.prediction import Predictor, RoundTime, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
@@ -140,6 +140,27 @@ def test_a_second_card_holds_nothing_but_kv() -> None:
     assert any("the others keep and attend KV" in said for said in planned.assumptions)
 
 
+def test_weights_beyond_the_first_card_are_on_the_second() -> None:
+    asked = spread(request(hardware=gpu(2, memory_bytes=19 * GIB)))
+    assert asked.mlps_elsewhere == 11, "as few as make room"
+    fewer = replace(asked, mlps_elsewhere=10)
+    assert shortage(asked) is None and str(shortage(fewer)).startswith("GPU 0 (card) has 19.0 GiB")
+    mlp_bytes = 3 * 4096 * 11008 * 2
+    whole, first, second = (gpu_memory(*one, 3) for one in ((request(), 0), (asked, 0), (asked, 1)))
+    assert second["weights"] == whole["weights"] - first["weights"] == 11 * mlp_bytes
+    assert second["prefill"] == 2048 * (2 * 4096 + 3 * 11008) * 2
+    # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
+    there, here = Predictor(asked), Predictor(request())
+    assert there.step(LLAMA, 1).ms == pytest.approx(here.step(LLAMA, 1).ms + 11 * 0.04)
+    assert there.step(LLAMA, 1, graph=True) == there.step(LLAMA, 1)
+    assert there.step(JF68M, 1, graph=True) == here.step(JF68M, 1, graph=True)
+    sent = 11 * CONTEXT * 4096 * 2
+    longer = sent / 25e6 + sent / 20e6
+    assert there.prefill_ms() == pytest.approx(here.prefill_ms() + longer)
+    assert spread(request(hardware=gpu(2))).mlps_elsewhere == spread(request()).mlps_elsewhere == 0
+    assert "MLP blocks of 11 of 32 layers are on GPU 1" in "\n".join(plan(asked).assumptions)
+
+
 def test_host_memory_is_whole_pages_and_summaries() -> None:
     parts = host_memory(request(context=1000, new_tokens=100))
     assert parts == {
@@ -184,7 +205,7 @@ def test_two_links_fill_their_rings_from_one_memory() -> None:
     assert lanes.link == pytest.approx(streamed / 50e6 + (dense - head) / 32)
     assert lanes.dense.ms == pytest.approx(dense)
     # The other one reads what it holds and what it is sent, and is asked 32 times.
-    attended = (card.resident_tokens + card.streamed_tokens) * LLAMA.token_bytes
+    attended = card.tokens * LLAMA.token_bytes
     queries = lanes.gamma + 1
     exchanged = 0.04 + queries * 32 * (128 * 2 / 20e6 + (128 * 2 + 4) / 25e6)
     assert lanes.other_gpus == pytest.approx(dense + attended / 1000e6 + 32 * exchanged)

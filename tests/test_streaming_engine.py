@@ -189,7 +189,7 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
     used, use = list[RetrievedRefill](), RetrievedCache._use
     monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
     ends = [shares.resident_tokens, shares.cpu_tokens]
-    ends += [card.resident_tokens + card.streamed_tokens for card in shares.cards]
+    ends += [card.tokens for card in shares.cards]
     ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]
 
     def retrieved(shares: Shares) -> tuple[list[Tensor], Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from offload_rt.attention import (
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import KVBuffer
+from offload_rt.cards import in_step, sent
 from offload_rt.host import Arriving, to_device
 from offload_rt.timeline import NO_TIMELINE, Timeline
 from offload_rt.weighing import attended_mass
@@ -48,6 +49,10 @@ class CardTokens:
 
     resident_tokens: int = 0
     streamed_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.resident_tokens + self.streamed_tokens
 
 
 @dataclass(frozen=True)
@@ -284,7 +289,7 @@ class CardShare(OtherPlace):
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         device = engine.link.device
-        super().__init__(share.resident_tokens + share.streamed_tokens, f"{device}")
+        super().__init__(share.tokens, f"{device}")
         self.engine = engine
         self._home = home
         self._timeline = timeline
@@ -294,7 +299,7 @@ class CardShare(OtherPlace):
         self._passes: deque[tuple[int, Future[LayerStream]]] = deque()  # resident tokens, and the stream
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        with self._between():
+        with nullcontext() if self._stream is None else in_step(self._stream, self._home):
             self._resident.keep(layer, keys, values)
 
     def open(self, start: int, stop: int) -> None:
@@ -313,7 +318,7 @@ class CardShare(OtherPlace):
         there = self._sent(queries, self.engine.link.device)
 
         def work() -> list[Tensor]:
-            with self._timeline.span(f"{self.engine.link.device}", "attention"):
+            with self._timeline.span("card", "attention"):
                 return attended_over(self._backend, there, self._runs(layer), scale, chunk)
 
         return self._submit(work)
@@ -359,17 +364,5 @@ class CardShare(OtherPlace):
         """A tensor on its way from card to card; on a CPU, where nothing is far away, itself."""
         if self._stream is None:
             return tensor
-        with self._between():
-            return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
-
-    @contextmanager
-    def _between(self) -> Iterator[None]:
-        """What is launched within comes after all that was launched before, here and at home; home waits."""
-        if self._stream is None:
-            yield
-            return
-        home = torch.cuda.current_stream(self._home)
-        self._stream.wait_stream(home)
-        with torch.cuda.stream(self._stream):
-            yield
-        home.wait_stream(self._stream)
+        with in_step(self._stream, self._home):
+            return sent(tensor, device)

@@ -86,22 +86,21 @@ def usable_hardware(
     device: torch.device,
     loaded_bytes: int = 0,
     on_progress: Progress | None = None,
-    cards: Sequence[torch.device] = (),
+    cards: Sequence[tuple[torch.device, int]] = (),
 ) -> Hardware:
     """The host and, where it is a GPU, the device, with the memory that is free or already taken for the run.
 
     Args:
         loaded_bytes: what the run already holds of the device's memory, or of the host's without one.
         on_progress: told what is measured of the machine, where it has not been before.
-        cards: other GPUs that the run uses.
+        cards: other GPUs that the run uses, and what it already holds of their memory.
     """
     if device.type != "cuda":
         # Attended in place there is nothing to place: only memory counts, and that needs no measurement.
         return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
     measured = inspect(on_progress=on_progress).hardware
-    held = loaded_bytes, *(0 for _ in cards)
-    gpus = tuple(_usable(measured.gpus, one, size) for one, size in zip((device, *cards), held, strict=True))
-    return replace(measured, gpus=gpus)
+    used = (device, loaded_bytes), *cards
+    return replace(measured, gpus=tuple(_usable(measured.gpus, *one) for one in used))
 
 
 def _usable(gpus: Sequence[Gpu], device: torch.device, loaded_bytes: int) -> Gpu:

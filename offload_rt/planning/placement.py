@@ -8,6 +8,7 @@ own, and attend it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -65,6 +66,7 @@ class PlanRequest:
     hardware: Hardware
     same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
+    mlps_elsewhere: int = 0  # MLP blocks of the target whose weights are on the second GPU
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -263,6 +265,10 @@ def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int 
         "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
+    if gpu == 1 and request.mlps_elsewhere:
+        chunk = min(request.config.prefill.chunk, request.context)
+        memory["weights"] = request.mlps_elsewhere * target.mlp_bytes
+        memory["prefill"] = chunk * (2 * target.hidden + 3 * target.intermediate) * target.dtype.itemsize
     if gpu:
         return memory
     queries = request.longest_draft + 1
@@ -298,7 +304,7 @@ def _computing_memory(request: PlanRequest) -> Memory:
     """What a processor that computes holds."""
     target, config = request.target, request.config
     streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
-    memory = {"weights": target.weight_bytes}
+    memory = {"weights": target.weight_bytes - request.mlps_elsewhere * target.mlp_bytes}
     if DRAFT_STREAMING in request.levels and request.draft is not None:
         memory["draft_weights"] = request.draft.weight_bytes
         memory["draft_cache"] = streaming * request.draft.token_bytes
@@ -345,6 +351,18 @@ def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
     return all(
         _left(request, one, ring_buffers, 0 if one else request.given_resident or 0) >= 0 for one in numbers
     )
+
+
+def spread(request: PlanRequest) -> PlanRequest:
+    """The request with as few MLP blocks on the second GPU as make room on the first one."""
+    ring, resident = request.config.store.ring_buffers, request.given_resident or 0
+    if not request.other_gpus:
+        return request
+
+    def fits(count: int) -> bool:
+        return _left(replace(request, mlps_elsewhere=count), 0, ring, resident) >= 0
+
+    return replace(request, mlps_elsewhere=bisect_left(range(request.target.layers), True, key=fits))
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:

@@ -28,13 +28,14 @@ from offload_rt.planning.placement import (
     resident_capacity,
     ring_fits,
     shortage,
+    spread,
 )
 from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
 FEW_PAGES = 48  # of a share: every number of them is tried
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
-NOTHING_FITS = "no shorter context or smaller numbers fit either: take a smaller model"
+NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,10 @@ def _others(request: PlanRequest) -> Iterator[str]:
             yield f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         yield f"--set retrieval.budget={budget}"
+    if len(gpus := request.hardware.gpus) == 1:
+        hardware = replace(request.hardware, gpus=2 * gpus)
+        if _fitting(spread(replace(request, hardware=hardware))):
+            yield "2 such GPUs"
     if request.target.dtype == torch.float32:
         target = replace(request.target, dtype=torch.bfloat16)
         draft = request.draft and replace(request.draft, dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape
 
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
-EXCHANGE_MS = 0.04  # a layer: queries to the CPU or another GPU and results back, besides their bytes
+EXCHANGE_MS = 0.04  # a layer: what goes to the CPU or another GPU and comes back, besides the bytes
 # Of rejections, those whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
 # books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
 RUNNER_UP_HITS = 0.5
@@ -90,11 +90,11 @@ class PassTime:
         others = max(self.cpu_attention, self.other_gpus, self.processor)
         return max(link, others, memory, self.ms - waited)
 
-    def refreshing(self, refresh: Refresh, cpu_share: float) -> PassTime:
+    def refreshing(self, refresh: Refresh, apart: float) -> PassTime:
         """The same pass while the retrieved cache takes its entries from it.
 
         Args:
-            cpu_share: of the context, attended by the CPU: the entries from there cross the link apart.
+            apart: share of the context that CPU and other GPUs attend: its entries cross the link apart.
         """
         work = refresh.work
         # The link goes on meanwhile, and waits for no more than one layer's work.
@@ -102,7 +102,7 @@ class PassTime:
         return replace(
             self,
             dense=self.dense + work,
-            link=self.link + waited + cpu_share * refresh.link,
+            link=self.link + waited + apart * refresh.link,
             cpu_attention=self.cpu_attention + work.ms if self.cpu_attention else 0.0,
             other_gpus=self.other_gpus + work.ms if self.other_gpus else 0.0,
             host_memory=self.host_memory + refresh.scoring,
@@ -174,9 +174,10 @@ class Predictor:
             products = max(self.host.read_ms(shape.step_bytes), self.host.compute_ms(flops))
             attention = self._cpu_attention(shape, entries, queries)
             return Work(products + attention, shape.layers * self.host.launch_ms)
-        gpu = self.gpu
-        busy = max(gpu.read_ms(shape.step_bytes + kv_bytes), gpu.compute_ms(flops))
-        return Work(busy, shape.layers * gpu.launch_ms * (GRAPH_LAUNCH_SHARE if graph else 1))
+        gpu, elsewhere = self.gpu, self.request.mlps_elsewhere if shape is self.target else 0
+        busy = max(gpu.read_ms(shape.step_bytes + kv_bytes), gpu.compute_ms(flops)) + elsewhere * EXCHANGE_MS
+        launching = GRAPH_LAUNCH_SHARE if graph and not elsewhere else 1
+        return Work(busy, shape.layers * gpu.launch_ms * launching)
 
     def draft(self, shape: DraftShape) -> Work:
         """Drafting for the full cache, through all levels below it."""
@@ -235,8 +236,8 @@ class Predictor:
             attending = self._cpu_attention(self.target, placement.cpu_tokens, queries) / beside_link
             cpu = dense.ms + attending + self.target.layers * self._exchange_ms(queries)
         for card, gpu in zip(placement.cards, self.request.other_gpus, strict=True):
-            if tokens := card.resident_tokens + card.streamed_tokens:
-                attending = self._gpu_attention(gpu, tokens, queries)
+            if card.tokens:
+                attending = self._gpu_attention(gpu, card.tokens, queries)
                 others = max(others, dense.ms + attending + self.target.layers * self._exchange_ms(queries))
         if moved := placement.streamed_bytes + placement.cpu_attended_bytes:
             memory = host.read_ms(moved) + self._dense_layer(dense)
@@ -331,8 +332,9 @@ class Predictor:
         if share:
             refresh = self.refresh()
             if request.refreshes_from_stream:
-                cpu_share = verification.placement.cpu_tokens / request.context
-                refreshing = verification.refreshing(refresh, cpu_share)
+                placement = verification.placement
+                apart = placement.cpu_tokens + sum(card.tokens for card in placement.cards)
+                refreshing = verification.refreshing(refresh, apart / request.context)
                 longer = self.round_ms(refreshing, draft, chances) - ms
             else:  # between two passes
                 longer = refresh.work.ms + refresh.scoring + refresh.link
@@ -398,5 +400,7 @@ class Predictor:
         launching = -(-tokens // self.config.prefill.chunk) * target.layers * self.processor.launch_ms
         if self.request.in_place:
             return computing + launching
+        sent = self.request.mlps_elsewhere * tokens * target.hidden * target.dtype.itemsize
+        computing += sent / self.gpu.to_host_rate / 1e6 + sent / self.gpu.to_device_rate / 1e6
         writing = tokens * target.token_bytes / self.gpu.to_host_rate / 1e6
         return max(computing, writing, launching)

@@ -32,6 +32,7 @@ class ModelShape:
     vocabulary: int
     parameters: int  # all weights
     tied: bool = False  # the output head shares the embedding's weights
+    mlp_parameters: int = 0  # of the MLP of each layer; 0: as in Llama
     max_positions: int = 131_072  # longest text its positions are valid for, in tokens
     dtype: torch.dtype = torch.bfloat16  # of weights and KV
 
@@ -52,6 +53,11 @@ class ModelShape:
     @property
     def step_bytes(self) -> int:
         return self.step_parameters * self.dtype.itemsize
+
+    @property
+    def mlp_bytes(self) -> int:
+        """Weights of the MLP of a layer."""
+        return (self.mlp_parameters or 3 * self.hidden * self.intermediate) * self.dtype.itemsize
 
     @property
     def group(self) -> int:
@@ -145,6 +151,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
     refuse_unsupported(model, name)
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
+    mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
     return ModelShape(
         name=name,
         layers=text.num_hidden_layers,
@@ -156,6 +163,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
         vocabulary=text.vocab_size,
         parameters=model.num_parameters(),
         tied=bool(text.tie_word_embeddings),
+        mlp_parameters=max(sum(p.numel() for p in mlp.parameters()) if mlp else 0 for mlp in mlps),
         max_positions=text.max_position_embeddings,
         dtype=dtype or (text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32),
     )

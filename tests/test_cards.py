@@ -1,0 +1,136 @@
+"""Blocks whose weights are on another card: where there is one alone, on other streams of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_engine import PAGE, PARAMS, PROMPT, engine_overrides
+from tiny_models import byte_ids, noisy_copy, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpu_kv import CudaLink, PacedLink
+from offload_rt import LLM, SamplingParams
+from offload_rt.cards import Elsewhere, spread
+from offload_rt.config import load_config
+from offload_rt.errors import UsageError
+from offload_rt.graphs import GraphedModel
+from offload_rt.machine.hardware import GIB, Hardware, named_hardware
+from offload_rt.planning.placement import PlanRequest, gpu_memory
+from offload_rt.planning.shapes import find_shape
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = pytest.mark.parametrize(
+    "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
+)
+
+
+@DEVICES
+@pytest.mark.parametrize("config", ["triforce", "plain", "easyspec"])
+def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, config: str) -> None:
+    target = tiny_target("llama-gqa")
+    draft, whole = noisy_copy(target), copy.deepcopy(target)
+    link = partial(PacedLink, 1e9) if device == CPU else partial(CudaLink, device)
+    sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
+    written = []
+    for model in (whole.to(device), spread(target, device, device, 1)):
+        links = {"link": link(), "cards": [link()]}
+        with LLM.from_models(
+            model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
+        ) as llm:
+            written.append([llm.generate(PROMPT, PARAMS).tokens, llm.rerun(sampled).tokens])
+    assert written[0] == written[1]
+
+
+def test_weights_are_counted_where_they_are() -> None:
+    target = tiny_target("llama-gqa")
+    layers = target.model.layers
+    block_bytes = sum(p.nbytes for p in layers[0].mlp.parameters())
+    spread(target, CPU, torch.device("meta"), 1)
+    assert [isinstance(layer.mlp, Elsewhere) for layer in layers] == [True, False]
+    assert {p.device.type for p in layers[0].mlp.parameters()} == {"meta"}
+    assert {p.device.type for n, p in target.named_parameters() if "layers.0.mlp" not in n} == {"cpu"}
+    assert layers[0].mlp.weight_bytes == block_bytes
+
+
+def test_a_spread_model_is_not_captured() -> None:
+    """Memory of another card is not that of a graph."""
+
+    def captures(model: PreTrainedModel) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            place = property(lambda model: CUDA, lambda model, device: None)
+            patch.setattr(GraphedModel, "device", place, raising=False)
+            patch.setattr("offload_rt.graphs.CudaCapture", lambda device: "captured")
+            patch.setattr(GraphedModel, "_check_against_its_own_forward", lambda model: None)
+            return GraphedModel(model, "tiny", print)._capture is not None
+
+    target = tiny_target("llama-gqa")
+    assert captures(target)
+    assert not captures(spread(target, CPU, CPU, 2))
+
+
+def test_a_model_without_such_blocks_is_refused() -> None:
+    target = tiny_target("llama-gqa")
+    del target.model.layers[1].mlp
+    with pytest.raises(UsageError, match="LlamaForCausalLM: its layers have no `mlp` to put on cuda:1"):
+        spread(target, CPU, torch.device("cuda", 1), 2)
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+def test_what_the_first_card_has_no_room_for_is_on_the_second(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the planner's figures to the tokens, as `--device cuda:0,cuda:1` has it."""
+    overrides = {"store.page": PAGE, "retrieval.budget": 128, "retrieval.recent": 32}
+    shape, config = find_shape("demo", torch.float32), load_config("retrieval", overrides)
+    card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=2 * GIB)
+    hardware = replace(named_hardware("rtx4090"), gpus=(card, card))
+    asked = PlanRequest(shape, None, config, 400, 24, hardware)
+    room = sum(gpu_memory(asked, 0, config.store.ring_buffers).values()) - shape.mlp_bytes - 1
+    hardware = replace(hardware, gpus=(replace(card, memory_bytes=room), card))
+    held = list[tuple[int, int]]()
+
+    def usable(first: torch.device, loaded: int = 0, on_progress: object = None, cards: Any = ()) -> Hardware:
+        held.append((loaded, sum(size for _, size in cards)))
+        return hardware
+
+    tokens = []
+    for devices in ((device, device), (device,)):
+        with monkeypatch.context() as patch:
+            if len(devices) == 2:
+                patch.setattr("offload_rt.api.usable_hardware", usable)
+                patch.setattr("offload_rt.engine.usable_hardware", usable)
+            patch.setattr("offload_rt.api.choose_devices", lambda names, found=devices: found)
+            with LLM(dtype="float32", config="retrieval", overrides=overrides, size_hint=(400, 24)) as llm:
+                tokens.append(llm.generate(byte_ids(400), SamplingParams(max_tokens=24)).tokens)
+                assert len(llm._engine.target.elsewhere) == 2 * (len(devices) - 1)
+                whole = llm._engine.target.weight_bytes
+    assert tokens[0] == tokens[1]
+    assert held == [(0, 0), (whole - 2 * shape.mlp_bytes, 2 * shape.mlp_bytes)]
+
+
+@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
+    """What waits for a link in one of them holds up none of the others."""
+    block = Elsewhere(torch.nn.Linear(8, 8), device, device)
+    given = torch.ones(1, 8, device=device)
+
+    def computed(stream: torch.cuda.Stream) -> Tensor:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            out = block(given)
+        stream.synchronize()
+        return out.cpu()
+
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    first, second, again = map(computed, (*streams, streams[0]))
+    assert torch.equal(first, second) and torch.equal(first, again) and len(block._streams) == 2
