@@ -32,7 +32,7 @@ class ModelShape:
     vocabulary: int
     parameters: int  # all weights
     tied: bool = False  # the output head shares the embedding's weights
-    mlp_parameters: int = 0  # of the MLP of each layer; 0: as in Llama
+    mlp_parameters: int = 0  # of the MLP of each layer; 0: three matrices, as in Llama
     max_positions: int = 131_072  # longest text its positions are valid for, in tokens
     dtype: torch.dtype = torch.bfloat16  # of weights and KV
 
@@ -54,10 +54,14 @@ class ModelShape:
     def step_bytes(self) -> int:
         return self.step_parameters * self.dtype.itemsize
 
+    def __post_init__(self) -> None:
+        if not self.mlp_parameters:
+            object.__setattr__(self, "mlp_parameters", 3 * self.hidden * self.intermediate)
+
     @property
     def mlp_bytes(self) -> int:
-        """Weights of the MLP of a layer."""
-        return (self.mlp_parameters or 3 * self.hidden * self.intermediate) * self.dtype.itemsize
+        """Of the MLP of a layer."""
+        return self.mlp_parameters * self.dtype.itemsize
 
     @property
     def group(self) -> int:
@@ -94,6 +98,7 @@ SHAPES = {
         ModelShape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128, 128256, 8_030_261_248),
         ModelShape("llama3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 70_553_706_496),
         ModelShape("qwen2.5-7b", 28, 3584, 18944, 28, 4, 128, 152064, 7_615_616_512),
+        ModelShape("qwen2.5-14b", 48, 5120, 13824, 40, 8, 128, 152064, 14_770_033_664),
         # Drafts: they see only a window of the text, so their positions are no limit.
         ModelShape("jf68m", 2, 768, 3072, 12, 12, 64, 32000, 68_030_208, max_positions=2048),
         ModelShape("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 64, 32000, 1_100_048_384, max_positions=2048),
