@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
@@ -37,6 +38,11 @@ PARAMS = SamplingParams(max_tokens=40)
 
 
 LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+
+
+def other_card(device: torch.device) -> torch.device:
+    """The second card, where there is one: else the same."""
+    return torch.device("cuda", 1) if device.type == "cuda" and torch.cuda.device_count() > 1 else device
 
 
 def engine_overrides(**offload: object) -> dict[str, object]:

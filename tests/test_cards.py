@@ -1,20 +1,20 @@
-"""Blocks whose weights are on another card: where there is one alone, on other streams of it."""
+"""Blocks whose weights are on another card: where there is none, on other streams of the one."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from small_engine import PAGE, PARAMS, PROMPT, engine_overrides
+from small_engine import PAGE, PARAMS, PROMPT, engine_overrides, other_card
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpu_kv import CudaLink, PacedLink
+from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.cards import Elsewhere, spread
 from offload_rt.config import load_config
@@ -39,11 +39,12 @@ DEVICES = pytest.mark.parametrize(
 def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, config: str) -> None:
     target = tiny_target("llama-gqa")
     draft, whole = noisy_copy(target), copy.deepcopy(target)
-    link = partial(PacedLink, 1e9) if device == CPU else partial(CudaLink, device)
+    link: Callable[[torch.device], Link] = CudaLink if device != CPU else lambda device: PacedLink(1e9)
+    other = other_card(device)
     sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
     written = []
-    for model in (whole.to(device), spread(target, device, device, 1)):
-        links = {"link": link(), "cards": [link()]}
+    for model in (whole.to(device), spread(target, device, other, 1)):
+        links: dict[str, Any] = {"link": link(device), "cards": [link(other)]}
         with LLM.from_models(
             model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
         ) as llm:
@@ -104,7 +105,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
         return hardware
 
     tokens = []
-    for devices in ((device, device), (device,)):
+    for devices in ((device, other_card(device)), (device,)):
         with monkeypatch.context() as patch:
             if len(devices) == 2:
                 patch.setattr("offload_rt.api.usable_hardware", usable)
@@ -121,7 +122,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
 def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
     """What waits for a link in one of them holds up none of the others."""
-    block = Elsewhere(torch.nn.Linear(8, 8), device, device)
+    block = Elsewhere(torch.nn.Linear(8, 8), device, other_card(device))
     given = torch.ones(1, 8, device=device)
 
     def computed(stream: torch.cuda.Stream) -> Tensor:

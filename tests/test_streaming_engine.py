@@ -8,18 +8,17 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from emulated_card import EMULATED
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides
+from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides, other_card
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from cpu_kv import CudaLink, PacedLink, head_major
+from cpu_kv import CudaLink, Link, PacedLink, head_major
 from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import CardTokens, Shares
@@ -48,21 +47,21 @@ BY_CARDS = [
     Shares(cards=(CardTokens(0, 48), CardTokens(64, 0))),
     Shares(0, 16, (CardTokens(16, 1024),)),
 ]
-"""With other cards; where there is one alone, they are that one by other links and streams."""
+"""With other cards: where there is none, by other links and streams of the one."""
 
 
 def small_llm(device: torch.device, config: str, shares: Shares = SHARES[0], **offload: object) -> LLM:
     target = tiny_target("llama-gqa")
     draft = noisy_copy(target)
     given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
-    link = partial(PacedLink, 1e9) if device == CPU else partial(CudaLink, device)
+    link: Callable[[torch.device], Link] = CudaLink if device != CPU else lambda device: PacedLink(1e9)
     llm = LLM.from_models(
         target.to(device),
         draft.to(device),
         config=config,
         overrides=engine_overrides(**given | offload),
-        link=link(),
-        cards=[link() for _ in shares.cards],
+        link=link(device),
+        cards=[link(other_card(device)) for _ in shares.cards],
     )
     if shares.cards:
         plan = llm._engine._plan

@@ -183,12 +183,7 @@ class OtherPlace:
         """A pass is going to ask for these tokens, whole pages; those opened before it come first."""
 
     def start(
-        self,
-        layer: int,
-        queries: Tensor,
-        runs: Sequence[KeysValues],
-        scale: float,
-        chunk: int | None = None,
+        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
     ) -> Future[list[Tensor]]:
         """Attention of the device's queries `[heads, n, head_dim]` over the range.
 
@@ -237,12 +232,7 @@ class CpuShare(OtherPlace):
         self._buffers: dict[str, Tensor] = {}
 
     def start(
-        self,
-        layer: int,
-        queries: Tensor,
-        runs: Sequence[KeysValues],
-        scale: float,
-        chunk: int | None = None,
+        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
     ) -> Future[list[Tensor]]:
         arriving = Arriving(queries, self._buffer("queries", queries) if queries.is_cuda else None)
         return self._thread.submit(self._attend, arriving, runs, scale, chunk)
@@ -308,14 +298,9 @@ class CardShare(OtherPlace):
         self._passes.append((resident, stream))
 
     def start(
-        self,
-        layer: int,
-        queries: Tensor,
-        runs: Sequence[KeysValues],
-        scale: float,
-        chunk: int | None = None,
+        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
     ) -> Future[list[Tensor]]:
-        there = self._sent(queries, self.engine.link.device)
+        (there,) = self._sent([queries], self.engine.link.device)
 
         def work() -> list[Tensor]:
             with self._timeline.span("card", "attention"):
@@ -332,7 +317,7 @@ class CardShare(OtherPlace):
             self._passes.popleft()
 
     def finish(self, started: Future[list[Tensor]]) -> list[Tensor]:
-        return [self._sent(result, self._home) for result in started.result()]
+        return self._sent(started.result(), self._home)
 
     def abandon(self) -> None:
         def close() -> None:
@@ -360,9 +345,9 @@ class CardShare(OtherPlace):
 
         return self._thread.submit(there)
 
-    def _sent(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A tensor on its way from card to card; on a CPU, where nothing is far away, itself."""
+    def _sent(self, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        """Tensors on their way from card to card; on a CPU, where nothing is far away, themselves."""
         if self._stream is None:
-            return tensor
+            return tensors
         with in_step(self._stream, self._home):
-            return sent(tensor, device)
+            return [sent(tensor, device) for tensor in tensors]
