@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast, overload
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CudaLink, Link
@@ -20,6 +21,7 @@ from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
 from offload_rt.loading import (
     DEMO,
+    DEVICES,
     check_same_tokens,
     choose_devices,
     choose_dtype,
@@ -112,6 +114,8 @@ class LLM:
             small = (loaded, DEMO if embedded else str(draft))
         cards = [CudaLink(other) for other in others]
         self._start((target, name), small, tokenizer, configs, on_progress, on_notice, cards=cards)
+        if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
+            self._notice("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
 
     @classmethod
     def from_models(

@@ -101,20 +101,27 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
     held = list[tuple[int, int]]()
 
     def usable(first: torch.device, loaded: int = 0, on_progress: object = None, cards: Any = ()) -> Hardware:
+        if not cards:
+            return replace(hardware, gpus=(card,))
         held.append((loaded, sum(size for _, size in cards)))
         return hardware
 
     tokens = []
     for devices in ((device, other_card(device)), (device,)):
         with monkeypatch.context() as patch:
-            if len(devices) == 2:
-                patch.setattr("offload_rt.api.usable_hardware", usable)
-                patch.setattr("offload_rt.engine.usable_hardware", usable)
+            patch.setattr("offload_rt.api.usable_hardware", usable)
+            patch.setattr("offload_rt.engine.usable_hardware", usable)
             patch.setattr("offload_rt.api.choose_devices", lambda names, found=devices: found)
-            with LLM(dtype="float32", config="retrieval", overrides=overrides, size_hint=(400, 24)) as llm:
+            patch.setattr(torch.cuda, "device_count", lambda: 2)
+            device_names = "auto" if len(devices) == 1 else "cuda:0,cuda:1"
+            given: dict[str, Any] = {"overrides": overrides, "size_hint": (400, 24), "device": device_names}
+            told = list[str]()
+            with LLM(dtype="float32", config="retrieval", on_notice=told.append, **given) as llm:
                 tokens.append(llm.generate(byte_ids(400), SamplingParams(max_tokens=24)).tokens)
                 assert len(llm._engine.target.elsewhere) == 2 * (len(devices) - 1)
                 whole = llm._engine.target.weight_bytes
+                idle = "another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too"
+                assert (idle in told) == (len(devices) == 1)
     assert tokens[0] == tokens[1]
     assert held == [(0, 0), (whole - 2 * shape.mlp_bytes, 2 * shape.mlp_bytes)]
 
