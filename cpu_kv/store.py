@@ -52,7 +52,8 @@ class PagedKVStore:
 
     ``pin``: page-locked memory, which a GPU copies from at full rate. ``slab_tokens``: tokens that a
     sequence grows by where it has not reserved. ``on_warning`` hears once if page-locking is refused.
-    A store and its sequences are used from one thread; memory is allocated in another one.
+    A store and its sequences are used from one thread; memory is allocated in another one. What is committed
+    may be read in others while nothing is appended or truncated.
     Raises RuntimeError for use after ``close``.
     """
 

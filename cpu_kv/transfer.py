@@ -114,7 +114,11 @@ class TransferEngine:
                 for layer in range(self.sequence.layout.layers)
                 for at in range(start, end, step)
             )
-            self._prefetch(self._ring)
+            try:
+                self._prefetch(self._ring)
+            except BaseException:
+                stream.close()
+                raise
         return stream
 
     def collect(self) -> None:

@@ -30,8 +30,8 @@ from offload_rt.loading import (
     load_tokenizer,
 )
 from offload_rt.machine.doctor import usable_hardware
-from offload_rt.planning.placement import PlanRequest, spread
-from offload_rt.planning.planner import ranked
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, ranked
 from offload_rt.planning.shapes import find_shape
 from offload_rt.results import GenerationResult, SamplingParams, check_params, is_batch, token_ids
 from offload_rt.sampling import GeneratorDraws
@@ -43,6 +43,7 @@ from offload_rt.writer import Writer, finish
 NO_DRAFT = "none"
 PLAIN = "plain"
 GREEDY = SamplingParams()
+SHORTEST_TEXT = 1024  # tokens: for no shorter one weights are spread over cards
 
 Prompt = str | Sequence[int]
 
@@ -99,13 +100,18 @@ class LLM:
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
             hardware = usable_hardware(place, on_progress=on_progress, cards=[(one, 0) for one in others])
             candidates = possible(configs, draft is not None)
-            sizes = size_hint or (shape.max_positions - 1, 1)  # whatever may come
-            requests = (PlanRequest(shape, small_shape, one, *sizes, hardware) for one in candidates)
-            planned = ranked(map(spread, requests))[0]
+            sizes = size_hint or (shape.max_positions - 1, 1)  # the longest text that may come, and fits
+
+            def planned_for(sizes: tuple[int, int]) -> Plan:
+                return ranked(PlanRequest(shape, small_shape, one, *sizes, hardware) for one in candidates)[0]
+
+            planned = planned_for(sizes)
+            while size_hint is None and not planned.fits and sizes[0] > SHORTEST_TEXT:
+                planned = planned_for(sizes := (sizes[0] // 2, 1))
             if size_hint is not None:
                 planned.check()
-            if planned.request.mlps_elsewhere:
-                elsewhere = others[0], planned.request.mlps_elsewhere
+            if planned.request.elsewhere:
+                elsewhere = others[0], planned.request.elsewhere
         target = load_model(source, place, wanted, on_progress, elsewhere=elsewhere)
         small = None
         if draft is not None:

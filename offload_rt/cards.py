@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpu_kv import Link
 from offload_rt.errors import UsageError
+
+
+class Card:
+    """Another card, by the link to it, and where it attends.
+
+    Attributes:
+        stream: one for all texts: torch's allocator keeps what one of them gave back for the next, and has so
+            few streams that new ones would soon be those of the link. None on a CPU.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.stream = torch.cuda.Stream(link.device) if link.device.type == "cuda" else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from itertools import repeat
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
 from offload_rt.caches.places import EVERYTHING_STREAMED, CardTokens, Shares
+from offload_rt.cards import Card
 from offload_rt.config import HEAD, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
@@ -94,7 +95,7 @@ class Engine:
         self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
         if cards and self._link.in_place:
             raise UsageError("a target on the CPU attends KV where it lies: leave the other cards out")
-        self._cards = tuple(cards)
+        self._cards = tuple(map(Card, cards))
         self._thread: PassThread | None = None
         if not self._link.in_place:
             self._thread = PassThread(target.device, lambda: self.timeline)
@@ -213,7 +214,7 @@ class Engine:
         loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
         elsewhere = self.target.elsewhere  # on the first of the other cards
         there = sum(block.weight_bytes for block in elsewhere)
-        others = [(link.device, 0 if at else there) for at, link in enumerate(self._cards)]
+        others = [(card.link.device, 0 if at else there) for at, card in enumerate(self._cards)]
         hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
         if texts > 1:
             held = loaded - there, *(size for _, size in others)
@@ -273,7 +274,7 @@ class Engine:
             closing.callback(self.target.restore)  # last: it may be its own draft
             if self.draft is not None:
                 closing.callback(self.draft.restore)
-            for link in (self._link, *self._cards):
+            for link in (self._link, *(card.link for card in self._cards)):
                 closing.callback(link.close)
             closing.callback(self.store.close)
             if self._thread is not None:

@@ -210,11 +210,12 @@ def load_model(
         kind = ", ".join(config.architectures or [config.model_type])
         raise UsageError(f"model {where} ({kind}): cannot be loaded: {first_line(error)}") from error
     _check_report(where, report)
+    gib = sum(p.nbytes for p in model.parameters()) / GIB
     try:
         placed: PreTrainedModel = spread(model, device, *elsewhere or (device, 0))
     except torch.OutOfMemoryError as error:
-        gib = sum(p.nbytes for p in model.parameters()) / GIB
-        raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on the GPU") from error
+        there = "the GPUs" if elsewhere else "the GPU"
+        raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on {there}") from error
     placed.eval()
     return placed
 

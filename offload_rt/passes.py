@@ -186,7 +186,7 @@ class PassThread:
 
 def _finish_compute(caches: Sequence[FullCache]) -> None:
     for cache in caches:
-        cache.engine.finish_compute()
+        cache.finish_compute()
 
 
 class Together(Generic[T]):

@@ -15,6 +15,7 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import EVERYTHING_STREAMED, CardShare, CpuShare, OtherPlace, Shares
+from offload_rt.cards import Card
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
@@ -34,7 +35,7 @@ class Shared:
 
     Attributes:
         link: to the device where the target is.
-        cards: links to other cards.
+        cards: the others.
     """
 
     target: CausalModel
@@ -42,7 +43,7 @@ class Shared:
     store: PagedKVStore
     link: Link
     backend: AttentionBackend
-    cards: Sequence[Link] = ()
+    cards: Sequence[Card] = ()
     timeline: Timeline = NO_TIMELINE
     pool: BufferPool = field(default_factory=BufferPool)
     heads: Heads = field(default_factory=Heads)
@@ -109,11 +110,12 @@ class Session:
                 others.append(CpuShare(shares.cpu_tokens, shared.target.device, shared.timeline))
                 closing.callback(others[-1].close)
             self._engines = [self.engine]
-            for link, share in zip(shared.cards, shares.cards, strict=False):
-                self._engines.append(self._transfer_over(link))
-                device = shared.target.device
-                others.append(CardShare(self._engines[-1], share, device, shared.timeline))
+            for card, share in zip(shared.cards, shares.cards, strict=False):
+                engine, home = self._transfer_over(card.link), shared.target.device
+                closing.callback(engine.close)
+                others.append(CardShare(engine, share, home, card.stream, shared.timeline))
                 closing.callback(others[-1].close)
+                self._engines.append(engine)
             self.full = FullCache(self.engine, shared.backend, shares.resident_tokens, others)
             closing.callback(self.full.close)
             self._compose(continuation)

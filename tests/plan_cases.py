@@ -15,7 +15,7 @@ from machine_cases import CARD, DESKTOP, HOST
 from offload_rt.config import load_config, parse_override
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
-from offload_rt.planning.placement import PlanRequest, spread
+from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.prediction import Predictor, RoundTime
 from offload_rt.planning.shapes import find_shape
@@ -99,7 +99,7 @@ def nearest(planned: Plan) -> Iterator[PlanRequest]:
                 yield asked.having(*parse_override(override))
             case ["2", "such", "GPUs"]:
                 gpus = 2 * asked.hardware.gpus
-                yield spread(replace(asked, hardware=replace(asked.hardware, gpus=gpus)))
+                yield replace(asked, hardware=replace(asked.hardware, gpus=gpus))
             case ["--dtype", "bfloat16"]:
                 draft = asked.draft and replace(asked.draft, dtype=torch.bfloat16)
                 yield replace(asked, target=replace(asked.target, dtype=torch.bfloat16), draft=draft)

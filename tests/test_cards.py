@@ -118,12 +118,14 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
             told = list[str]()
             with LLM(dtype="float32", config="retrieval", on_notice=told.append, **given) as llm:
                 tokens.append(llm.generate(byte_ids(400), SamplingParams(max_tokens=24)).tokens)
-                assert len(llm._engine.target.elsewhere) == 2 * (len(devices) - 1)
+                # All of them, for half a GiB that later plans may lack: this model is not as large.
+                assert len(llm._engine.target.elsewhere) == shape.layers * (len(devices) - 1)
                 whole = llm._engine.target.weight_bytes
                 idle = "another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too"
                 assert (idle in told) == (len(devices) == 1)
     assert tokens[0] == tokens[1]
-    assert held == [(0, 0), (whole - 2 * shape.mlp_bytes, 2 * shape.mlp_bytes)]
+    there = shape.layers * shape.mlp_bytes
+    assert held == [(0, 0), (whole - there, there)]
 
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])

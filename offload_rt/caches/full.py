@@ -139,9 +139,10 @@ class FullCache:
         resident, stream = self._coverage.resident, self._coverage.stream
         chunk = None if self.attended is None else self.attended.chunk
         begun: list[tuple[OtherPlace, int, Future[list[Tensor]]]] = []
-        for place, at, stop in self._coverage.others:
-            runs = self.sequence.views(layer, at, stop)
+        ranges = [(at, self.sequence.views(layer, at, stop)) for _, at, stop in self._coverage.others]
+        for (place, *_), (at, runs) in zip(self._coverage.others, ranges, strict=True):
             begun.append((place, at, place.start(layer, queries, runs, scale, chunk)))
+        for at, runs in ranges:
             self._refill(layer, at, runs, over_link=True)
         # The device's own tokens first: the link gains time.
         parts = [self._frame.attend_part(layer, queries, keys, values, scale)]
@@ -197,6 +198,15 @@ class FullCache:
         self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
+
+    def finish_compute(self) -> None:
+        """Lets the host wait for all compute enqueued so far.
+
+        Raises TransferStalled, for the copy that the compute waits for.
+        """
+        for place in self._others:
+            place.finish_compute()
+        self.engine.finish_compute()
 
     def cancel(self) -> None:
         """Ends the pass under way in another thread, at its next layer; there is no other one afterwards."""

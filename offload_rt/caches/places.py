@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -197,6 +197,9 @@ class OtherPlace:
         """What `start` began, on the device: out, lse, and `[kv_heads, 1, chunks]` where it is wanted."""
         raise NotImplementedError
 
+    def finish_compute(self) -> None:
+        """Lets the host wait for what was launched; see `TransferEngine.finish_compute`."""
+
     def abandon(self) -> None:
         """Forgets what was opened; no pass goes on."""
 
@@ -268,6 +271,7 @@ class CardShare(OtherPlace):
 
     Args:
         engine: over the card's link; closed with this place, and used from its thread alone.
+        stream: where the card works on it; None on a CPU.
         home: the device that asks.
     """
 
@@ -276,6 +280,7 @@ class CardShare(OtherPlace):
         engine: TransferEngine,
         share: CardTokens,
         home: torch.device,
+        stream: torch.cuda.Stream | None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         device = engine.link.device
@@ -285,7 +290,7 @@ class CardShare(OtherPlace):
         self._timeline = timeline
         self._backend = choose_backend(device)
         self._resident = ResidentShare(engine.sequence.layout, share.resident_tokens, device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = stream
         self._passes: deque[tuple[int, Future[LayerStream]]] = deque()  # resident tokens, and the stream
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -328,12 +333,16 @@ class CardShare(OtherPlace):
 
         self._submit(close).result()
 
+    def finish_compute(self) -> None:
+        self._submit(self.engine.finish_compute).result()
+
     def close(self) -> None:
-        with suppress(RuntimeError):
-            self._submit(self.engine.finish_compute).result()
-        super().close()
-        self._resident.release()
-        self.engine.close()
+        with ExitStack() as closing:
+            closing.callback(self.engine.close)
+            closing.callback(self._resident.release)
+            closing.callback(super().close)
+            with suppress(RuntimeError):  # stalled, which the engine says; or closed before
+                self.finish_compute()
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         """Work for the place's thread; what it launches goes to the place's own stream."""

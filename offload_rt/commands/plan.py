@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from offload_rt.loading import DEMO, choose_dtype
-    from offload_rt.planning.placement import PlanRequest, spread
+    from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import comparison, plan, ranked
     from offload_rt.planning.shapes import DEMO_DRAFT, find_shape
 
@@ -99,12 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         draft = NO_DRAFT
     small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
     requests = [
-        spread(
-            PlanRequest(
-                *(target, small, config, arguments.context, arguments.new_tokens, hardware),
-                same_model_acceptance=arguments.acceptance,
-                small_model_acceptance=arguments.draft_acceptance,
-            )
+        PlanRequest(
+            *(target, small, config, arguments.context, arguments.new_tokens, hardware),
+            same_model_acceptance=arguments.acceptance,
+            small_model_acceptance=arguments.draft_acceptance,
         )
         for config in possible(configs, small is not None)
     ]

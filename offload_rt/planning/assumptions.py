@@ -40,9 +40,9 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"kernels reach {MEMORY_SHARE:.0%} of a card's data-sheet memory rate and {COMPUTE_SHARE:.0%} of "
             "its compute rate"
         )
-    if request.mlps_elsewhere:
+    if request.elsewhere:
         yield (
-            f"MLP blocks of {request.mlps_elsewhere} of {request.target.layers} layers are on GPU 1, "
+            f"MLP blocks of {request.elsewhere} of {request.target.layers} layers are on GPU 1, "
             f"{EXCHANGE_MS} ms each to go there and back; so no pass of the target is a CUDA graph"
         )
     if request.other_gpus:
@@ -97,7 +97,7 @@ def _speculation(request: PlanRequest, best: RoundTime, plain_ms: float) -> Iter
             f"{best.refresh_share:.0%} of rounds refresh the retrieved cache from the {place}, and take "
             f"{best.refresh_ms:.1f} ms longer"
         )
-    if not (request.in_place or request.mlps_elsewhere):
+    if not (request.in_place or request.elsewhere):
         yield (
             f"levels below the full cache are CUDA graphs: launching takes {GRAPH_LAUNCH_SHARE:.0%} of what "
             "it takes one by one"

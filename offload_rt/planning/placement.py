@@ -66,7 +66,8 @@ class PlanRequest:
     hardware: Hardware
     same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
-    mlps_elsewhere: int = 0  # MLP blocks of the target whose weights are on the second GPU
+    # MLP blocks of the target whose weights are on the second GPU; None: as few as make room on the first.
+    mlps_elsewhere: int | None = None
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -104,6 +105,11 @@ class PlanRequest:
     def in_place(self) -> bool:
         """No GPU: the CPU computes, and KV is attended where it lies."""
         return not self.hardware.gpus
+
+    @property
+    def elsewhere(self) -> int:
+        """`mlps_elsewhere`, once that is decided."""
+        return self.mlps_elsewhere or 0
 
     @property
     def other_gpus(self) -> tuple[Gpu, ...]:
@@ -265,9 +271,9 @@ def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int 
         "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
-    if gpu == 1 and request.mlps_elsewhere:
+    if gpu == 1 and request.elsewhere:
         chunk = min(request.config.prefill.chunk, request.context)
-        memory["weights"] = request.mlps_elsewhere * target.mlp_bytes
+        memory["weights"] = request.elsewhere * target.mlp_bytes
         memory["prefill"] = chunk * (2 * target.hidden + 3 * target.intermediate) * target.dtype.itemsize
     if gpu:
         return memory
@@ -304,7 +310,7 @@ def _computing_memory(request: PlanRequest) -> Memory:
     """What a processor that computes holds."""
     target, config = request.target, request.config
     streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
-    memory = {"weights": target.weight_bytes - request.mlps_elsewhere * target.mlp_bytes}
+    memory = {"weights": target.weight_bytes - request.elsewhere * target.mlp_bytes}
     if DRAFT_STREAMING in request.levels and request.draft is not None:
         memory["draft_weights"] = request.draft.weight_bytes
         memory["draft_cache"] = streaming * request.draft.token_bytes
@@ -354,15 +360,21 @@ def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
 
 
 def spread(request: PlanRequest) -> PlanRequest:
-    """The request with as few MLP blocks on the second GPU as make room on the first one."""
-    ring, resident = request.config.store.ring_buffers, request.given_resident or 0
-    if not request.other_gpus:
+    """The request where it is decided how many MLP blocks are on the second GPU."""
+    if request.mlps_elsewhere is not None or not request.other_gpus:
         return request
+    ring, resident = request.config.store.ring_buffers, request.given_resident or 0
 
-    def fits(count: int) -> bool:
-        return _left(replace(request, mlps_elsewhere=count), 0, ring, resident) >= 0
+    def least(slack: int) -> PlanRequest:
+        def fits(count: int) -> bool:
+            left = _left(replace(request, mlps_elsewhere=count), 0, ring, resident)
+            return left >= (slack if count else 0)
 
-    return replace(request, mlps_elsewhere=bisect_left(range(request.target.layers), True, key=fits))
+        return replace(request, mlps_elsewhere=bisect_left(range(request.target.layers), True, key=fits))
+
+    # Decided before weights are loaded, for texts that are planned afterwards: then less may be free.
+    roomy = least(GPU_RESERVE_BYTES)
+    return roomy if shortage(roomy) is None else least(0)
 
 
 def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:

@@ -125,13 +125,14 @@ def plan(request: PlanRequest) -> Plan:
 
 def _plan(request: PlanRequest) -> Plan:
     """The same where it is decided how the retrieved cache is refreshed."""
-    said = tuple(assumptions.machine(request))
-    if (fitting := _fitting(request)) is None:
+    fitting = _fitting(request)
+    said = tuple(assumptions.machine(fitting or request))
+    if fitting is None:
         cpu = request.context if request.in_place else 0
         placement = request.placement(0, cpu, request.config.store.ring_buffers)
         nearest = ", or ".join(_others(request))
         nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
-        return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, said)
+        return Plan(request, placement, 0, f"{shortage(spread(request))}; {nearest}", None, said)
     predictor = Predictor(fitting)
     best = _best_round(predictor)
     predicted = Prediction(
@@ -230,11 +231,11 @@ def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime
 
 def _fitting(request: PlanRequest) -> PlanRequest | None:
     """The request, with a smaller retrieved cache if only that fits; None if nothing does."""
-    if shortage(request) is None:
-        return request
+    if shortage(fitting := spread(request)) is None:
+        return fitting
     budget = _largest_budget(request)
     least = max(1, int(SMALLEST_BUDGET_SHARE * request.config.retrieval.budget))
-    return request.having("retrieval.budget", budget) if budget >= least else None
+    return spread(request.having("retrieval.budget", budget)) if budget >= least else None
 
 
 def _largest_budget(request: PlanRequest) -> int:
@@ -248,7 +249,9 @@ def _largest_budget(request: PlanRequest) -> int:
     def budget(count: int) -> int:
         return larger[count - 2] if count > 1 else least
 
-    found = _most(1 + len(larger), lambda n: not shortage(request.having("retrieval.budget", budget(n))))
+    found = _most(
+        1 + len(larger), lambda n: not shortage(spread(request.having("retrieval.budget", budget(n))))
+    )
     return budget(found) if found else 0
 
 
@@ -260,13 +263,13 @@ def _others(request: PlanRequest) -> Iterator[str]:
     if request.given_resident:
         resident = resident_capacity(request, config.store.ring_buffers)
         fewer = request.having("offload.resident_tokens", resident)
-        if resident < request.given_resident and not shortage(fewer):
+        if resident < request.given_resident and not shortage(spread(fewer)):
             yield f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         yield f"--set retrieval.budget={budget}"
     if len(gpus := request.hardware.gpus) == 1:
         hardware = replace(request.hardware, gpus=2 * gpus)
-        if _fitting(spread(replace(request, hardware=hardware))):
+        if _fitting(replace(request, hardware=hardware)):
             yield "2 such GPUs"
     if request.target.dtype == torch.float32:
         target = replace(request.target, dtype=torch.bfloat16)

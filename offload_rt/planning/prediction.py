@@ -174,7 +174,7 @@ class Predictor:
             products = max(self.host.read_ms(shape.step_bytes), self.host.compute_ms(flops))
             attention = self._cpu_attention(shape, entries, queries)
             return Work(products + attention, shape.layers * self.host.launch_ms)
-        gpu, elsewhere = self.gpu, self.request.mlps_elsewhere if shape is self.target else 0
+        gpu, elsewhere = self.gpu, self.request.elsewhere if shape is self.target else 0
         busy = max(gpu.read_ms(shape.step_bytes + kv_bytes), gpu.compute_ms(flops)) + elsewhere * EXCHANGE_MS
         launching = GRAPH_LAUNCH_SHARE if graph and not elsewhere else 1
         return Work(busy, shape.layers * gpu.launch_ms * launching)
@@ -263,9 +263,9 @@ class Predictor:
         link = max(layers * layer_bytes / rate + layer, layers * (layer + (layer_bytes - meanwhile) / rate))
         # Before the pass every buffer may be filled, with one of a layer's segments. A full ring stands still
         # until its first buffer is read, and the output head comes behind the last segment.
-        streamed = placement.streamed_bytes // self.target.token_bytes
-        filled = ring * layer_bytes / max(1, -(-streamed // placement.segment_tokens))
-        segment = self._attention(min(placement.segment_tokens, streamed), queries)
+        segments = sum(-(-tokens // placement.segment_tokens) for tokens in over_links)
+        filled = ring * layer_bytes / segments
+        segment = self._attention(min(placement.segment_tokens, max(over_links)), queries)
         edges = self.head_ms(dense) + 2 * segment / layers
         link += max(0.0, edges - filled / rate)
         # However much is there already, each layer has to be computed.
@@ -400,7 +400,7 @@ class Predictor:
         launching = -(-tokens // self.config.prefill.chunk) * target.layers * self.processor.launch_ms
         if self.request.in_place:
             return computing + launching
-        sent = self.request.mlps_elsewhere * tokens * target.hidden * target.dtype.itemsize
+        sent = self.request.elsewhere * tokens * target.hidden * target.dtype.itemsize
         computing += sent / self.gpu.to_host_rate / 1e6 + sent / self.gpu.to_device_rate / 1e6
         writing = tokens * target.token_bytes / self.gpu.to_host_rate / 1e6
         return max(computing, writing, launching)
