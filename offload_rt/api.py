@@ -64,7 +64,7 @@ class LLM:
         on_progress: told how far loading and prefill are, and what is measured for a machine's first plan.
         on_notice: told, in a line, what a user should know.
         size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
-            weights are read.
+            weights are read. With a second GPU, weights are spread for such a text; without, for the longest.
 
     Raises:
         UsageError: for whatever cannot be done as asked.

@@ -50,8 +50,7 @@ class Stream:
         CARD.progress(self)
 
     def compute(self, upto: int) -> None:
-        if self.done >= upto:
-            return
+        # Another thread may be in the midst of the piece that it counts as done.
         with CARD.lock, _disable_current_modes(), torch.inference_mode():  # which writes tensors of any mode
             while self.done < upto:
                 self.done += 1  # before it runs: what it waits for may lie in this stream again
@@ -75,7 +74,8 @@ class Stream:
         self.compute(self.submitted)
 
     def query(self) -> bool:
-        return self.done == self.submitted
+        with CARD.lock:
+            return self.done == self.submitted
 
 
 class Event:
@@ -106,7 +106,8 @@ class Event:
         self._queries += 1
         if self._queries > 1 and self.stream is not None:  # who asks again waits for it
             self.stream.compute(self.place)
-        return self.stream is None or self.stream.done >= self.place
+        with CARD.lock:
+            return self.stream is None or self.stream.done >= self.place
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end._time - self._time)
