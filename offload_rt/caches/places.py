@@ -327,11 +327,14 @@ class CardShare(OtherPlace):
     def abandon(self) -> None:
         def close() -> None:
             while self._passes:
-                _, stream = self._passes.popleft()
+                _, stream = (
+                    self._passes.pop()
+                )  # the next one's first: else it would be sent what this one's frees
                 if stream.exception() is None:
                     stream.result().close()
 
-        self._submit(close).result()
+        if self._passes:
+            self._submit(close).result()
 
     def finish_compute(self) -> None:
         self._submit(self.engine.finish_compute).result()

@@ -23,6 +23,7 @@ from offload_rt.planning.placement import (
     Memory,
     Placement,
     PlanRequest,
+    card_capacity,
     gpu_memory,
     host_memory,
     resident_capacity,
@@ -173,6 +174,8 @@ def _best_round(predictor: Predictor) -> RoundTime:
 
     def shortest(ring: int, drafted: DraftShape) -> RoundTime:
         draft, capacity = predictor.draft(drafted), resident_capacity(request, ring)
+        numbers = range(1, len(request.hardware.gpus))
+        others = sum(card_capacity(request, number, ring) for number in numbers)
 
         @cache
         def verification(resident: int, cpu: int) -> PassTime:
@@ -181,16 +184,15 @@ def _best_round(predictor: Predictor) -> RoundTime:
         def at(outcomes: int, resident: int, cpu: int) -> RoundTime:
             return predictor.round(verification(resident, cpu), draft, outcomes)
 
-        found = (
-            _candidates(request, capacity, partial(at, outcomes)) for outcomes in predictor.outcomes(drafted)
-        )
+        tried = predictor.outcomes(drafted)
+        found = (_candidates(request, capacity, others, partial(at, count)) for count in tried)
         return min(chain.from_iterable(found), key=lambda one: one.ms)
 
     return min(starmap(shortest, product(rings, request.drafts)), key=lambda found: found.ms_per_token)
 
 
 def _candidates(
-    request: PlanRequest, capacity: int, at: Callable[[int, int], RoundTime]
+    request: PlanRequest, capacity: int, others: int, at: Callable[[int, int], RoundTime]
 ) -> Iterator[RoundTime]:
     """Rounds of which one is the shortest; shares that the config gives are kept.
 
@@ -199,6 +201,7 @@ def _candidates(
     the text's last end with a page.
 
     Args:
+        capacity: tokens that the first GPU can keep; `others`: those that other GPUs can.
         at: the round with so many tokens resident, and so many attended by the CPU.
     """
     context, page = request.context, request.config.store.page
@@ -214,7 +217,12 @@ def _candidates(
     yield from _lowest(range(page, context - most, page), lambda attended: at(most, attended))
     # Nothing is streamed.
     kept = range(0, most + 1, page) if resident is None else range(resident, resident + 1)
-    yield from _lowest(kept, lambda tokens: at(tokens, context - tokens))
+
+    def left(tokens: int) -> int:
+        """For the CPU, in whole pages, where other GPUs keep what they can."""
+        return min(context - tokens, -(-max(0, context - tokens - others) // page) * page)
+
+    yield from _lowest(kept, lambda tokens: at(tokens, left(tokens)))
 
 
 def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
