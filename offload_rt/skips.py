@@ -39,7 +39,7 @@ def search(layers: int, trials: int, seed: int, rate: Rate) -> Iterator[Trial]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=0, multivariate=True)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     blocks, texts = blocks_of(layers), count(seed)
     speeds: dict[tuple[str, ...], float] = {}
