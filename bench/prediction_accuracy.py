@@ -155,15 +155,12 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         resident_tokens=int(found["resident_tokens"]),
         cpu_tokens=int(found["cpu_tokens"]),
         streamed_tokens=int(found["streamed_tokens"]),  # full pages alone
-        ring_buffers=config.store.ring_buffers,
-        segment_tokens=config.store.segment_tokens,
         shape=request.target,
         cards=(CardTokens(0, int(others) // max(1, cards)),) * cards,
     )
     drafted = request.drafts[-1]
     verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)
-    counts = (predictor.round(verification, draft, count) for count in predictor.outcomes(drafted))
-    best = min(counts, key=lambda one: one.ms)
+    best = predictor.round(verification, draft)
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.ms_per_token)
     return dict(zip(PREDICTED, values, strict=True))
 

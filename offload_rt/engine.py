@@ -189,7 +189,6 @@ class Engine:
                 CardTokens(-(-card.resident_tokens // page) * page, card.streamed_tokens // page * page)
                 for card in placement.cards
             )
-            config = config.having("store.ring_buffers", placement.ring_buffers)
             resident = -(-placement.resident_tokens // page) * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page

@@ -96,7 +96,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
     card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=2 * GIB)
     hardware = replace(named_hardware("rtx4090"), gpus=(card, card))
     asked = PlanRequest(shape, None, config, 400, 24, hardware)
-    room = sum(gpu_memory(asked, 0, config.store.ring_buffers).values()) - shape.mlp_bytes - 1
+    room = sum(gpu_memory(asked, 0).values()) - shape.mlp_bytes - 1
     hardware = replace(hardware, gpus=(replace(card, memory_bytes=room), card))
     held = list[tuple[int, int]]()
 

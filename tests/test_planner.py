@@ -18,7 +18,7 @@ from plan_cases import (
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import CARDS, GIB, AttentionRate, named_hardware
-from offload_rt.planning.placement import ring_fits
+from offload_rt.planning.placement import shortage
 from offload_rt.planning.planner import Prediction, plan
 from offload_rt.planning.prediction import attention_rate
 from offload_rt.planning.shapes import find_shape
@@ -71,14 +71,14 @@ def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     budget = planned.request.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)
-    assert not ring_fits(asked.having("retrieval.budget", budget + 8), asked.config.store.ring_buffers)
+    assert str(shortage(asked.having("retrieval.budget", budget + 8))).startswith("GPU 0 (card)")
 
 
 @pytest.mark.parametrize(("policy", "faster"), [("every", "stream"), ("stride:64", "store")])
 def test_a_refresh_fills_a_second_buffer_where_that_is_faster(policy: str, faster: str) -> None:
-    """Of 24 GiB, a second buffer takes 2.34 that could hold KV instead: too much for a rare refresh."""
-    keys = {"retrieval.refresh": policy}
-    forced = {place: plan(request(keys | {"offload.refresh_from": place})) for place in ("stream", "store")}
+    """A second buffer takes 2.34 GiB that could hold KV instead: too much for a rare refresh."""
+    asked = request({"retrieval.refresh": policy}, hardware=gpu(memory_bytes=48 * GIB))
+    forced = {place: plan(asked.having("offload.refresh_from", place)) for place in ("stream", "store")}
     stream, store = (forced[place] for place in ("stream", "store"))
     one_buffer = (4096 + 128 + 576) * LLAMA.token_bytes
     for place, buffers in (("stream", 2), ("store", 1)):
@@ -88,7 +88,7 @@ def test_a_refresh_fills_a_second_buffer_where_that_is_faster(policy: str, faste
     assert more == pytest.approx(one_buffer, abs=256 * LLAMA.token_bytes)
     slower = {"stream": "store", "store": "stream"}[faster]
     assert forced[faster].ms_per_token < forced[slower].ms_per_token
-    assert plan(request(keys)) == forced[faster]
+    assert plan(asked) == forced[faster]
     assert any("the stream, into a second buffer, and take" in said for said in stream.assumptions)
     assert any("the store, between passes, and take" in said for said in store.assumptions)
 

@@ -16,10 +16,8 @@ from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory, shortage, spread
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import Predictor, RoundTime, attention_rate, outcome_chances
+from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
-
-HEAD_BYTES = 32000 * 4096 * 2  # of the output head of Llama2-7B
 
 
 def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
@@ -28,7 +26,7 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     assert LLAMA.weight_bytes / 1e9 == pytest.approx(13.5, abs=0.05)
     lanes = expected_round(Predictor(request()), CHAIN).verification
     assert lanes.placement.streamed_bytes == 64 * GIB and lanes.cpu_attention == 0
-    layer = ((LLAMA.step_bytes - HEAD_BYTES) / 1000.0 / 1e6 + 32 * 0.3) / 32
+    layer = (LLAMA.step_bytes / 1000.0 / 1e6 + 32 * 0.3) / 32
     assert lanes.ms == lanes.link == pytest.approx(64 * GIB / 25e6 + layer)
     assert lanes.ms == pytest.approx(2_750, rel=0.01)
 
@@ -42,30 +40,30 @@ def test_a_pass_with_a_cpu_share() -> None:
     predictor = Predictor(request(target=eight, draft=None))
     lanes = expected_round(predictor, CHAIN.deep(4), CONTEXT // 4, CONTEXT // 4).verification
     dense = eight.step_bytes / 1000e6 + 32 * 0.3
-    layer = (dense - 128256 * 4096 * 2 / 1000e6) / 32
-    assert lanes.link == pytest.approx(8 * GIB / (25 * 0.9) / 1e6 + layer)
+    assert lanes.link == pytest.approx(8 * GIB / (25 * 0.9) / 1e6 + dense / 32)
     rate = (40 - 10 * 4 / 16) * 0.8
-    sent = 5 * 4096 * 2
-    exchange = 32 * (0.04 + sent / 20e6 + (sent + 5 * 32 * 4) / 25e6)
-    assert lanes.cpu_attention == pytest.approx(dense + 4 * GIB / rate / 1e6 + exchange)
-    assert lanes.host_memory == pytest.approx(12 * GIB / 70e6 + layer)
+    assert lanes.cpu_attention == pytest.approx(dense + 4 * GIB / rate / 1e6 + 32 * 0.04)
+    assert lanes.host_memory == pytest.approx(12 * GIB / 70e6 + dense / 32)
     assert lanes.processor == pytest.approx(dense + 12 * GIB / 1000e6)
     assert lanes.ms == max(lanes.link, lanes.cpu_attention)
     # Nothing is streamed: the CPU attends at its full rate, and nothing crosses the link.
     alone = expected_round(predictor, CHAIN.deep(4), 0, CONTEXT).verification
-    assert alone.cpu_attention == pytest.approx(dense + 16 * GIB / 37.5e6 + exchange) and alone.link == 0
+    assert alone.cpu_attention == pytest.approx(dense + 16 * GIB / 37.5e6 + 32 * 0.04) and alone.link == 0
 
 
-def test_the_link_waits_where_the_ring_is_shallow() -> None:
-    """While a layer's queries are computed, or the output head, the link gets no further than the ring."""
-    predictor = Predictor(request(hardware=gpu(memory_rate=20.0)))
-    dense = (LLAMA.step_bytes - HEAD_BYTES) / 20e6 / 32 + 0.3
-    layer = 2 * GIB / 25e6
-    segment = 4096 * LLAMA.layer_token_bytes / 25e6
-    for ring in (2, 3):
-        expected = max(32 * layer + dense, 32 * (dense + layer - (ring - 1) * segment))
-        expected += HEAD_BYTES / 20e6 + 2 * 4096 * LLAMA.layer_token_bytes / 20e6 - ring * segment
-        assert expected_round(predictor, CHAIN, ring=ring).verification.link == pytest.approx(expected)
+def test_a_second_cards_lanes() -> None:
+    """It keeps what it has room for; what is left crosses two links, and one memory is behind them."""
+    predictor = Predictor(request(hardware=gpu(2)))
+    lanes = expected_round(predictor, CHAIN).verification
+    (card,) = lanes.placement.cards
+    assert card.resident_tokens > 0 <= lanes.placement.streamed_tokens - card.streamed_tokens <= 1
+    streamed = (lanes.placement.streamed_tokens + card.streamed_tokens) * LLAMA.token_bytes
+    dense = LLAMA.step_bytes / 1000e6 + 32 * 0.3
+    assert lanes.link == pytest.approx(streamed / 50e6 + dense / 32)
+    assert lanes.host_memory == pytest.approx(streamed / 70e6 + dense / 32)
+    # The other one reads what it holds and what it is sent, and is asked 32 times.
+    attended = card.tokens * LLAMA.token_bytes
+    assert lanes.other_gpus == pytest.approx(dense + attended / 1000e6 + 32 * 0.04)
 
 
 def test_the_time_of_a_hierarchys_draft() -> None:
@@ -105,10 +103,10 @@ def test_a_prefill_by_hand() -> None:
 
 
 def test_memory_of_one_card_by_hand() -> None:
-    parts = gpu_memory(request(), 0, 3)
+    parts = gpu_memory(request(), 0)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
     assert parts["retrieved_caches"] == 2 * (4096 + 128 + 576) * 512 * 1024
-    one_buffer = gpu_memory(request({"offload.refresh_from": "store"}), 0, 3)
+    one_buffer = gpu_memory(request({"offload.refresh_from": "store"}), 0)
     assert one_buffer == parts | {"retrieved_caches": (4096 + 128 + 576) * 512 * 1024}
     assert parts["draft_cache"] == (16 + 240 + 128) * 6 * 1024
     assert parts["staging_ring"] == 3 * 4096 * 16 * 1024
@@ -124,12 +122,12 @@ def test_memory_of_one_card_by_hand() -> None:
 
 def test_a_second_card_holds_nothing_but_kv() -> None:
     asked = request({"offload.cpu_tokens": 4096}, hardware=gpu(2))
-    assert gpu_memory(asked, 0, 3) == gpu_memory(request(), 0, 3)
-    assert gpu_memory(asked, 1, 3).keys() == {"resident_kv", "staging_ring", "reserve"}
+    assert gpu_memory(asked, 0) == gpu_memory(request(), 0)
+    assert gpu_memory(asked, 1).keys() == {"resident_kv", "staging_ring", "reserve"}
     planned = plan(asked)
     first, second = planned.gpus
     placement, (card,) = planned.placement, planned.placement.cards
-    page_bytes, ring = 256 * LLAMA.token_bytes, placement.ring_buffers * 4096 * LLAMA.layer_token_bytes
+    page_bytes, ring = 256 * LLAMA.token_bytes, 3 * 4096 * LLAMA.layer_token_bytes
     room = int(24 * GIB) - int(0.03 * 24 * GIB) - ring
     assert (
         second["resident_kv"] == card.resident_tokens * LLAMA.token_bytes == room // page_bytes * page_bytes
@@ -146,7 +144,7 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     fewer = replace(asked, mlps_elsewhere=10)
     assert shortage(asked) is None and str(shortage(fewer)).startswith("GPU 0 (card) has 19.0 GiB")
     mlp_bytes = 3 * 4096 * 11008 * 2
-    whole, first, second = (gpu_memory(*one, 3) for one in ((request(), 0), (asked, 0), (asked, 1)))
+    whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
     assert second["weights"] == whole["weights"] - first["weights"] == 13 * mlp_bytes
     assert second["prefill"] == 2048 * (2 * 4096 + 3 * 11008) * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
@@ -195,60 +193,27 @@ def test_expected_tokens_and_outcomes_by_hand() -> None:
     assert outcome_chances(1.0, 8) == (1,) + 8 * (0,)
 
 
-def test_two_links_fill_their_rings_from_one_memory() -> None:
-    predictor = Predictor(request(hardware=gpu(2)))
-    lanes = expected_round(predictor, CHAIN).verification
-    (card,) = lanes.placement.cards
-    streamed = (lanes.placement.streamed_tokens + card.streamed_tokens) * LLAMA.token_bytes
-    segment = 4096 * LLAMA.layer_token_bytes
-    ring = 2 * 3 * segment  # of both cards
-    dense, head = LLAMA.step_bytes / 1000e6 + 32 * 0.3, HEAD_BYTES / 1000e6
-    tokens = lanes.placement.streamed_tokens, card.streamed_tokens
-    segments = sum(-(-one // 4096) for one in tokens)
-    ring = ring * sum(tokens) / 4096 / segments  # the last segment of a layer is a shorter one, on both
-    edges = head + 2 * segment / 1000e6
-    assert lanes.link_ahead == pytest.approx(ring / 50e6 - edges)
-    assert lanes.host_memory_ahead == pytest.approx(ring / 70e6 - edges)
-    assert lanes.link == pytest.approx(streamed / 50e6 + (dense - head) / 32)
-    assert lanes.dense.ms == pytest.approx(dense)
-    # The other one reads what it holds and what it is sent, and is asked 32 times.
-    attended = card.tokens * LLAMA.token_bytes
-    queries = lanes.gamma + 1
-    exchanged = 0.04 + queries * 32 * (128 * 2 / 20e6 + (128 * 2 + 4) / 25e6)
-    assert lanes.other_gpus == pytest.approx(dense + attended / 1000e6 + 32 * exchanged)
-
-
 def test_a_round_by_hand() -> None:
-    predictor = Predictor(request({"retrieval.refresh": "acceptance:0.5"}))  # how often is not foreseen
-    late = expected_round(predictor, CHAIN.deep(16))
+    keys = {"retrieval.refresh": "acceptance:0.5"}  # how often is not foreseen
+    late, ahead = (
+        expected_round(Predictor(request(keys | {"offload.ahead": most})), CHAIN.deep(16)) for most in (0, 2)
+    )
     lanes, draft = late.verification, late.draft
-    segment = 4096 * LLAMA.layer_token_bytes
-    ring = 3 * segment / 25e6
-    assert ring < draft.ms < lanes.ms
-    # Until a buffer of the full ring is read, and behind the last segment; a layer's work is in `link`.
-    edges = HEAD_BYTES / 1000e6 + 2 * segment / 1000e6
-    waited = lanes.link - ring + edges + draft.ms  # the link is the slowest lane even so
-    assert late.ms == pytest.approx(waited)
+    assert late.ms == lanes.ms + draft.ms
     assert late.refresh_share == 0
-    ahead = expected_round(predictor, CHAIN.deep(16), outcomes=2)
     first, second = outcome_chances(0.92, 16)[:2]
-    hits = first + second
-    step = draft.ms / 16 * expected_tokens(0.5, 2)
-    assert ahead.ms == pytest.approx(hits * lanes.ms + (1 - hits) * (waited + step / 2))
-    assert sum(ahead.chances) == hits
+    assert ahead.chances == (first, second)
+    assert ahead.ms == pytest.approx(lanes.ms + (1 - first - second) * draft.ms)
     assert ahead.tokens == late.tokens == expected_tokens(0.92, 16)
     assert ahead.ms_per_token == ahead.ms / ahead.tokens
-    assert lanes.placement.ring_bytes == 3 * 4096 * LLAMA.layer_token_bytes
-    # A draft that takes longer than the pass is the round.
-    slow = replace(draft, busy_ms=3 * lanes.ms)
-    long = predictor.round(lanes, slow, 1)
-    busy = slow.ms + 64 * GIB / 1000e6 + lanes.dense.busy_ms
-    late = lanes.ms - ring + edges + slow.ms + slow.ms / 16 * expected_tokens(0.5, 2) / 2
-    assert long.ms == pytest.approx(first * busy + (1 - first) * late)
-    # The draft of a second outcome is done after that of the first.
-    both = predictor.round(lanes, slow, 2)
-    assert both.ms == pytest.approx(first * busy + second * (busy + slow.ms) + (1 - hits) * late)
-    assert predictor.bottleneck(long) == "draft"
+    # A draft that takes longer than the pass is the round; that of a second outcome would come too late.
+    predictor = Predictor(request(keys))
+    slow = replace(draft, busy_ms=lanes.ms)
+    busy = 64 * GIB / 1000e6 + lanes.dense.busy_ms
+    found = predictor.round(lanes, slow)
+    assert found.chances == (first,)
+    assert found.ms == pytest.approx(first * (busy + slow.ms) + (1 - first) * (lanes.ms + slow.ms))
+    assert predictor.bottleneck(found) == "draft"
 
 
 @pytest.mark.parametrize(
@@ -259,44 +224,31 @@ def test_how_often_a_retrieved_cache_is_refreshed(policy: str, tokens: float, sh
     refreshed = {"retrieval.refresh": policy}
     assert Predictor(request(refreshed)).refresh_share(tokens) == share
     assert Predictor(request(config="naive")).refresh_share(tokens) == 0
-    for context, refreshing in ((4096 - 256, 0.0), (4096 - 64, 0.75), (4096, 1.0)):
-        found = Predictor(request(refreshed, context=context)).refresh_share(tokens)
-        assert found == pytest.approx(refreshing * share), "of 256 tokens, those beyond the budget"
+    assert Predictor(request(refreshed, context=4096 - 256)).refresh_share(tokens) == 0, "it holds everything"
 
 
-def test_a_round_with_a_refresh_by_hand() -> None:
-    """4 GiB of mean keys are read on the host, and 2 GiB of entries are read and written on the card."""
+def test_a_refresh_by_hand() -> None:
+    """2 GiB of entries are read and written on the card, after scores or mean keys were read on the host."""
 
-    def longer(policy: str, resident: int = 0, cpu: int = 0, place: str = "stream") -> float:
-        keys = {"retrieval.refresh": policy, "offload.refresh_from": place}
-        rounds[policy], without = (
-            expected_round(
-                Predictor(request(keys | {"retrieval.refresh": one})), CHAIN.deep(16), resident, cpu
-            )
-            for one in (policy, "acceptance:0.5")
+    def longer(cpu: int = 0, policy: str = "every", **keys: str) -> float:
+        settings = {"retrieval.refresh": policy, "offload.refresh_from": "store"} | keys
+        found, without = (
+            expected_round(Predictor(request(settings | changes)), CHAIN.deep(16), 0, cpu)
+            for changes in ({}, {"retrieval.refresh": "acceptance:0.5"})
         )
-        assert without.refresh_share == 0
-        return rounds[policy].ms - without.ms
+        assert found.ms - without.ms == pytest.approx(found.refresh_share * found.refresh_ms)
+        assert found.refresh_share == (policy == "every") or 0 < found.refresh_share < 1
+        return found.refresh_ms
 
-    rounds: dict[str, RoundTime] = {}
-    copied = 2 * 4096 * LLAMA.token_bytes / 1000e6
-    refresh = Predictor(request()).refresh()
-    assert refresh.work.ms == pytest.approx(copied)
-    assert refresh.scoring == pytest.approx(CONTEXT // 8 * 32 * 32 * 4 / 70e6), "4 bytes a chunk and head"
-    by_means = Predictor(request({"retrieval.select": "mean_keys"})).refresh()
-    assert by_means.scoring == pytest.approx(4 * GIB / 70e6), "the mean keys of chunks of 8"
-    assert refresh.link == pytest.approx(2 * GIB / 25e6)
-    # Streamed: the link waits for one layer's part. Attended by the CPU: the card's work comes on top.
-    assert longer("every") == pytest.approx(copied / 32)
-    assert (rounds["every"].refresh_share, rounds["every"].refresh_ms) == (1, pytest.approx(copied / 32))
-    assert longer("every", cpu=CONTEXT) == pytest.approx(copied)
-    assert longer("stride:32", cpu=CONTEXT) == pytest.approx(rounds["stride:32"].refresh_share * copied)
-    assert 0 < rounds["stride:32"].refresh_share < 1
-    # A quarter attended by the CPU: so much of the entries is sent, and the link is the slowest lane.
-    assert longer("every", CONTEXT // 4, CONTEXT // 4) == pytest.approx(copied / 32 + refresh.link / 4)
-    assert rounds["every"].verification.link == rounds["every"].verification.ms
-    # Gathered before a draft: everything is waited for, whatever streams.
-    assert longer("every", place="store") == pytest.approx(copied + refresh.scoring + refresh.link)
+    copied, sent = 2 * 2 * GIB / 1000e6, 2 * GIB / 25e6
+    scores = CONTEXT // 8 * 32 * 32 * 4 / 70e6  # 4 bytes a chunk and head
+    assert longer() == longer(policy="stride:32") == pytest.approx(scores + copied + sent)
+    means = {"retrieval.select": "mean_keys"}
+    assert longer(**means) == pytest.approx(4 * GIB / 70e6 + copied + sent), "the mean keys of chunks of 8"
+    # From the stream, but for what the CPU attends: its entries are sent apart.
+    stream = {"offload.refresh_from": "stream"}
+    assert longer(**stream) == pytest.approx(copied)
+    assert longer(CONTEXT // 4, **stream) == pytest.approx(copied + sent / 4)
 
 
 # The machine without a GPU.
@@ -318,7 +270,7 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     assert (placement.resident_bytes, placement.streamed_bytes, placement.cpu_attended_bytes) == (0, 0, GIB)
     assert predicted.plain_ms_per_token == pytest.approx(31, rel=0.15)
     scores, copied = CONTEXT // 8 * 4 * 4 * 4, 2 * 4096 * target.token_bytes
-    refresh_ms = (scores + copied) / 46e6 + 4 * 0.5
+    refresh_ms = (scores + copied) / 46e6
     share = Predictor(asked).refresh_share(predicted.tokens_per_round)
     assert predicted.round_ms == pytest.approx(predicted.pass_ms + predicted.draft_ms + share * refresh_ms)
     assert 3 <= Predictor(asked).step(target, 3, 4096).ms <= 5
@@ -333,12 +285,11 @@ def test_a_tree_is_drafted_in_steps_and_verified_in_one_pass() -> None:
     asked = request({"offload.ahead": 4}, "trees", context=50_000, draft=None)
     assert [one.size for one in asked.drafts] == [64] and asked.longest_draft == 64
     predictor = Predictor(asked)
-    assert list(predictor.outcomes(asked.drafts[0])) == [0], "nothing is drafted ahead of its verdict"
     one = predictor.step(asked.target, 4, 4096 + 208, graph=True)
     found = expected_round(predictor, asked.drafts[0])
     assert found.draft.ms == pytest.approx(16 * one.ms)
     assert found.tokens == pytest.approx(expected_tokens(0.92 + 0.08 * 0.5 * 0.75, 16))
-    assert found.verification.gamma == 64 and found.chances == ()
+    assert found.verification.gamma == 64 and found.chances == (), "nothing is drafted ahead of its verdict"
     # A small model's tree takes that model's steps.
     levels = [{"model": "draft", "cache": "streaming", "draft": "grown:32"}]
     small = Predictor(request({"speculation.levels": levels}, "naive", context=50_000))
@@ -371,7 +322,7 @@ def test_a_draft_over_the_full_kv_waits_for_the_cpu() -> None:
     over_text = CONTEXT * token_bytes / 50.0 / 1e6 / HOST.attention_beside_link
     draft, dense = predictor.draft(CHAIN.deep(2)), predictor.step(LLAMA, 1)
     assert draft.ms == pytest.approx(2 * (over_text + dense.ms), rel=0.02)  # and the exchange of queries
-    verification = predictor.verification(asked.placement(0, CONTEXT // 2, 3), CHAIN.deep(2))
+    verification = predictor.verification(asked.placement(0, CONTEXT // 2), CHAIN.deep(2))
     assert predictor.busy_ms(verification) == verification.cpu_attention
     entries = page + SharedCache.PORTION + SPECULATIVE_ENTRIES
     assert plan(asked).gpus[0]["shared_cache"] == entries * token_bytes

@@ -158,8 +158,9 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     told = (f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})" for name, size in shares.items() if size)
     yield f"KV         {whole / GIB:.2f} GiB: {'; '.join(told)}"
     if not request.in_place:
-        ring = f"{placement.ring_buffers} buffers of {placement.segment_tokens:,} tokens"
-        yield f"ring       {placement.ring_bytes / GIB:.2f} GiB: {ring}"
+        store, size = request.config.store, plan.gpus[0]["staging_ring"]
+        ring = f"{store.ring_buffers} buffers of {store.segment_tokens:,} tokens"
+        yield f"ring       {size / GIB:.2f} GiB: {ring}"
     for number, (parts, gpu) in enumerate(zip(plan.gpus, request.hardware.gpus, strict=True)):
         yield _memory(f"GPU {number}", parts, gpu.memory_bytes)
     yield _memory("host", plan.host, request.hardware.host.memory_bytes)

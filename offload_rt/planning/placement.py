@@ -8,8 +8,7 @@ own, and attend it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpu_kv import TransferEngine
@@ -148,22 +147,29 @@ class PlanRequest:
             return HEAD_ACCEPTANCE
         return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
 
-    def placement(self, resident: int, cpu: int, ring_buffers: int) -> Placement:
+    @cached_property
+    def capacities(self) -> list[int]:
+        """Tokens of the context that each GPU can keep: whole pages, or on the first one all of it."""
+        page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
+        rooms = [max(0, _left(self, number)) for number in range(len(self.hardware.gpus))]
+        tokens = [room // page_bytes * page for room in rooms]
+        if rooms and rooms[0] >= self.context * self.target.token_bytes:
+            tokens[0] = self.context
+        return tokens
+
+    def placement(self, resident: int, cpu: int) -> Placement:
         """So many tokens resident and so many attended by the CPU.
 
         Other GPUs keep what they have room for of the rest; what is left is streamed, over all links at once.
         """
         left, kept = self.context - resident - cpu, list[int]()
-        for number in range(1, 1 + len(self.other_gpus)):
-            kept.append(min(card_capacity(self, number, ring_buffers), left))
+        for capacity in self.capacities[1:]:
+            kept.append(min(capacity, left))
             left -= kept[-1]
         rate = sum(gpu.to_device_rate for gpu in self.hardware.gpus)
         streamed = [int(left * gpu.to_device_rate / rate) for gpu in self.other_gpus]
         left -= sum(streamed)
-        cards = tuple(map(CardTokens, kept, streamed))
-        return Placement(
-            resident, cpu, left, ring_buffers, self.config.store.segment_tokens, self.target, cards
-        )
+        return Placement(resident, cpu, left, self.target, tuple(map(CardTokens, kept, streamed)))
 
     @property
     def retrieved_entries(self) -> int:
@@ -184,17 +190,14 @@ class Placement:
     resident_tokens: int  # the first ones, kept on the first GPU
     cpu_tokens: int  # the next ones, attended by the CPU
     streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
-    ring_buffers: int  # of each GPU's staging ring
-    segment_tokens: int  # of each of its buffers
     shape: ModelShape
     cards: tuple[CardTokens, ...] = ()  # between the CPU's and the last ones: of each other GPU
 
     @property
     def resident_bytes(self) -> int:
         """On all GPUs together."""
-        return (
-            self.resident_tokens + sum(card.resident_tokens for card in self.cards)
-        ) * self.shape.token_bytes
+        others = sum(card.resident_tokens for card in self.cards)
+        return (self.resident_tokens + others) * self.shape.token_bytes
 
     @property
     def cpu_attended_bytes(self) -> int:
@@ -203,21 +206,8 @@ class Placement:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that cross all links together for every pass."""
-        return (
-            self.streamed_tokens + sum(card.streamed_tokens for card in self.cards)
-        ) * self.shape.token_bytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """Of a GPU's staging ring."""
-        return self.ring_buffers * self.segment_tokens * self.shape.layer_token_bytes
-
-    def to_json(self) -> dict[str, object]:
-        sizes = ("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes")
-        counts = ("resident_tokens", "streamed_tokens", "ring_buffers", "segment_tokens")
-        values = {name: getattr(self, name) for name in (*sizes, *counts)}
-        cards = [asdict(card) for card in self.cards]
-        return values | {"cpu_attended_tokens": self.cpu_tokens, "other_gpus": cards}
+        others = sum(card.streamed_tokens for card in self.cards)
+        return (self.streamed_tokens + others) * self.shape.token_bytes
 
 
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
@@ -263,12 +253,12 @@ def available(config: Config, small_model: bool) -> Config:
     return config.having("speculation.levels", left)
 
 
-def gpu_memory(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> Memory:
+def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
     """What one GPU holds with so many tokens of the context resident there."""
     target, store = request.target, request.config.store
     memory = {
         "resident_kv": resident * target.token_bytes,
-        "staging_ring": ring_buffers * store.segment_tokens * target.layer_token_bytes,
+        "staging_ring": store.ring_buffers * store.segment_tokens * target.layer_token_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
     if gpu == 1 and request.elsewhere:
@@ -351,65 +341,33 @@ def largest(memory: Memory, digits: int, most: int | None = None) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
 
 
-def ring_fits(request: PlanRequest, ring_buffers: int) -> bool:
-    """Whether each GPU has room for such a ring, beside all else that is given."""
-    numbers = range(len(request.hardware.gpus))
-    return all(
-        _left(request, one, ring_buffers, 0 if one else request.given_resident or 0) >= 0 for one in numbers
-    )
-
-
 def spread(request: PlanRequest) -> PlanRequest:
-    """The request where it is decided how many MLP blocks are on the second GPU."""
+    """The request where it is decided how many MLP blocks are on the second GPU: as few as make room."""
     if request.mlps_elsewhere is not None or not request.other_gpus:
         return request
-    ring, resident = request.config.store.ring_buffers, request.given_resident or 0
+    layers, left = request.target.layers, _left(request, 0, request.given_resident or 0)
 
-    def least(slack: int) -> PlanRequest:
-        def fits(count: int) -> bool:
-            left = _left(replace(request, mlps_elsewhere=count), 0, ring, resident)
-            return left >= (slack if count else 0)
-
-        return replace(request, mlps_elsewhere=bisect_left(range(request.target.layers), True, key=fits))
+    def leaving(slack: int) -> PlanRequest:
+        blocks = 0 if left >= 0 else min(layers, -((left - slack) // request.target.mlp_bytes))
+        return replace(request, mlps_elsewhere=blocks)
 
     # Decided before weights are loaded, for texts that are planned afterwards: then less may be free.
-    roomy = least(GPU_RESERVE_BYTES)
-    return roomy if shortage(roomy) is None else least(0)
+    roomy = leaving(GPU_RESERVE_BYTES)
+    return roomy if shortage(roomy) is None else leaving(0)
 
 
-def resident_capacity(request: PlanRequest, ring_buffers: int) -> int:
-    """Tokens of the context that the first GPU can keep: whole pages, or all of it; 0 without a GPU."""
-    if request.in_place:
-        return 0
-    tokens = max(0, _left(request, 0, ring_buffers)) // request.target.token_bytes
-    page = request.config.store.page
-    return request.context if tokens >= request.context else tokens // page * page
-
-
-def card_capacity(request: PlanRequest, gpu: int, ring_buffers: int) -> int:
-    """Tokens of the context that another GPU can keep: whole pages."""
-    page_bytes = request.config.store.page * request.target.token_bytes
-    return max(0, _left(request, gpu, ring_buffers)) // page_bytes * request.config.store.page
-
-
-def _left(request: PlanRequest, gpu: int, ring_buffers: int, resident: int = 0) -> int:
+def _left(request: PlanRequest, gpu: int, resident: int = 0) -> int:
     """Bytes left on a GPU, beside so many resident tokens."""
-    held = gpu_memory(request, gpu, ring_buffers, resident)
-    return request.hardware.gpus[gpu].memory_bytes - sum(held.values())
+    return request.hardware.gpus[gpu].memory_bytes - sum(gpu_memory(request, gpu, resident).values())
 
 
 def shortage(request: PlanRequest) -> str | None:
-    """What does not fit even with the smallest ring and share of the GPU, in figures; None: all fits."""
-    host, ring = request.hardware.host, request.config.store.ring_buffers
-    memory, resident = host_memory(request), request.given_resident or 0
-    needs = [
-        (
-            f"GPU {number} ({gpu.name})",
-            gpu.memory_bytes,
-            gpu_memory(request, number, ring, 0 if number else resident),
-        )
-        for number, gpu in enumerate(request.hardware.gpus)
-    ]
+    """What does not fit even with the smallest share of the GPU, in figures; None: all fits."""
+    host, memory = request.hardware.host, host_memory(request)
+    needs = list[tuple[str, int, Memory]]()
+    for number, gpu in enumerate(request.hardware.gpus):
+        resident = 0 if number else request.given_resident or 0
+        needs.append((f"GPU {number} ({gpu.name})", gpu.memory_bytes, gpu_memory(request, number, resident)))
     for where, available, parts in (*needs, ("host memory", host.memory_bytes, memory)):
         if (needed := sum(parts.values())) > available:
             return (

@@ -1,8 +1,8 @@
 """What goes where, and how fast that will be: decided and predicted before anything is loaded.
 
-Of all placements that fit, the planner takes the one with the least predicted time per token: how much of the
-context the CPU attends, how deep the staging ring is, how many tokens are drafted, and whether a refresh of
-the retrieved cache fills a second buffer.
+The GPUs keep as much of the context as they have room for. Of all plans that fit, the planner takes the one
+with the least predicted time a token: how much of the rest the CPU attends, how many tokens are drafted, and
+whether a refresh of the retrieved cache fills a second buffer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
-from itertools import chain, product, starmap
 from math import inf
 
 import torch
@@ -23,18 +21,13 @@ from offload_rt.planning.placement import (
     Memory,
     Placement,
     PlanRequest,
-    card_capacity,
     gpu_memory,
     host_memory,
-    resident_capacity,
-    ring_fits,
     shortage,
     spread,
 )
-from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
+from offload_rt.planning.prediction import Predictor, RoundTime
 
-EXTRA_RING_BUFFERS = 3  # beyond the config's, where a deeper ring makes a round shorter
-FEW_PAGES = 48  # of a share: every number of them is tried
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
 
@@ -80,9 +73,7 @@ class Plan:
             return []
         placement = self.placement
         kept = placement.resident_tokens, *(card.resident_tokens for card in placement.cards)
-        return [
-            gpu_memory(self.request, number, placement.ring_buffers, one) for number, one in enumerate(kept)
-        ]
+        return [gpu_memory(self.request, number, tokens) for number, tokens in enumerate(kept)]
 
     @property
     def host(self) -> Memory:
@@ -99,12 +90,25 @@ class Plan:
     def to_json(self) -> dict[str, object]:
         """As JSON values; `refusal` is there only where the plan does not fit."""
         unknown = dict.fromkeys(field.name for field in fields(Prediction))
-        place = "stream" if self.request.refreshes_from_stream else "store"
+        request, placement = self.request, self.placement
+        place = "stream" if request.refreshes_from_stream else "store"
+        store = request.config.store
         report: dict[str, object] = {
             "fits": self.fits,
-            "config": self.request.config.name,
-            "refresh_from": place if self.request.retrieves else None,
-            "placement": self.placement.to_json(),
+            "config": request.config.name,
+            "refresh_from": place if request.retrieves else None,
+            "placement": {
+                "resident_bytes": placement.resident_bytes,
+                "streamed_bytes": placement.streamed_bytes,
+                "cpu_attended_bytes": placement.cpu_attended_bytes,
+                "ring_bytes": store.ring_buffers * store.segment_tokens * request.target.layer_token_bytes,
+                "resident_tokens": placement.resident_tokens,
+                "streamed_tokens": placement.streamed_tokens,
+                "ring_buffers": store.ring_buffers,
+                "segment_tokens": store.segment_tokens,
+                "cpu_attended_tokens": placement.cpu_tokens,
+                "other_gpus": [asdict(card) for card in placement.cards],
+            },
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
             "assumptions": list(self.assumptions),
@@ -130,7 +134,7 @@ def _plan(request: PlanRequest) -> Plan:
     said = tuple(assumptions.machine(fitting or request))
     if fitting is None:
         cpu = request.context if request.in_place else 0
-        placement = request.placement(0, cpu, request.config.store.ring_buffers)
+        placement = request.placement(0, cpu)
         nearest = ", or ".join(_others(request))
         nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
         return Plan(request, placement, 0, f"{shortage(spread(request))}; {nearest}", None, said)
@@ -167,71 +171,35 @@ def comparison(plans: Sequence[Plan]) -> str:
 
 
 def _best_round(predictor: Predictor) -> RoundTime:
-    """The round with the least time a token, of any ring, draft length and number of outcomes drafted for."""
-    request, first = predictor.request, predictor.request.config.store.ring_buffers
-    last = first + (0 if request.in_place else EXTRA_RING_BUFFERS)
-    rings = [ring for ring in range(first, last + 1) if ring_fits(request, ring)]
-
-    def shortest(ring: int, drafted: DraftShape) -> RoundTime:
-        draft, capacity = predictor.draft(drafted), resident_capacity(request, ring)
-        numbers = range(1, len(request.hardware.gpus))
-        others = sum(card_capacity(request, number, ring) for number in numbers)
-
-        @cache
-        def verification(resident: int, cpu: int) -> PassTime:
-            return predictor.verification(request.placement(resident, cpu, ring), drafted)
-
-        def at(outcomes: int, resident: int, cpu: int) -> RoundTime:
-            return predictor.round(verification(resident, cpu), draft, outcomes)
-
-        tried = predictor.outcomes(drafted)
-        found = (_candidates(request, capacity, others, partial(at, count)) for count in tried)
-        return min(chain.from_iterable(found), key=lambda one: one.ms)
-
-    return min(starmap(shortest, product(rings, request.drafts)), key=lambda found: found.ms_per_token)
+    """The round with the least time a token, of any draft."""
+    rounds = (_shortest_round(predictor, drafted) for drafted in predictor.request.drafts)
+    return min(rounds, key=lambda one: one.ms_per_token)
 
 
-def _candidates(
-    request: PlanRequest, capacity: int, others: int, at: Callable[[int, int], RoundTime]
-) -> Iterator[RoundTime]:
-    """Rounds of which one is the shortest; shares that the config gives are kept.
+def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
+    """The shortest one where the GPUs keep what they have room for; shares that the config gives are kept.
 
-    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them convexly, and
-    a round is a sum of their maxima: along each line of shares there is one valley. All ranges of tokens but
-    the text's last end with a page.
-
-    Args:
-        capacity: tokens that the first GPU can keep; `others`: those that other GPUs can.
-        at: the round with so many tokens resident, and so many attended by the CPU.
+    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly: there
+    is one valley. All ranges of tokens but the text's last end with a page.
     """
-    context, page = request.context, request.config.store.page
-    resident, cpu = request.given_resident, request.given_cpu
-    if cpu is not None:
+    request, draft = predictor.request, predictor.draft(drafted)
+    context, page, resident = request.context, request.config.store.page, request.given_resident
+
+    def at(resident: int, cpu: int) -> RoundTime:
+        return predictor.round(predictor.verification(request.placement(resident, cpu), drafted), draft)
+
+    capacity, *others = request.capacities or [0]
+    if (cpu := request.given_cpu) is not None:
         if resident is None:
             resident = min(capacity, context - cpu)
             resident -= resident % page if cpu else 0
-        yield at(resident, min(cpu, context - resident))
-        return
-    most = capacity if resident is None else resident
-    yield at(most, 0)
-    yield from _lowest(range(page, context - most, page), lambda attended: at(most, attended))
-    # Nothing is streamed.
-    kept = range(0, most + 1, page) if resident is None else range(resident, resident + 1)
-
-    def left(tokens: int) -> int:
-        """For the CPU, in whole pages, where other GPUs keep what they can."""
-        return min(context - tokens, -(-max(0, context - tokens - others) // page) * page)
-
-    yield from _lowest(kept, lambda tokens: at(tokens, left(tokens)))
-
-
-def _lowest(places: range, at: Callable[[int], RoundTime]) -> Iterator[RoundTime]:
-    """The shortest round along a line with one valley; where segments are few, there may be more."""
-    if len(places) <= FEW_PAGES:
-        yield from map(at, places)
-    else:
-        rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
-        yield at(places[rises])
+        return at(resident, min(cpu, context - resident))
+    kept = capacity if resident is None else resident
+    # With so much for the CPU nothing is streamed: beside a link it is slower, and so is the link beside it.
+    most = min(context - kept, -(-max(0, context - kept - sum(others)) // page) * page)
+    shares = range(page, most, page)
+    rises = bisect_left(shares[:-1], True, key=lambda cpu: at(kept, cpu).ms <= at(kept, cpu + page).ms)
+    return min((at(kept, cpu) for cpu in (0, *shares[rises : rises + 1], most)), key=lambda one: one.ms)
 
 
 # What comes nearest.
@@ -251,25 +219,22 @@ def _largest_budget(request: PlanRequest) -> int:
     if not request.retrieves:
         return 0
     retrieval = request.config.retrieval
-    chunk, least = retrieval.chunk, retrieval.chunk + retrieval.recent
-    larger = range((least // chunk + 1) * chunk, retrieval.budget, chunk)
-
-    def budget(count: int) -> int:
-        return larger[count - 2] if count > 1 else least
-
+    least = retrieval.chunk + retrieval.recent
+    budgets = range(-(-least // retrieval.chunk) * retrieval.chunk, retrieval.budget, retrieval.chunk)
     found = _most(
-        1 + len(larger), lambda n: not shortage(spread(request.having("retrieval.budget", budget(n))))
+        len(budgets),
+        lambda count: not shortage(spread(request.having("retrieval.budget", budgets[count - 1]))),
     )
-    return budget(found) if found else 0
+    return budgets[found - 1] if found else 0
 
 
 def _others(request: PlanRequest) -> Iterator[str]:
     """Plans that fit and differ from the request in one thing."""
-    config, page = request.config, request.config.store.page
+    page = request.config.store.page
     if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
         yield f"a context of {pages * page} tokens"
     if request.given_resident:
-        resident = resident_capacity(request, config.store.ring_buffers)
+        resident = request.capacities[0]
         fewer = request.having("offload.resident_tokens", resident)
         if resident < request.given_resident and not shortage(spread(fewer)):
             yield f"--set offload.resident_tokens={resident}"
