@@ -14,7 +14,7 @@ from offload_rt.caches.shared import SharedCache
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
-from offload_rt.planning.placement import gpu_memory, host_memory, shortage, spread
+from offload_rt.planning.placement import gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import plan
 from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
 from offload_rt.planning.shapes import find_shape
@@ -139,8 +139,8 @@ def test_a_second_card_holds_nothing_but_kv() -> None:
 
 
 def test_weights_beyond_the_first_card_are_on_the_second() -> None:
-    asked = spread(request(hardware=gpu(2, memory_bytes=19 * GIB)))
-    assert asked.mlps_elsewhere == 13, "as few as make room, and half a GiB more"
+    asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
+    assert asked.elsewhere == 13, "as few as make room, and half a GiB more"
     fewer = replace(asked, mlps_elsewhere=10)
     assert shortage(asked) is None and str(shortage(fewer)).startswith("GPU 0 (card) has 19.0 GiB")
     mlp_bytes = 3 * 4096 * 11008 * 2
@@ -155,14 +155,15 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     sent = 13 * CONTEXT * 4096 * 2
     longer = sent / 25e6 + sent / 20e6
     assert there.prefill_ms() == pytest.approx(here.prefill_ms() + longer)
-    assert spread(request(hardware=gpu(2))).elsewhere == spread(request()).elsewhere == 0
+    assert request(hardware=gpu(2)).elsewhere == request().elsewhere == 0
     # Of two ways to refresh, each is weighed with as many as it needs: one of them has a second buffer here.
     planned = plan(request(hardware=gpu(2, memory_bytes=20 * GIB)))
     ways = (planned.request.having("offload.refresh_from", way) for way in ("stream", "store"))
-    alone = [plan(replace(way, mlps_elsewhere=None)) for way in ways]
+    alone = [plan(way) for way in ways]
     assert planned.ms_per_token == min(one.ms_per_token for one in alone)
     assert alone[0].request.elsewhere > alone[1].request.elsewhere
-    assert "MLP blocks of 13 of 32 layers are on GPU 1" in "\n".join(plan(asked).assumptions)
+    told = plan(replace(asked, mlps_elsewhere=13)).assumptions
+    assert "MLP blocks of 13 of 32 layers are on GPU 1" in "\n".join(told)
 
 
 def test_host_memory_is_whole_pages_and_summaries() -> None:

@@ -65,8 +65,7 @@ class PlanRequest:
     hardware: Hardware
     same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
-    # MLP blocks of the target whose weights are on the second GPU; None: as few as make room on the first.
-    mlps_elsewhere: int | None = None
+    mlps_elsewhere: int | None = None  # `elsewhere`, once it is decided
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -105,10 +104,18 @@ class PlanRequest:
         """No GPU: the CPU computes, and KV is attended where it lies."""
         return not self.hardware.gpus
 
-    @property
+    @cached_property
     def elsewhere(self) -> int:
-        """`mlps_elsewhere`, once that is decided."""
-        return self.mlps_elsewhere or 0
+        """MLP blocks of the target whose weights are on the second GPU: as few as make room on the first."""
+        if self.mlps_elsewhere is not None:
+            return self.mlps_elsewhere
+        left = _left(replace(self, mlps_elsewhere=0), 0, self.given_resident or 0) if self.other_gpus else 0
+        if left >= 0:
+            return 0
+        # Decided before weights are loaded, for texts that are planned afterwards: then less may be free.
+        missing = (GPU_RESERVE_BYTES - left, -left)
+        roomy, least = (min(self.target.layers, -(-size // self.target.mlp_bytes)) for size in missing)
+        return roomy if shortage(replace(self, mlps_elsewhere=roomy)) is None else least
 
     @property
     def other_gpus(self) -> tuple[Gpu, ...]:
@@ -339,21 +346,6 @@ def largest(memory: Memory, digits: int, most: int | None = None) -> str:
     """The parts, or so many of them, in GiB, the largest first."""
     parts = sorted(memory.items(), key=lambda part: -part[1])[:most]
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
-
-
-def spread(request: PlanRequest) -> PlanRequest:
-    """The request where it is decided how many MLP blocks are on the second GPU: as few as make room."""
-    if request.mlps_elsewhere is not None or not request.other_gpus:
-        return request
-    layers, left = request.target.layers, _left(request, 0, request.given_resident or 0)
-
-    def leaving(slack: int) -> PlanRequest:
-        blocks = 0 if left >= 0 else min(layers, -((left - slack) // request.target.mlp_bytes))
-        return replace(request, mlps_elsewhere=blocks)
-
-    # Decided before weights are loaded, for texts that are planned afterwards: then less may be free.
-    roomy = leaving(GPU_RESERVE_BYTES)
-    return roomy if shortage(roomy) is None else leaving(0)
 
 
 def _left(request: PlanRequest, gpu: int, resident: int = 0) -> int:

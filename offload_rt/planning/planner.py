@@ -24,7 +24,6 @@ from offload_rt.planning.placement import (
     gpu_memory,
     host_memory,
     shortage,
-    spread,
 )
 from offload_rt.planning.prediction import Predictor, RoundTime
 
@@ -137,8 +136,9 @@ def _plan(request: PlanRequest) -> Plan:
         placement = request.placement(0, cpu)
         nearest = ", or ".join(_others(request))
         nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
-        return Plan(request, placement, 0, f"{shortage(spread(request))}; {nearest}", None, said)
+        return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, said)
     predictor = Predictor(fitting)
+    plain = replace(fitting.having("speculation.levels", ()), mlps_elsewhere=fitting.elsewhere)
     best = _best_round(predictor)
     predicted = Prediction(
         pass_ms=best.verification.ms,
@@ -148,7 +148,7 @@ def _plan(request: PlanRequest) -> Plan:
         ms_per_token=best.ms_per_token,
         prefill_ms=predictor.prefill_ms(),
         bottleneck=predictor.bottleneck(best),
-        plain_ms_per_token=_best_round(Predictor(fitting.having("speculation.levels", ()))).ms_per_token,
+        plain_ms_per_token=_best_round(Predictor(plain)).ms_per_token,
     )
     said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
     return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, said)
@@ -207,11 +207,11 @@ def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
 
 def _fitting(request: PlanRequest) -> PlanRequest | None:
     """The request, with a smaller retrieved cache if only that fits; None if nothing does."""
-    if shortage(fitting := spread(request)) is None:
-        return fitting
+    if shortage(request) is None:
+        return request
     budget = _largest_budget(request)
     least = max(1, int(SMALLEST_BUDGET_SHARE * request.config.retrieval.budget))
-    return spread(request.having("retrieval.budget", budget)) if budget >= least else None
+    return request.having("retrieval.budget", budget) if budget >= least else None
 
 
 def _largest_budget(request: PlanRequest) -> int:
@@ -222,8 +222,7 @@ def _largest_budget(request: PlanRequest) -> int:
     least = retrieval.chunk + retrieval.recent
     budgets = range(-(-least // retrieval.chunk) * retrieval.chunk, retrieval.budget, retrieval.chunk)
     found = _most(
-        len(budgets),
-        lambda count: not shortage(spread(request.having("retrieval.budget", budgets[count - 1]))),
+        len(budgets), lambda count: not shortage(request.having("retrieval.budget", budgets[count - 1]))
     )
     return budgets[found - 1] if found else 0
 
@@ -236,7 +235,7 @@ def _others(request: PlanRequest) -> Iterator[str]:
     if request.given_resident:
         resident = request.capacities[0]
         fewer = request.having("offload.resident_tokens", resident)
-        if resident < request.given_resident and not shortage(spread(fewer)):
+        if resident < request.given_resident and not shortage(fewer):
             yield f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         yield f"--set retrieval.budget={budget}"
