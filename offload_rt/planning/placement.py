@@ -100,6 +100,12 @@ class PlanRequest:
         return not self.in_place and self.config.offload.refreshes_from_stream
 
     @property
+    def ring_bytes(self) -> int:
+        """Of a GPU's staging ring."""
+        store = self.config.store
+        return store.ring_buffers * store.segment_tokens * self.target.layer_token_bytes
+
+    @property
     def in_place(self) -> bool:
         """No GPU: the CPU computes, and KV is attended where it lies."""
         return not self.hardware.gpus
@@ -265,7 +271,7 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
     target, store = request.target, request.config.store
     memory = {
         "resident_kv": resident * target.token_bytes,
-        "staging_ring": store.ring_buffers * store.segment_tokens * target.layer_token_bytes,
+        "staging_ring": request.ring_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
     if gpu == 1 and request.elsewhere:

@@ -1,8 +1,8 @@
 """What goes where, and how fast that will be: decided and predicted before anything is loaded.
 
-The GPUs keep as much of the context as they have room for. Of all plans that fit, the planner takes the one
-with the least predicted time a token: how much of the rest the CPU attends, how many tokens are drafted, and
-whether a refresh of the retrieved cache fills a second buffer.
+Of all placements that fit, the planner takes the one with the least predicted time per token: how much of the
+context the CPU attends, how many tokens are drafted, and whether a refresh of the retrieved cache fills a
+second buffer.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Plan:
                 "resident_bytes": placement.resident_bytes,
                 "streamed_bytes": placement.streamed_bytes,
                 "cpu_attended_bytes": placement.cpu_attended_bytes,
-                "ring_bytes": store.ring_buffers * store.segment_tokens * request.target.layer_token_bytes,
+                "ring_bytes": request.ring_bytes,
                 "resident_tokens": placement.resident_tokens,
                 "streamed_tokens": placement.streamed_tokens,
                 "ring_buffers": store.ring_buffers,
@@ -177,10 +177,9 @@ def _best_round(predictor: Predictor) -> RoundTime:
 
 
 def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
-    """The shortest one where the GPUs keep what they have room for; shares that the config gives are kept.
+    """The shortest one of any placement; shares that the config gives are kept.
 
-    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly: there
-    is one valley. All ranges of tokens but the text's last end with a page.
+    All ranges of tokens but the text's last end with a page.
     """
     request, draft = predictor.request, predictor.draft(drafted)
     context, page, resident = request.context, request.config.store.page, request.given_resident
@@ -194,12 +193,28 @@ def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
             resident = min(capacity, context - cpu)
             resident -= resident % page if cpu else 0
         return at(resident, min(cpu, context - resident))
+
+    def unstreamed(resident: int) -> int:
+        """For the CPU, in whole pages, where other GPUs keep what they can and nothing is streamed."""
+        left = context - resident
+        return min(left, -(-max(0, left - sum(others)) // page) * page)
+
     kept = capacity if resident is None else resident
-    # With so much for the CPU nothing is streamed: beside a link it is slower, and so is the link beside it.
-    most = min(context - kept, -(-max(0, context - kept - sum(others)) // page) * page)
-    shares = range(page, most, page)
-    rises = bisect_left(shares[:-1], True, key=lambda cpu: at(kept, cpu).ms <= at(kept, cpu + page).ms)
-    return min((at(kept, cpu) for cpu in (0, *shares[rises : rises + 1], most)), key=lambda one: one.ms)
+    found = [at(kept, 0)]
+    found += _lowest(range(page, context - kept, page), lambda cpu: at(kept, cpu))
+    fewer = range(0, kept + 1, page) if resident is None else range(kept, kept + 1)
+    found += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
+    return min(found, key=lambda one: one.ms)
+
+
+def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:
+    """The shortest round along a line of shares.
+
+    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly, and a
+    round is a sum of their maxima: there is one valley.
+    """
+    rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
+    return [at(place) for place in places[rises : rises + 1]]
 
 
 # What comes nearest.

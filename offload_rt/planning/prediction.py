@@ -59,6 +59,9 @@ class PassTime:
     cpu_attention: float = 0.0  # until the CPU's share of the last layer is merged
     other_gpus: float = 0.0  # until the slowest one's
     host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
+    link_ahead: float = (
+        0.0  # how much of `link` may happen before the pass: all buffers but the last one read
+    )
 
     @property
     def gamma(self) -> int:
@@ -71,7 +74,12 @@ class PassTime:
 
     @property
     def ms(self) -> float:
-        return max(self.link, self.cpu_attention, self.other_gpus, self.host_memory, self.processor)
+        return self.after(0.0)
+
+    def after(self, waited: float) -> float:
+        """ms of the pass where the link had `waited` ms before it to fill the ring."""
+        link = self.link - min(waited, self.link_ahead)
+        return max(link, self.cpu_attention, self.other_gpus, self.host_memory, self.processor)
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class Predictor:
         dense = self.dense(queries)
         if self.request.in_place:
             return PassTime(placement, drafted, dense, self._attention(target, self.request.context, queries))
-        link = cpu = others = memory = 0.0
+        link = cpu = others = memory = ahead = 0.0
         streamed, exchanges = placement.streamed_bytes, target.layers * EXCHANGE_MS
         # The link streams beside all layers but the first; the last one attends what came last.
         layer = dense.ms / target.layers
@@ -177,6 +185,8 @@ class Predictor:
             rate = sum(gpu.to_device_rate for gpu in gpus)
             rate *= host.link_beside_attention if placement.cpu_tokens else 1.0
             link = streamed / rate / 1e6 + layer
+            filled = len(gpus) * self.request.ring_bytes * (1 - 1 / self.config.store.ring_buffers)
+            ahead = min(streamed, filled) / rate / 1e6
         if placement.cpu_tokens:
             attending = self._cpu_attention(target, placement.cpu_tokens, queries)
             cpu = dense.ms + attending / (host.attention_beside_link if streamed else 1.0) + exchanges
@@ -187,7 +197,7 @@ class Predictor:
         if moved := streamed + placement.cpu_attended_bytes:
             memory = host.read_ms(moved) + layer
         own = self._attention(target, placement.resident_tokens + placement.streamed_tokens, queries)
-        return PassTime(placement, drafted, dense, own, link, cpu, others, memory)
+        return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
         """The processor that decodes over so many tokens, wherever they come from."""
@@ -239,7 +249,7 @@ class Predictor:
         request, drafted = self.request, verification.drafted
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
         tokens = drafted.expected_tokens((acceptance, *LATER_CHOICES))
-        late = ms = verification.ms + draft.ms
+        late = ms = verification.after(draft.ms) + draft.ms
         chances: list[float] = []
         for chance in outcome_chances(acceptance, drafted.depth)[: self._outcomes(drafted)]:
             ready = self.busy_ms(verification) + (1 + len(chances)) * draft.ms
