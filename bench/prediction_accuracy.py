@@ -172,7 +172,7 @@ def _hardware(record: Row) -> Hardware:
     figures, link, target = record["processor"], record["link_rate_gb_s"], _shape(record["shape"])
     rates = tuple(AttentionRate(**rate) for rate in figures["attention"])
     measured = figures["memory_rate"], figures["compute_rate"], rates
-    host = Host(AMPLE_BYTES, AMPLE_BYTES, *measured, 1.0, 1.0, launch_ms=0.0, threads=1)
+    host = Host(AMPLE_BYTES, AMPLE_BYTES, *measured, 1.0, 1.0, launch_ms=0.0)
     # FLOP a byte of KV, at as many queries as a draft has.
     intensity = target.attention_flops * (rates[-1].queries / target.group) / target.layer_token_bytes
     computing = rates[-1].rate * intensity / 1e3

@@ -25,7 +25,6 @@ HOST = Host(
     attention_beside_link=0.8,
     link_beside_attention=0.9,
     launch_ms=0.5,
-    threads=8,
 )
 CARD = Gpu("card", 24 * GIB, 1000.0, 160.0, 25.0, 20.0, 0.3)
 DESKTOP = Hardware(HOST, (CARD,), measured=True)

@@ -43,7 +43,6 @@ def machines(draw: st.DrawFn, gpus: tuple[int, int] = (0, 2)) -> Hardware:
         attention_beside_link=draw(share_left),
         link_beside_attention=draw(share_left),
         launch_ms=draw(st.floats(0.05, 1)),
-        threads=4,
     )
     card = Gpu(
         name="random",

@@ -103,7 +103,7 @@ def _host_rows(report: Report) -> Rows:
     beside += f"the link {host.link_beside_attention:.0%}"
     return {
         "processor": f"{facts.processor}; {facts.cores} of {facts.cores_of_machine} processors,"
-        f" threads: {host.threads}, NUMA nodes: {facts.numa_nodes}",
+        f" threads: {facts.threads}, NUMA nodes: {facts.numa_nodes}",
         "instruction sets": ", ".join(facts.instruction_sets) or "none of those that matter here",
         "native kernel": facts.native_kernel,
         "memory": available + (f", a container's limit is {_gib(container)}" if container else ""),

@@ -76,7 +76,6 @@ class Host:
     attention_beside_link: float  # share of that rate left while the link copies at full rate
     link_beside_attention: float  # of the link's rate, meanwhile; both are measured as 1 without a link
     launch_ms: float  # of one decoder layer's operations over a few tokens
-    threads: int  # that compute
 
     def read_ms(self, size: float) -> float:
         """Of reading so many bytes of memory."""
@@ -143,7 +142,6 @@ def named_hardware(
         attention_beside_link=0.85,
         link_beside_attention=0.95,
         launch_ms=LAUNCH_MS,
-        threads=8,
     )
     if gpu == NO_GPU:
         return Hardware(host, (), measured=False)

@@ -212,7 +212,7 @@ def measure_host(available: int, copy: Callable[[], None] | None, on_progress: P
     if copy is not None:
         on_progress("processor: attention beside copies", 4, total)
         shares = beside(kv, copy)
-    return Host(0, 0, read, products, attention, *shares, launch, torch.get_num_threads())
+    return Host(0, 0, read, products, attention, *shares, launch)
 
 
 @dataclass(frozen=True)
