@@ -144,6 +144,10 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     fewer = replace(asked, mlps_elsewhere=10)
     assert shortage(asked) is None and str(shortage(fewer)).startswith("GPU 0 (card) has 19.0 GiB")
     mlp_bytes = 3 * 4096 * 11008 * 2
+    first, second = asked.hardware.gpus
+    full = replace(second, memory_bytes=sum(gpu_memory(asked, 1).values()) - 2 * mlp_bytes)
+    fits = replace(asked, hardware=replace(asked.hardware, gpus=(first, full)))
+    assert fits.elsewhere == 11 and shortage(fits) is None, "no more where there is no room for more"
     whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
     assert second["weights"] == whole["weights"] - first["weights"] == 13 * mlp_bytes
     assert second["prefill"] == 2048 * (2 * 4096 + 3 * 11008) * 2
@@ -157,13 +161,17 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     assert there.prefill_ms() == pytest.approx(here.prefill_ms() + longer)
     assert request(hardware=gpu(2)).elsewhere == request().elsewhere == 0
     # Of two ways to refresh, each is weighed with as many as it needs: one of them has a second buffer here.
-    planned = plan(request(hardware=gpu(2, memory_bytes=20 * GIB)))
+    planned = plan(asked)
     ways = (planned.request.having("offload.refresh_from", way) for way in ("stream", "store"))
     alone = [plan(way) for way in ways]
     assert planned.ms_per_token == min(one.ms_per_token for one in alone)
     assert alone[0].request.elsewhere > alone[1].request.elsewhere
-    told = plan(replace(asked, mlps_elsewhere=13)).assumptions
-    assert "MLP blocks of 13 of 32 layers are on GPU 1" in "\n".join(told)
+    fixed = plan(replace(asked, mlps_elsewhere=13))
+    assert "MLP blocks of 13 of 32 layers are on GPU 1" in "\n".join(fixed.assumptions)
+    plain = replace(
+        planned.request.having("speculation.levels", ()), mlps_elsewhere=planned.request.elsewhere
+    )
+    assert planned.check().plain_ms_per_token == plan(plain).ms_per_token, "with the weights where they are"
 
 
 def test_host_memory_is_whole_pages_and_summaries() -> None:
