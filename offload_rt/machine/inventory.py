@@ -64,9 +64,7 @@ class Card:
     device: int | None = None  # its number in torch; None: torch does not see it
     total_bytes: int = 0
     free_bytes: int = 0
-    link_generation: int | None = None  # PCIe as it is now; an idle card lowers it
-    link_generation_most: int | None = None  # what the card can do, whatever slot it is in
-    link_width: int | None = None
+    link_generation_most: int | None = None  # PCIe that the card can do, whatever slot it is in
     link_width_most: int | None = None
     numa_node: int | None = None
     performance_state: int | None = None  # from 0, full speed, to 15, idle
@@ -129,7 +127,7 @@ def read_versions() -> dict[str, str | None]:
 
 
 def link_now(uuid: str) -> tuple[int | None, int | None]:
-    """PCIe generation and width of a card at this moment."""
+    """PCIe generation and width of a card at this moment; an idle one lowers its generation."""
     ask = partial(_ask_card, _ask("nvmlDeviceGetHandleByUUID", uuid))
     return ask("CurrPcieLinkGeneration"), ask("CurrPcieLinkWidth")
 
@@ -225,9 +223,7 @@ def _driver_card(number: int) -> Card:
         bus=bus,
         total_bytes=int(memory.total) if memory else 0,
         free_bytes=int(memory.free) if memory else 0,
-        link_generation=ask("CurrPcieLinkGeneration"),
         link_generation_most=ask("GpuMaxPcieLinkGeneration"),
-        link_width=ask("CurrPcieLinkWidth"),
         link_width_most=max((width for width in widths if width), default=None),
         numa_node=node if node is not None and node >= 0 else None,
         performance_state=ask("PerformanceState"),
