@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,7 @@ _KV_HEADS = 4
 _ENTRIES = 256
 _PAGE = 256  # tokens, as in the store
 _COPIES = 4  # of one measurement of a link's rate, enqueued at once
-_COPIES_BESIDE = 4  # at least, beside attention
+_COPIES_BESIDE = 8  # of as many bytes each, one after the other beside attention
 
 
 def within(size: int, available: int) -> int:
@@ -174,22 +173,13 @@ def beside(kv: HostKV, copy: Callable[[], None]) -> tuple[float, float]:
 
 def _beside(attend: Callable[[], None], copy: Callable[[], None]) -> tuple[float, float]:
     attending, copying = seconds(attend), seconds(copy)
-    enough, attended, copied = threading.Event(), list[float](), list[float]()
-
-    def copies() -> None:
-        while not enough.is_set():
-            copied.append(seconds(copy))
-
     with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(copies)
-        try:
-            while not attended or (len(copied) < _COPIES_BESIDE and not working.done()):
-                attended.append(seconds(attend))
-            counted = copied[1:]  # the first may have begun before any attention
-        finally:
-            enough.set()
-        working.result()  # raises what a copy raised
-    return min(1.0, attending / median(attended)), min(1.0, copying / fmean(counted))
+        copies = pool.submit(lambda: [seconds(copy) for _ in range(_COPIES_BESIDE)])
+        attended = [seconds(attend)]
+        while not copies.done():
+            attended.append(seconds(attend))
+        _, *copied = copies.result()  # the first may have begun before any attention
+    return min(1.0, attending / median(attended)), min(1.0, copying / fmean(copied))
 
 
 def measure_host(available: int, copy: Callable[[], None] | None, on_progress: Progress) -> Host:
