@@ -25,7 +25,6 @@ EXCHANGE_MS = 0.04  # a layer: what goes to the CPU or another GPU and comes bac
 # Of rejections, those whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
 # books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
 RUNNER_UP_HITS = 0.5
-MOST_OUTCOMES = 4  # that are drafted ahead for
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}  # of the rate of matrix products
 
 
@@ -218,19 +217,16 @@ class Predictor:
         request, retrieval, target = self.request, self.config.retrieval, self.target
         entries = retrieval.budget * target.token_bytes
         copying = 2 * self.processor.read_ms(entries)
+        sending = 0.0 if request.in_place else entries / request.hardware.gpus[0].to_device_rate / 1e6
         if request.refreshes_from_stream:
             # While a pass runs: but for what CPU and other GPUs attend, entries are in its stream.
             apart = placement.cpu_tokens + sum(card.tokens for card in placement.cards)
-            return copying + apart / request.context * self._sending_ms(entries)
+            return copying + apart / request.context * sending
         chunk_bytes = target.layers * target.kv_heads * SCORE_BYTES
         if retrieval.select == "mean_keys":
             chunk_bytes = target.token_bytes // 2
         scoring = self.host.read_ms(request.context // retrieval.chunk * chunk_bytes)
-        return scoring + copying + self._sending_ms(entries)
-
-    def _sending_ms(self, size: float) -> float:
-        """Of sending so much to the processor that decodes."""
-        return size / self.processor.to_device_rate / 1e6 if isinstance(self.processor, Gpu) else 0.0
+        return scoring + copying + sending
 
     def refresh_share(self, tokens: float) -> float:
         """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
@@ -250,9 +246,13 @@ class Predictor:
         acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
         tokens = drafted.expected_tokens((acceptance, *LATER_CHOICES))
         late = ms = verification.after(draft.ms) + draft.ms
+        busy = self.busy_ms(verification)
         chances: list[float] = []
-        for chance in outcome_chances(acceptance, drafted.depth)[: self._outcomes(drafted)]:
-            ready = self.busy_ms(verification) + (1 + len(chances)) * draft.ms
+        # What may follow a tree is not guessed, nor what a source finds.
+        guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1] not in SOURCES
+        most = self.config.offload.ahead if guessed and not request.in_place else 0
+        for chance in outcome_chances(acceptance, drafted.depth)[:most]:
+            ready = busy + (1 + len(chances)) * draft.ms
             if ready >= late:
                 break
             chances.append(chance)
@@ -260,13 +260,6 @@ class Predictor:
         share = self.refresh_share(tokens)
         longer = self.refresh_ms(verification.placement) if share else 0.0
         return RoundTime(verification, draft, ms + share * longer, tokens, tuple(chances), share, longer)
-
-    def _outcomes(self, drafted: DraftShape) -> int:
-        """For how many verdicts on such a draft one may draft ahead of time."""
-        levels = self.request.levels
-        # What may follow a tree is not guessed, nor what a source finds.
-        guessed = drafted.kind == "chain" and drafted.depth and levels and levels[-1] not in SOURCES
-        return min(self.config.offload.ahead, MOST_OUTCOMES) if guessed and not self.request.in_place else 0
 
     def busy_ms(self, verification: PassTime) -> float:
         """What a pass takes from drafting beside it.
