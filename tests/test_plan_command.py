@@ -38,7 +38,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 PLACEMENT = {
     *("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes"),
     *("resident_tokens", "streamed_tokens", "cpu_attended_tokens", "ring_buffers", "segment_tokens"),
-    "other_gpus",
+    *("other_gpus", "mlp_blocks_elsewhere"),
 }
 PREDICTED = {
     *("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token"),
@@ -123,9 +123,13 @@ def test_flags_reach_the_plan(run: Run) -> None:
         assert said in out
 
 
-def test_without_a_named_machine_it_is_this_one(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_without_a_named_machine_it_is_this_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
+) -> None:
     doctor: Any = ModuleType("offload_rt.machine.doctor")
     doctor.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
     monkeypatch.setitem(sys.modules, "offload_rt.machine.doctor", doctor)
     out, _ = run("--context 32768")
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
+    assert cli.main(["plan", "--context", "32768", "--gpus", "1"]) == 2
+    assert "--gpus 1: this machine has 0; name others with --gpu" in capsys.readouterr().err

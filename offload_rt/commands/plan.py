@@ -128,18 +128,18 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         raise UsageError(f"--{of_cards[0]} describes a card, and --gpu {NO_GPU} has none: leave it out")
     if arguments.gpu is not None:
         return named_hardware(arguments.gpu, **given)
-    count = given.pop("gpus", 1)
+    count = given.pop("gpus", None)
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise UsageError(f"{flag} describes a machine: name its card with --gpu NAME, or --gpu none")
     from offload_rt.machine.doctor import inspect
 
     hardware = inspect(on_progress=tell_measuring).hardware
-    if not 1 <= count <= max(1, len(hardware.gpus)):
+    if count is not None and not 1 <= count <= len(hardware.gpus):
         raise UsageError(
             f"--gpus {count}: this machine has {len(hardware.gpus)}; name others with --gpu NAME"
         )
-    return replace(hardware, gpus=hardware.gpus[:count])
+    return replace(hardware, gpus=hardware.gpus[: count or 1])
 
 
 def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:

@@ -107,6 +107,7 @@ class Plan:
                 "segment_tokens": store.segment_tokens,
                 "cpu_attended_tokens": placement.cpu_tokens,
                 "other_gpus": [asdict(card) for card in placement.cards],
+                "mlp_blocks_elsewhere": request.elsewhere,
             },
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
