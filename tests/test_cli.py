@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
 
+import bench.__main__
 from cpu_kv import CopyFailed, PacedLink, TransferStalled
 from offload_rt import cli, loading
 from offload_rt.commands import console as console_module
@@ -316,11 +317,28 @@ def test_nothing_is_loaded_for_a_prompt_that_cannot_be_read(llm: type[FakeLLM], 
     assert not hasattr(llm, "made")
 
 
-def test_a_full_stdout_leaves_the_json(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        code, _, err = run("generate --prompt abc --json F/out.json")
-    assert code == 2 and "stdout: cannot be written (No space left on device); send it elsewhere; the" in err
+def failing(kind: str) -> TextIO:
+    """A stdout whose reader is gone, or that is full."""
+    if kind == "full":
+        return Path("/dev/full").open("w")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return os.fdopen(write_end, "w")
+
+
+FULL = "stdout: cannot be written (No space left on device); send it elsewhere"
+FAILING = pytest.mark.parametrize(("stdout", "code", "said"), [("gone", 141, ""), ("full", 2, FULL)])
+
+
+@FAILING
+def test_a_stdout_that_fails_leaves_the_json(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdout: str, code: int, said: str
+) -> None:
+    with failing(stdout) as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        status, _, err = run("generate --prompt abc --quiet --json F/out.json")
+    assert status == code and err.startswith(f"offload-rt: error: {said}; the text ends" if said else "")
+    assert bool(err) == bool(said)
     assert json.loads((tmp_path / "out.json").read_text())["tokens"] == [0, 1, 2]
 
 
@@ -330,21 +348,6 @@ def test_json_into_a_device_leaves_the_device(run: Run) -> None:
 
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_a_reader_that_leaves_is_no_traceback() -> None:
-    script = (
-        "import sys; from tests import test_cli; from types import ModuleType, SimpleNamespace\n"
-        "api = sys.modules['offload_rt.api'] = ModuleType('offload_rt.api')\n"
-        "api.LLM, api.SamplingParams = test_cli.FakeLLM, SimpleNamespace\n"
-        "sys.exit(test_cli.cli.main(['generate', '--prompt', 'abc', '--quiet']))"
-    )
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-c", script]
-    with os.fdopen(write_end, "w") as stdout:
-        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_the_command_line_is_read_without_torch() -> None:
@@ -364,22 +367,36 @@ def test_a_closed_stdout_is_a_line(arguments: str) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", told)
 
 
-@pytest.mark.parametrize(
-    "arguments", ["offload_rt --help", "offload_rt plan --context 9 --gpu none", "bench --help"]
-)
-def test_a_stdout_that_fails_ends_a_program_as_its_help_says(arguments: str) -> None:
+@FAILING
+def test_a_stdout_that_fails_ends_a_process_as_its_help_says(stdout: str, code: int, said: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    reader, without_reader = os.pipe()
-    os.close(reader)
-    name, said = arguments.split()[0].replace("_", "-"), "cannot be written (No space left on device)"
-    told = f"{name}: error: stdout: {said}; send it elsewhere\n"
-    with Path("/dev/full").open("wb") as full, os.fdopen(without_reader, "wb") as gone:
-        for stdout, code, said in ((gone, 141, ""), (full, 2, told)):
-            command = [sys.executable, "-m", *arguments.split()]
-            ended = subprocess.run(
-                command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-            )
-            assert (ended.returncode, ended.stderr) == (code, said)
+    command = [sys.executable, "-m", "offload_rt", "--help"]
+    with failing(stdout) as broken:
+        ended = subprocess.run(
+            command, stdout=broken, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+    assert (ended.returncode, ended.stderr) == (code, said and f"offload-rt: error: {said}\n")
+
+
+@FAILING
+@pytest.mark.parametrize(
+    ("name", "main", "arguments"),
+    [("offload-rt", cli.main, "plan --context 9 --gpu none"), ("bench", bench.__main__.main, "--help")],
+)
+def test_a_stdout_that_fails_ends_every_program_alike(
+    name: str,
+    main: Callable[[list[str]], int],
+    arguments: str,
+    stdout: str,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with failing(stdout) as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        assert main(arguments.split()) == code
+    assert capsys.readouterr().err == (said and f"{name}: error: {said}\n")
 
 
 def test_what_is_meant_for_a_closed_stderr_goes_nowhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

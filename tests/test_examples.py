@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+EXAMPLES = Path(__file__).parent.parent / "examples"
+Output = Callable[..., str]
 
 
 @pytest.fixture
@@ -20,31 +21,30 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
-def output(program: str, *arguments: Path) -> str:
-    """What `program` writes to stdout; it must succeed."""
-    ended = subprocess.run(
-        [sys.executable, ROOT / "examples" / program, *arguments],
-        # A program's own folder, not the current one, is on its path.
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+@pytest.fixture
+def output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Output:
+    """Runs a program; what it writes to stdout."""
+
+    def run(program: str, *arguments: Path) -> str:
+        monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / program), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_stream_prints_the_text_and_the_speed(book: Path) -> None:
+def test_stream_prints_the_text_and_the_speed(output: Output, book: Path) -> None:
     *text, speed = output("stream.py", book).splitlines()
     assert "".join(text).strip()
     assert re.fullmatch(r"\d+\.\d tokens/s", speed)
 
 
-def test_compare_prints_the_ratio_and_equal_tokens(book: Path) -> None:
+def test_compare_prints_the_ratio_and_equal_tokens(output: Output, book: Path) -> None:
     printed = output("compare.py", book)
     assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding; tokens equal: True\n", printed)
 
 
-def test_batch_continues_every_prompt(book: Path) -> None:
+def test_batch_continues_every_prompt(output: Output, book: Path) -> None:
     first, second = output("batch.py", book, book).splitlines()
     assert first == second
     assert first.startswith(f"{book}: '")
