@@ -31,12 +31,7 @@ from offload_rt.sampling import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
 TOLERANCE = 1e-9
-SAMPLERS = {
-    "greedy": Sampler(0.0),
-    "T=0.6": Sampler(0.6),
-    "T=1": Sampler(1.0),
-    "top-p": Sampler(1.0, 0.8),
-}
+SAMPLERS = {"greedy": Sampler(0.0), "T=1": Sampler(1.0), "top-p": Sampler(1.0, 0.8)}
 
 # Whether a pass is over, by the choices that were drawn since it began: a clock that knows the tokens.
 CLOCKS: dict[str, Clock] = {
@@ -79,20 +74,19 @@ def error(
 def test_the_output_distribution_depends_on_no_clock(
     name: str, clock: Clock | None, sampler: Sampler
 ) -> None:
-    assert error(name, Parts(seed=7, support=2), sampler, 4, 1, ahead=2, clock=clock) < TOLERANCE
+    assert error(name, Parts(seed=7, support=2), sampler, 3, 1, ahead=2, clock=clock) < TOLERANCE
 
 
-@pytest.mark.parametrize(("ahead", "depth"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("clock", ["never", "after an odd choice"])
 @pytest.mark.parametrize("name", ["retrieval", "naive", "head"])
-def test_longer_drafts_and_more_outcomes(name: str, clock: str, ahead: int, depth: int) -> None:
+def test_longer_drafts_and_more_outcomes(name: str, clock: str) -> None:
     parts = Parts(seed=11, support=2)
-    assert error(name, parts, Sampler(1.0), 3, depth, ahead=ahead, clock=CLOCKS[clock]) < TOLERANCE
+    assert error(name, parts, Sampler(1.0), 3, 2, ahead=3, clock=CLOCKS[clock]) < TOLERANCE
 
 
 def test_a_cut_at_the_end_of_the_text_biases_nothing() -> None:
     parts, clock = Parts(seed=9, support=2), CLOCKS["never"]
-    assert error("retrieval", parts, Sampler(1.0), 6, 2, max_tokens=5, ahead=2, clock=clock) < TOLERANCE
+    assert error("retrieval", parts, Sampler(1.0), 5, 2, max_tokens=4, ahead=2, clock=clock) < TOLERANCE
 
 
 def test_throwing_away_what_took_long_would_bias_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
