@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
-
-import torch
+from statistics import StatisticsError, fmean, linear_regression, median
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -36,7 +34,6 @@ LONGEST_BREAK = 1024
 MARGIN = 1.03  # how much dearer speculation must be before it stops: noise is no reason
 
 MEMORY = 32  # rounds that costs are fitted to
-RIDGE = 0.01  # towards one ratio of measured to nominal cost for a pass's plain part and its queries
 
 FORGETTING = 0.95  # of what was accepted, a verification
 PRIOR_TOKENS = 10.0  # weight of the usual acceptance against that of the text
@@ -246,18 +243,17 @@ def _ratio(observed: deque[tuple[float, float]]) -> float:
 
 
 def _fitted(observed: deque[tuple[float, float]], plain: float) -> Callable[[float], float]:
-    """What a pass of a nominal cost takes: its plain part and what its queries add, fitted apart.
+    """What a pass of a nominal cost takes: a line through the measured ones, as its plain part and what its
+    queries add may be off by different factors.
 
-    Least squares of measured times over (plain, nominal - plain), drawn towards one ratio for both where
-    the rounds say little about one of them.
+    A plain pass, off by the factor of all, counts as one more: it decides where the measured ones are alike.
     """
     ratio = _ratio(observed)
-    rounds = [[plain, nominal - plain, ms - ratio * nominal] for nominal, ms in observed]
-    parts, rest = torch.tensor(rounds, dtype=torch.float64).view(-1, 3).split([2, 1], 1)
-    squares = parts.T @ parts
-    squares.diagonal().mul_(1.0 + RIDGE)
-    fixed, added = (ratio + torch.linalg.pinv(squares, hermitian=True) @ parts.T @ rest).flatten().tolist()
-    return lambda nominal: max(fixed * plain + added * (nominal - plain), 0.1 * ratio * nominal)
+    try:
+        slope, fixed = linear_regression(*zip(*observed, (plain, ratio * plain), strict=True))
+    except StatisticsError:  # all of one cost
+        slope, fixed = ratio, 0.0
+    return lambda nominal: max(fixed + slope * nominal, 0.1 * ratio * nominal)
 
 
 class StepDown:
