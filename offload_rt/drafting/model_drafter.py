@@ -7,6 +7,7 @@ tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
-from offload_rt.passes import Work
+from offload_rt.passes import Read, Work
 from offload_rt.trees import forest
 from offload_rt.verification import Draft, Tokens
 
@@ -86,8 +87,11 @@ class SmallModelDrafter(ModelDrafter):
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
-        # What follows the text that was known then was drafted, in another order of layers.
-        self.settle(view, len(view) if self.first_order is None else self._known)
+        self.roll_back(view)
+        # What follows the text that was known then was drafted in another order of layers: it is forgotten.
+        final = len(view) if self.first_order is None else self._known
+        self.cache.keep(range(min(len(self.cache.held), final - self.cache.verified_length)))
+        self.cache.settle()
         self._known = len(view)
 
     def prefill(self, view: TokenView) -> Work[None]:
@@ -97,12 +101,22 @@ class SmallModelDrafter(ModelDrafter):
         end = len(view) - 1
         start = min(cache.sinks, end)
         if start:
-            yield from self.read(view.part(0, start))
+            yield from self._read(view.part(0, start))
         recent = max(start, end - (1 + self.LEAD) * cache.window)
         if recent > start:
             cache.skip(recent - start)
         for at in range(recent, end, cache.window):
-            yield from self.read(view.part(at, min(at + cache.window, end)))
+            yield from self._read(view.part(at, min(at + cache.window, end)))
+
+    def _read(self, tokens: Sequence[int]) -> Work[None]:
+        """Takes tokens of the text into the cache, for good, without sampling."""
+        forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1)
+        output = yield forward
+        (nan,) = yield Read([output.logits.isnan().any()], self.stats)
+        if nan:
+            self.model.raise_nan(forward.part)
+        self.cache.commit(range(len(tokens)))
+        self.cache.settle()
 
 
 class Rounds(Proposal):

@@ -156,25 +156,6 @@ class Verifier:
             None if output.hidden is None else output.hidden[rows],
         )
 
-    def settle(self, view: TokenView, length: int) -> None:
-        """All of `view` is verified: what the cache holds of its first `length` tokens becomes final.
-
-        The rest, which was computed only roughly, is forgotten.
-        """
-        self.roll_back(view)
-        self.cache.keep(range(min(len(self.cache.held), length - self.cache.verified_length)))
-        self.cache.settle()
-
-    def read(self, tokens: Sequence[int]) -> Work[None]:
-        """Takes tokens of the text into the cache, for good, without sampling."""
-        forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1)
-        output = yield forward
-        (nan,) = yield Read([output.logits.isnan().any()], self.stats)
-        if nan:
-            self.model.raise_nan(forward.part)
-        self.cache.commit(range(len(tokens)))
-        self.cache.settle()
-
     def trace_nan(self, view: TokenView, drawn: Draft) -> NoReturn:
         """Says why tokens that were drawn below `view` come from NaN logits; they are known by now.
 
