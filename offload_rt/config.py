@@ -402,20 +402,17 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Conf
             f"overrides {overrides!r}: give values by full key, e.g. {{'retrieval.budget': 4096}}"
         )
     path = _config_path(str(name_or_path))
-    values: dict[str, object] = {}
-    sources: dict[str, str] = {}
+    stated = _read_toml(path)
+    sources = {**dict.fromkeys(stated, str(path)), **dict.fromkeys(overrides, "override")}
     try:
-        for source, given in ((str(path), _read_toml(path)), ("override", overrides)):
-            for key, value in given.items():
-                if key not in _KEYS:
-                    raise UsageError(f"{source}: unknown key {key}{_nearest(key, _KEYS)}")
-                sources[key], values[key] = source, value
-        if "speculation.levels" not in sources:
-            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
         sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
-        for key, value in values.items():
+        for key, value in {**stated, **overrides}.items():
+            if key not in _KEYS:
+                raise UsageError(f"{sources[key]}: unknown key {key}{_nearest(key, _KEYS)}")
             section, _, name = key.partition(".")
             sections[section][name] = _typed(key, value)
+        if "speculation.levels" not in sources:
+            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
         return Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
     except InvalidValue as error:
         section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
