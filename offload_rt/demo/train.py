@@ -131,7 +131,7 @@ class Step:
     repeats: float = 0.0
 
 
-def target_plan(progress: float, step: int, longest: int) -> Step:
+def target_plan(progress: float, step: int) -> Step:
     """The language first, then copying, then distance.
 
     Short windows come first, because the model learns the language there many times faster. Diluted
@@ -147,7 +147,7 @@ def target_plan(progress: float, step: int, longest: int) -> Step:
         return diluted
     if progress < 0.85:
         return Step(1, 8192, copies=0.9) if step % 3 == 0 else diluted
-    length = min(longest, 16_384 if progress < 0.92 else 32_768)
+    length = 16_384 if progress < 0.92 else 32_768
     return Step(1, length, copies=0.9) if step % 4 == 0 else diluted
 
 
@@ -171,11 +171,11 @@ def next_token_loss(
     return total / len(goal)
 
 
-def steps_within(seconds: float, begin: float = 0.0) -> Iterator[tuple[int, float]]:
-    """(step, progress from `begin` to 1) until the time is over."""
+def steps_within(seconds: float) -> Iterator[tuple[int, float]]:
+    """(step, progress from 0 to 1) until the time is over."""
     start = time.monotonic()
     for step in itertools.count():
-        progress = begin + (1.0 - begin) * (time.monotonic() - start) / seconds
+        progress = (time.monotonic() - start) / seconds
         if progress >= 1.0:
             return
         yield step, progress
@@ -229,23 +229,12 @@ def optimize(
 
 
 def train_target(
-    model: LlamaForCausalLM,
-    sampler: WindowSampler,
-    seconds: float,
-    longest: int,
-    save: Path,
-    device: torch.device,
-    begin: float,
+    model: LlamaForCausalLM, sampler: WindowSampler, seconds: float, device: torch.device
 ) -> None:
-    """Trains in place from progress `begin`; writes a checkpoint to `save` every ten minutes."""
-    last_save = time.monotonic()
+    """Trains in place."""
 
     def losses(step: int, progress: float) -> dict[str, Tensor]:
-        nonlocal last_save
-        if time.monotonic() - last_save > 600:
-            save_model(model, save)
-            last_save = time.monotonic()
-        plan = target_plan(progress, step, longest)
+        plan = target_plan(progress, step)
         windows = [
             sampler.draw_repeats(plan.length)
             if torch.rand((), generator=sampler.generator) < plan.repeats
@@ -258,7 +247,7 @@ def train_target(
             loss = next_token_loss(model, tokens, positions, None if mask is None else mask.to(device))
         return {str(plan.length): loss}
 
-    optimize("target", model, model.model.layers, 3e-3, steps_within(seconds, begin), losses)
+    optimize("target", model, model.model.layers, 3e-3, steps_within(seconds), losses)
 
 
 def train_draft(
@@ -301,10 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, help="folder for target/ and draft/")
     add("--minutes", type=minutes, default=120.0, help="for the target")
     add("--draft-minutes", type=minutes, default=12.0)
-    add("--longest-window", type=int, default=32_768)
     add("--seed", type=int, default=0)
-    add("--init", type=Path, help="continue from this target instead of random weights")
-    add("--begin", type=float, default=0.0, help="with --init: progress to go on from")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     try:
@@ -315,28 +301,20 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
-    target_folder, draft_folder = options.out / "target", options.out / "draft"
-    target: Any  # the annotation of its `to` in transformers is of no use
-    if options.init:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.init)
-        target = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-    else:
-        tokenizer = train_tokenizer(texts)
-        target = LlamaForCausalLM(target_config())
-    for folder in (target_folder, draft_folder):
-        tokenizer.save_pretrained(folder)
+    tokenizer = train_tokenizer(texts)
+    for part in ("target", "draft"):
+        tokenizer.save_pretrained(options.out / part)
     books = encoded(texts, tokenizer)
     print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
     generator = torch.Generator().manual_seed(options.seed)
     sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
-    target.to(device)
-    seconds, longest = options.minutes * 60, options.longest_window
-    train_target(target, sampler, seconds, longest, target_folder, device, options.begin)
-    save_model(target, target_folder)
+    # The annotation of their `to` in transformers is of no use.
+    target: Any = LlamaForCausalLM(target_config())
     draft: Any = LlamaForCausalLM(draft_config())
-    draft.to(device)
-    train_draft(draft, target, sampler, options.draft_minutes * 60, device)
-    save_model(draft, draft_folder)
+    train_target(target.to(device), sampler, options.minutes * 60, device)
+    save_model(target, options.out / "target")
+    train_draft(draft.to(device), target, sampler, options.draft_minutes * 60, device)
+    save_model(draft, options.out / "draft")
     return 0
 
 
