@@ -123,6 +123,7 @@ def run(llm: type[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 COMPARED = "generate --prompt abc --compare-plain --json F/out.json"
+SMALLER = "give a shorter prompt, fewer new tokens or a smaller --retrieval-budget"
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(llm: type[FakeLLM], run: Run) -> None:
@@ -299,15 +300,25 @@ def test_ctrl_c_while_comparing_keeps_the_result(
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        (KeyboardInterrupt(), 130, "offload-rt: interrupted\n"),
-        (UsageError("the prompt\nis too long"), 2, "offload-rt: error: the prompt is too long\n"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (UsageError("the prompt\nis too long"), 2, "error: the prompt is too long"),
+        (MemoryError("no slab"), 2, f"error: out of memory: no slab; {SMALLER}"),
+        (torch.OutOfMemoryError("CUDA out.\nmore"), 2, f"error: out of memory: CUDA out.; {SMALLER}"),
+        (CopyFailed("unplugged"), 2, "error: unplugged; check the GPU and its driver (nvidia-smi)"),
     ],
 )
+@pytest.mark.parametrize("place", [(CharacterTokenizer, "__call__"), (FakeLLM, "stream")])
 def test_what_ends_a_command_before_its_text_is_one_line_and_leaves_no_file(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, told: str
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[type, str],
+    error: BaseException,
+    code: int,
+    told: str,
 ) -> None:
-    monkeypatch.setattr(CharacterTokenizer, "__call__", raising(error))
-    assert run(f"{COMPARED} --quiet") == (code, "", told)
+    monkeypatch.setattr(*place, raising(error))
+    assert run(f"{COMPARED} --quiet") == (code, "", f"offload-rt: {told}\n")
     assert not os.listdir(tmp_path)
 
 
