@@ -140,7 +140,7 @@ TABLE = [
     ("generate --prompt-tokens F/half", "half: begins like a JSON list and is none"),
     ("generate --prompt-tokens F/blank", "blank: the prompt is empty; give at least one"),
     (f"{OWN} --prompt-tokens F/beyond", "prompt token 9999 is outside the vocabulary of 256"),
-    ("demo --prompt-tokens F/words --prompt a", "--prompt and --prompt-tokens: give one prompt only"),
+    ("demo --prompt-tokens F/words --prompt a", "--prompt-tokens and --prompt: give one prompt only"),
     ("generate --max-prompt-tokens 0", "'0' is not a whole number of at least 1"),
     (f"{OWN} --prompt a -n 9000", "use at most 8191 new tokens"),
     # Configurations.

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.notice(f"it ends: … {' '.join(text[-200:].split()[-ENDING_WORDS:])}")
     with machine_errors_in_a_line():
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
-            status, failure = write_text(llm, prompt, sampled, console, bool(arguments.prompt_tokens))
+            status, failure = write_text(llm, prompt, sampled, console, as_tokens=isinstance(text, list))
             if failure is not None:
                 raise failure
             if status:

@@ -194,8 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
-        as_tokens = bool(arguments.prompt_tokens)
-        status, failure = write_text(llm, prompt, params, console, as_tokens)
+        status, failure = write_text(llm, prompt, params, console, as_tokens=isinstance(text, list))
         result = llm.last_result
         report = result.to_json()
         try:

@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompt-file", "FILE", "a UTF-8 text file, such as a book"),
         ("--prompt-tokens", "FILE", ids),
     ):
-        add(flag, action="append", default=[], metavar=metavar, help=f"{meaning} (default: none)")
+
+        def given(value: str, flag: str = flag) -> tuple[str, str]:
+            return flag, value
+
+        meaning += " (default: none)"
+        add(flag, type=given, action="append", dest="prompts", default=[], metavar=metavar, help=meaning)
     add("stdin", nargs="?", metavar="-", help="read a text from stdin")
     limit = f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)"
     add("--max-prompt-tokens", type=positive, metavar="N", help=limit)
@@ -50,7 +55,7 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     """
     if arguments.stdin not in (None, "-"):
         raise UsageError(f"unexpected argument {arguments.stdin!r}; a prompt is given with --prompt TEXT")
-    named = _named(arguments)
+    named = [*arguments.prompts, *([("-", "-")] if arguments.stdin else [])]
     if len(named) > 1:
         raise UsageError(f"{' and '.join(flag for flag, _ in named)}: give one prompt only")
     if not named:
@@ -126,7 +131,7 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
 
     tokenizer = load_tokenizer(arguments.model or demo_model("target"))
     limit: int | None = arguments.max_prompt_tokens
-    built_in = not _named(arguments)
+    built_in = not (arguments.prompts or arguments.stdin)
     if limit is None and built_in:
         limit = BUILT_IN_TOKENS
     if isinstance(prompt, list):
@@ -146,14 +151,3 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
         tokens = keep_last(tokens, limit, None if tokenizer is None else tokenizer.bos_token_id)
     console.tokens["prefill"] = len(tokens)
     return tokens
-
-
-def _named(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """The ways in which the user gave a prompt, with what was given; one that is given twice counts twice."""
-    given = {
-        "--prompt": arguments.prompt,
-        "--prompt-file": arguments.prompt_file,
-        "--prompt-tokens": arguments.prompt_tokens,
-        "-": [] if arguments.stdin is None else [arguments.stdin],
-    }
-    return [(flag, value) for flag, values in given.items() for value in values]
