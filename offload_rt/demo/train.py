@@ -272,15 +272,6 @@ def train_draft(
     optimize("draft", draft, draft.model.layers, 4e-3, steps_within(seconds), losses)
 
 
-def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Weights as bfloat16 safetensors with their config."""
-    copy: Any = LlamaForCausalLM(model.config)
-    copy.to(torch.bfloat16)
-    copy.load_state_dict({k: v.detach().to("cpu", torch.bfloat16) for k, v in model.state_dict().items()})
-    copy.tie_weights()
-    copy.save_pretrained(folder)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m offload_rt.demo.train", description="Train the demo pair on a folder of text files."
@@ -312,9 +303,10 @@ def main(arguments: list[str] | None = None) -> int:
     target: Any = LlamaForCausalLM(target_config())
     draft: Any = LlamaForCausalLM(draft_config())
     train_target(target.to(device), sampler, options.minutes * 60, device)
-    save_model(target, options.out / "target")
-    train_draft(draft.to(device), target, sampler, options.draft_minutes * 60, device)
-    save_model(draft, options.out / "draft")
+    target.to(torch.bfloat16).save_pretrained(options.out / "target")
+    # What the draft is to guess is the target as it was saved.
+    train_draft(draft.to(device), target.float(), sampler, options.draft_minutes * 60, device)
+    draft.to(torch.bfloat16).save_pretrained(options.out / "draft")
     return 0
 
 
