@@ -115,7 +115,12 @@ def test_training_unrolls_what_drafting_computes() -> None:
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("levels", [["head"], ["head", "target:retrieved"]], ids=["alone", "hierarchy"])
 def test_drafts_begin_at_the_targets_own_hidden_states(
-    target: PreTrainedModel, file: Path, levels: list[str], link: str, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel,
+    plain_tokens: list[int],
+    file: Path,
+    levels: list[str],
+    link: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the hierarchy also at those of rounds that are speculation: its middle sees the whole text here."""
     begun: list[tuple[list[int], HiddenState, bool]] = []
@@ -132,7 +137,7 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
     overrides |= {"retrieval.budget": 512}
     with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
         tokens = llm.generate(PROMPT, PARAMS).tokens
-        assert llm._kept.session is not None
+        assert tokens == plain_tokens and llm._kept.session is not None
         rounds = [times for times in llm._kept.session.rounds if times.proposed]
     assert all(times.accepted == times.proposed for times in rounds) == (len(levels) == 2)
     reference = CausalModel(target, "tiny")
@@ -158,11 +163,8 @@ def test_chains_side_by_side_all_begin_at_the_text() -> None:
 # What it drafts
 
 LEVELS: dict[str, list[object]] = {
-    "chain": ["head"],
-    "tree": [{"model": "head", "draft": "tree:3,2"}],
     "grown": [{"model": "head", "draft": "grown:12"}],
     "merged": [{"model": "head", "merge": "suffix"}],
-    "retrieved": ["head", "target:retrieved"],
     "tree, streaming": [{"model": "head", "draft": "tree:2,2"}, "target:streaming"],
     "three": ["head", "target:streaming", "target:retrieved"],
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from small_engine import target as target
 from transformers import PreTrainedModel
 from uneven_link import UnevenLink
 
-from cpu_kv import CopyFailed, PacedLink, TransferStalled
+from cpu_kv import CopyFailed, Link, PacedLink, TransferStalled
 from cpu_kv.link import Pairs
 from offload_rt import LLM, SamplingParams, rounds
 from offload_rt.caches.full import FullCache, PassCancelled
@@ -112,14 +112,18 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
         assert seen == []
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_closing_in_the_middle_of_a_text(target: PreTrainedModel, draft: PreTrainedModel, ahead: int) -> None:
-    overrides, link = engine_overrides(ahead=ahead), PacedLink(1e9, latency_s=1e-3)
-    llm = LLM.from_models(target, draft, config="retrieval", overrides=overrides, link=link)
+@pytest.mark.parametrize(
+    "link", [lambda: None, lambda: PacedLink(1e9, latency_s=1e-3)], ids=["in place", "link"]
+)
+def test_closing_in_the_middle_of_a_text(
+    target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int], link: Callable[[], Link | None]
+) -> None:
+    llm = LLM.from_models(target, draft, None, "retrieval", engine_overrides(ahead=2), link=link())
     stream = llm.stream(PROMPT, PARAMS)
-    next(stream)
+    tokens = [next(stream).token for _ in range(3)]
     llm.close()
     stream.close()
+    assert tokens == plain_tokens[:3] and llm.last_result.finish_reason == "interrupted"
 
 
 # ------------------------------------------------------------------------------------- failed copies
