@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from enumeration import random_head
-from small_engine import CONFIGS
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
 from transformers import PreTrainedModel
 
@@ -19,22 +18,15 @@ from offload_rt.heads import save_head
 from offload_rt.model import CausalModel
 
 NEW_TOKENS = 64
-SHIFT = 100  # of seeds
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
-NEWER = ("suffix", "easyspec")
-HEADS = "heads"
-SHARED = "shared"
-LATER = (*NEWER, HEADS, SHARED)
 IN_ONE_BLOCK = ("granite", "cohere", "cohere2", "gemma3")  # no layers of theirs can be grouped
-# A Latin square: every architecture and every config meets every prompt length. Trees come after it, and what
-# is newer after them: the number of a case is the seed of its model.
+# A Latin square: every architecture and every config meets every prompt length.
 CASES = [
     (arch, config, PROMPT_LENGTHS[(row + column) % len(PROMPT_LENGTHS)])
-    for configs in (CONFIGS[:-1], CONFIGS[-1:], NEWER, (HEADS,), (SHARED,))
     for row, arch in enumerate(ARCHITECTURES)
-    for column, config in enumerate(configs)
+    for column, config in enumerate(config_names())
     if config != "easyspec" or arch not in IN_ONE_BLOCK
 ]
 
@@ -57,7 +49,7 @@ def record() -> Iterator[Record]:
     for config, proposed in record.proposed.items():
         if proposed > 300:
             accepted = record.accepted[config] / proposed
-            exact = config == SHARED  # it drafts with all of the target over all of the text
+            exact = config == "shared"  # it drafts with all of the target over all of the text
             assert accepted > 0.99 if exact else 0 < accepted < 1, f"{config} drafts teach nothing"
 
 
@@ -89,21 +81,21 @@ def is_tie(model: PreTrainedModel, text: list[int]) -> bool:
     return best - second < TIE
 
 
-def test_the_configs_are_all_there() -> None:
-    assert sorted((*CONFIGS, *LATER)) == config_names() and CONFIGS[-1] == "trees"
-
-
 @pytest.mark.parametrize(("arch", "config", "length"), CASES)
 def test_equals_generate(arch: str, config: str, length: int, record: Record, tmp_path: Path) -> None:
     number = CASES.index((arch, config, length))
-    target = tiny_target(arch, seed=number + SHIFT * ((config in LATER) + (config == SHARED)))
-    draft = noisy_copy(target)
     prompt = byte_ids(length, start=1000 * number)
-    expected = transformers_greedy(target, prompt, NEW_TOKENS)
-    assert len(set(expected)) > 5, "this checkpoint repeats itself: choose another seed"
+    for seed in (number, number + 1000, number + 2000):
+        target = tiny_target(arch, seed=seed)
+        expected = transformers_greedy(target, prompt, NEW_TOKENS)
+        if len(set(expected)) > 5:
+            break
+    else:
+        pytest.fail("these checkpoints repeat themselves: choose other seeds")
+    draft = noisy_copy(target)
 
     settings = overrides(number)
-    if config == HEADS:
+    if config == "heads":
         path = tmp_path / "head.safetensors"
         save_head(random_head(target.config.hidden_size, 96, number), CausalModel(target, arch), path)
         settings["head.path"] = str(path)
