@@ -127,7 +127,7 @@ class Rounds(Proposal):
         self._view = view
         self._newest = view  # with the chain that is under way
         self._depth = shape.depth
-        self._missing = shape.width(0)  # chains that are not complete
+        self._side_by_side = shape.width(0)
         self._chains: list[list[int]] = [[]]
         self._probs: list[Tensor] = []
         self._logits: list[Tensor] = []
@@ -136,8 +136,7 @@ class Rounds(Proposal):
         chain, stop_tokens = self._chains[-1], self._verifier.sampling.stop_tokens
         stopped = any(token in stop_tokens for token in chain)
         if len(chain) >= self._depth or stopped:
-            self._missing -= 1
-            if self._missing <= 0:  # below, where a complete draft is asked again
+            if len(self._chains) == self._side_by_side:
                 return False
             chain, self._newest = [], self._view
             self._chains.append(chain)
