@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import itemgetter
 
 import torch
@@ -287,32 +287,25 @@ class BestFirst(Growth):
         return True
 
     def _open_newest(self, logits: Tensor, offered: Tensor) -> Work[None]:
-        """Notes how likely each child of the newest nodes is to be accepted."""
-        if self._verifier.sampling.sampler.greedy:
-            told = LIKELY.probs(logits).gather(1, offered)
-        else:
-            # Chance that two draws agree, and how many tokens can be drawn at all.
-            told = torch.stack([(offered**2).sum(-1), (offered > 0).sum(-1, dtype=offered.dtype)], 1)
-        newest = self._levels[-1] if self._levels else Tokens([])
-        (told,) = yield from self._arrive(newest, [told])
-        for number, promise, row in zip(self._newest, self._promises, told.tolist(), strict=True):
-            self._open.append(_Node(number, promise, self._chances(row)))
+        """Notes how likely each child of the newest nodes is to be accepted, where the elder ones are not.
 
-    def _chances(self, told: list[float]) -> list[float]:
-        """Of a node's children to be accepted, each given that the elder ones are rejected."""
-        later: Sequence[float]
+        The eldest by how much the draft doubts it, the others by what has been seen of their ranks.
+        """
         if self._verifier.sampling.sampler.greedy:
-            doubt = 1.0 - told[0]
-            elder = accumulate(told)
-            later = [min(1.0, p / max(1.0 - sure, 1e-6)) for p, sure in zip(told[1:], elder, strict=False)]
+            doubts = 1.0 - LIKELY.probs(logits).gather(1, offered[:, :1])[:, 0]
+            possible = torch.full_like(doubts, offered.shape[1])
         else:
             # How often a drawn token is rejected rises with the root of how often two draws differ, and says
             # nothing about which one was drawn (measured on the demo pair).
-            agreement, possible = told
-            doubt = (1.0 - min(1.0, agreement)) ** 0.5
-            later = self._shape.rates[1 : min(int(possible), self.CHILDREN)]
-        self._doubts.append(doubt)
-        return [1.0 - min(0.9, doubt_scale(self._doubts, self._shape.rates[0]) * doubt), *later]
+            doubts = (1.0 - (offered**2).sum(-1)).clamp(min=0.0).sqrt()
+            possible = (offered > 0).sum(-1, dtype=doubts.dtype).clamp(max=self.CHILDREN)
+        newest = self._levels[-1] if self._levels else Tokens([])
+        (told,) = yield from self._arrive(newest, [torch.stack([doubts, possible], 1)])
+        usual, *later = self._shape.rates
+        for number, reached, (doubt, ranks) in zip(self._newest, self._promises, told.tolist(), strict=True):
+            self._doubts.append(doubt)
+            eldest = 1.0 - min(0.9, doubt_scale(self._doubts, usual) * doubt)
+            self._open.append(_Node(number, reached, [eldest, *later[: int(ranks) - 1]]))
 
     def _choose(self, count: int) -> list[Child]:
         """The most promising children, the eldest of all nodes first."""
