@@ -86,16 +86,6 @@ def test_a_stop_token_ends_the_text_wherever_in_a_draft_it_stands(stop: int, dep
     assert text.output == CONTINUATION[: first(stop) + 1]
 
 
-def test_what_was_accepted_behind_a_stop_token_is_cut() -> None:
-    assert len(set(CONTINUATION)) >= 3
-    stop = next(token for token in CONTINUATION if first(token) >= 1)
-    drafter = Oracle()
-    text = text_of(drafter, 19, 20, {stop})
-    run(text)
-    assert [len(view) for view in drafter.observed] == [len(PROMPT) + 20]  # the round went on behind it
-    assert text.output == CONTINUATION[: first(stop) + 1]
-
-
 def test_the_text_grows_by_a_round_and_the_drafter_is_told() -> None:
     drafter = Oracle(wrong=[2])
     text = text_of(drafter, 4, 9)

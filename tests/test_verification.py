@@ -244,12 +244,6 @@ def test_an_equal_distribution_accepts_every_draft() -> None:
     assert draws.probability == pytest.approx(0.1)  # of the last token alone
 
 
-def test_without_a_draft_the_token_is_drawn_from_the_verifier() -> None:
-    probs = normalized([1, 2, 3, 4])
-    found = outcome_probs(lambda draws: int(verify(Draft(), probs[None], draws).token))
-    assert [found[token] for token in range(4)] == pytest.approx(probs.tolist())
-
-
 def test_a_greedy_verifier_walks_to_the_child_that_bears_its_token() -> None:
     #        0:a ── 2:c
     # root <     └─ 3:d ── 5:a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -71,17 +72,14 @@ class DraftShape:
         Raises:
             UsageError: for anything else.
         """
-        kind, _, given = text.partition(":")
-        numbers = (
-            tuple(int(part) if part.isdecimal() and len(part) < 20 else 0 for part in given.split(","))
-            if given
-            else ()
-        )
         if text == "chain":
             return cls()
         if text == AUTO:
             return cls(AUTO)
-        if numbers and min(numbers) >= 1:
+        kind, _, given = text.partition(":")
+        written = given.split(",")
+        if all(re.fullmatch("0*[1-9][0-9]{0,18}", number) for number in written):
+            numbers = tuple(map(int, written))
             if kind == "tree":
                 return cls("tree", widths=numbers)
             if kind == "sequences" and len(numbers) == 1:
