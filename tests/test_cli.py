@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from offload_rt import cli, loading
 from offload_rt.commands import console as console_module
 from offload_rt.commands import demo, generate
 from offload_rt.commands.console import Console
+from offload_rt.commands.exits import run_program
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
 
@@ -414,6 +416,15 @@ def test_what_is_meant_for_a_closed_stderr_goes_nowhere(run: Run, monkeypatch: p
     monkeypatch.setattr(sys, "stderr", None)
     assert run("generate --prompt abc") == (0, TEXT + "\n", "")
     assert run("chat") == (2, "", "")
+
+
+def test_what_fails_with_a_closed_stdout_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file", "book.txt")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_program("bench", raising(missing)) == 2
+    assert capsys.readouterr().err == "bench: error: [Errno 2] No such file: 'book.txt'\n"
 
 
 def test_a_stdout_that_lacks_characters_is_told_of_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,8 @@ def status_of(interrupt: KeyboardInterrupt) -> int:
 
 def drop_stdout() -> None:
     """Lets what Python writes to stdout at exit go nowhere: its reader is gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:  # closed from the beginning
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
