@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import bench.__main__ as command_line
 import bench.attention
-from bench import acceptance, inputs, machine, needles, report, studies
+from bench import acceptance, inputs, machine, needles, report, studies, texts
 from bench.attention import CPU, AttentionCase, exact, measure
 from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
 from bench.texts import session_over
@@ -80,6 +80,12 @@ def reading(target: PreTrainedModel, tokens: Sequence[int], room: int = 0) -> It
     with session_over(CausalModel(target, "tiny"), config, tokens, room) as session:
         session.prefill()
         yield session
+
+
+@pytest.fixture
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the search for cycles behind every session, which takes longer than a tiny model does."""
+    monkeypatch.setattr(texts.gc, "collect", lambda: 0)
 
 
 @pytest.fixture
@@ -246,6 +252,7 @@ def transformers_losses(model: PreTrainedModel, tokens: list[int]) -> torch.Tens
     return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none").double()
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_model_card(
     pair: tuple[str, str],
     text: Path,
@@ -296,6 +303,7 @@ def test_model_card(
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_a_loss_needs_no_text_behind_the_context(pair: tuple[str, str], text: Path, tmp_path: Path) -> None:
     text.write_bytes(text.read_bytes()[:1024])
     given = f"model-card --context 1024 --parts loss --text {text} --out {tmp_path / 'card.json'}".split()

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_bench_offload import SMALLER, TINY_KEYS, copies, times
+from test_bench_offload import SMALLER, TINY_KEYS, Inside, copies, times
 
 import bench.__main__ as command_line
 from bench import gpu, machine, prediction_accuracy, runner, side_by_side, worker
@@ -27,9 +26,8 @@ from bench.cases import CASES
 from bench.gpu import Given
 from bench.random_models import SHAPES
 from bench.rounds import Recorded
-from bench.runner import Worker
 from bench.studies import Row
-from bench.systems import Setup, ours
+from bench.systems import ours
 from cpu_kv import CpuLink, PacedLink, PageLocking, SlabAllocator
 from cpu_kv.link import CopyRecord, Pairs
 from offload_rt.graphs import GraphedModel
@@ -354,21 +352,6 @@ def test_a_text_is_read_and_continued(
     assert found["share_of_pinned"] == pytest.approx(1 / small.gpus[0].to_device_rate)
     with gzip.open(tmp_path / calls["trace"]) as written:
         assert json.load(written)["traceEvents"]
-
-
-class Inside(Worker):
-    """A worker in a thread of this process."""
-
-    def __init__(self, adapter: str, setup: Setup) -> None:
-        self._patience_s = 100.0
-        self._connection, theirs = multiprocessing.Pipe()
-        with theirs:
-            self._thread = Thread(target=worker.main, args=(adapter, str(os.dup(theirs.fileno()))))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._connection.close()
-        self._thread.join()
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -6,10 +6,12 @@ import copy
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from tiny_models import byte_ids, tiny_target
 from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
-from bench import held, prediction_accuracy, random_models, side_by_side
+from bench import held, prediction_accuracy, random_models, runner, side_by_side, worker
 from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, declared, in_place
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.recorded_text import Text
@@ -40,6 +42,8 @@ from bench.rounds import (
     window,
     worst,
 )
+from bench.runner import Worker
+from bench.systems import Setup
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.config import Config, load_config
@@ -386,6 +390,21 @@ def test_a_runner_up_is_held_too(runner_up: float, monkeypatch: pytest.MonkeyPat
 # ----------------------------------------------------------------------------------------- the commands
 
 
+class Inside(Worker):
+    """A worker in a thread of this process: to start one takes longer than what it does here."""
+
+    def __init__(self, adapter: str, setup: Setup) -> None:
+        self._patience_s = 100.0
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._thread = Thread(target=worker.main, args=(adapter, str(os.dup(theirs.fileno()))))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._thread.join()
+
+
 @pytest.fixture(scope="module")
 def quick() -> Any:
     """`bench offload` at two places beside the one in place."""
@@ -399,6 +418,7 @@ def quick() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "CASES", (case,))
         patch.setattr(prediction_accuracy, "ATTENTION_REPEATS", 1)
+        patch.setattr(runner, "Worker", Inside)
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,12 @@ def test_what_hangs_is_ended(fakes: Path) -> None:
     assert worker._process.poll() is not None
     with pytest.raises(SystemFailed, match="ended"):
         worker.ask("run", "hangs", 3)
+
+
+def test_ours_are_opened_in_a_process_of_their_own(tmp_path: Path) -> None:
+    with closing(Worker("ours", setup(tmp_path))) as worker:
+        with pytest.raises(SystemFailed, match="ours has no system fastest; there are easyspec, heads"):
+            worker.ask("open", "fastest", setup(tmp_path))
 
 
 # The command
