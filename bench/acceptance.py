@@ -26,9 +26,9 @@ from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import load_config
 from offload_rt.sampling import Sampler
 from offload_rt.session import Session
+from offload_rt.toml import load_config
 
 DEPTHS = 5  # of the passages
 ROUND = 8

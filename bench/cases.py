@@ -10,8 +10,9 @@ from typing import Any
 
 from bench import inputs
 from bench.inputs import size
-from offload_rt.config import Config, config_names, load_config, parse_override
+from offload_rt.config import Config
 from offload_rt.errors import UsageError
+from offload_rt.toml import config_names, load_config, parse_override
 
 HELD = "acceptance"
 """The setting of a system that is no key of a configuration: what coins hold its acceptance at."""

@@ -44,7 +44,7 @@ from cpu_kv.link import RecordingLink
 from offload_rt.attention import TorchCudaBackend, choose_backend, fold
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import StoreConfig, load_config
+from offload_rt.config import StoreConfig
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.graphs import GraphedModel
@@ -59,6 +59,7 @@ from offload_rt.parts import Part
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 from offload_rt.planning.shapes import from_config
+from offload_rt.toml import load_config
 
 LIMIT_S = 600
 PROCESSES = get_context("spawn")

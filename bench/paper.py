@@ -21,7 +21,7 @@ from bench.studies import Part, Study
 from bench.texts import Texts, passed, recompose
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
-from offload_rt.config import load_config, uses_small_model
+from offload_rt.config import uses_small_model
 from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import Plan
@@ -30,6 +30,7 @@ from offload_rt.expectations import DRAFT_LENGTHS, LATER_CHOICES, ceiling, expec
 from offload_rt.layers import LayerPlan
 from offload_rt.loading import DEMO
 from offload_rt.results import SamplingParams
+from offload_rt.toml import load_config
 
 BUDGET_SHARE = 32
 

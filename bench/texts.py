@@ -16,7 +16,7 @@ from bench import inputs
 from bench.inputs import say
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention import choose_backend
-from offload_rt.config import Config, load_config
+from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError
 from offload_rt.loading import choose_device, choose_dtype, load_model, load_tokenizer
@@ -25,6 +25,7 @@ from offload_rt.parts import Output
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.session import Continuation, Session, Shared
 from offload_rt.text import encode
+from offload_rt.toml import load_config
 
 READ_ON = ("acceptance", "policies", "layers")
 """Parts of studies that go on behind the context."""

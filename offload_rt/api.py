@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CudaLink, Link
-from offload_rt.config import AUTO, DATASTORE, Config, load_config, load_configs, possible, uses_small_model
+from offload_rt.config import AUTO, DATASTORE, Config, possible, uses_small_model
 from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import Engine, ProgressReport
@@ -38,6 +38,7 @@ from offload_rt.sampling import GeneratorDraws
 from offload_rt.session import Continuation, Session
 from offload_rt.streams import KeptText, TokenStream
 from offload_rt.text import encode
+from offload_rt.toml import load_config, load_configs
 from offload_rt.writer import Writer, finish
 
 NO_DRAFT = "none"

@@ -1,20 +1,16 @@
-"""What composes a decoder and how large its parts are: frozen dataclasses, read from TOML.
+"""What composes a decoder and how large its parts are: frozen dataclasses.
 
-A config file states only what differs from the defaults below. The same keys, written `section.key`, are
-accepted as overrides from Python and from the command line. Every mistake is a `UsageError` that names
-where the value came from, the key, the value and what is allowed. Every key is listed here, and nowhere else.
+Every key is listed here, and nowhere else, with its default. `toml` reads them from files, which state what
+differs.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from offload_rt.drafting.shapes import MOST_NODES, DraftShape
@@ -53,7 +49,7 @@ class InvalidValue(UsageError):
 
     def __init__(self, key: str, value: object, rule: str) -> None:
         self.key = key
-        super().__init__(f"{key} = {_shown(value)}: {rule}")
+        super().__init__(f"{key} = {shown(value)}: {rule}")
 
 
 def _require(allowed: bool, key: str, value: object, rule: str) -> None:
@@ -157,11 +153,11 @@ class LevelConfig:
         if not isinstance(value, Mapping):
             raise InvalidValue(key, value, f"must be a name ({', '.join(LEVELS)}) or a table")
         for name, item in value.items():
-            _require(name in types, f"{key}.{name}", item, f"is no key of a level{_nearest(name, types)}")
-            _require_type(types[name], f"{key}.{name}", item)
+            _require(name in types, f"{key}.{name}", item, f"is no key of a level{nearest(name, types)}")
+            require_type(types[name], f"{key}.{name}", item)
         _require("model" in value, key, dict(value), "names no model")
         level = cls(**value)
-        _require(level.name in LEVELS, key, level.name, f"is not a level{_nearest(level.name, LEVELS)}")
+        _require(level.name in LEVELS, key, level.name, f"is not a level{nearest(level.name, LEVELS)}")
         try:
             shape = level.shape
         except UsageError as error:
@@ -351,30 +347,6 @@ class Config:
         return replace(self, **{section: replace(getattr(self, section), **{name: value})})
 
 
-_CONFIGS = Path(__file__).with_name("configs")
-
-_SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if name != "name"}
-_KEYS = {
-    f"{section}.{key}": expected
-    for section, kind in _SECTIONS.items()
-    for key, expected in get_type_hints(kind, include_extras=True).items()
-}
-_TYPES = {int: "a whole number", bool: "true or false", str: "a string"}
-
-
-def config_names() -> list[str]:
-    """Names of the configs that ship with the package, sorted."""
-    return sorted(path.stem for path in _CONFIGS.glob("*.toml"))
-
-
-def load_configs(name_or_path: str, overrides: Mapping[str, object] = {}) -> tuple[Config, ...]:
-    """What a name stands for: one config, or those among which `auto` chooses; see `load_config`."""
-    names = AUTOMATIC if name_or_path == AUTO else (name_or_path,)
-    if "speculation.levels" in overrides:  # which leaves no choice
-        names = names[:1]
-    return tuple(load_config(name, overrides) for name in names)
-
-
 def uses_small_model(configs: Iterable[Config]) -> bool:
     """Whether one of them has a level for a small model."""
     return any(DRAFT_STREAMING in config.speculation.names for config in configs)
@@ -386,109 +358,11 @@ def possible(configs: Sequence[Config], small_model: bool) -> list[Config]:
     return [config for config in configs if kept or not uses_small_model([config])]
 
 
-def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
-    """Reads a config by its name or from a TOML file, with `overrides` on top.
-
-    Args:
-        name_or_path: a name from `config_names()`, or the path of a TOML file.
-        overrides: values by full key, e.g. `{"retrieval.budget": 4096}`.
-
-    Raises:
-        UsageError: an unknown config or key, a file that cannot be read, a value of the wrong type or
-            range.
-    """
-    if not isinstance(overrides, Mapping):
-        raise UsageError(
-            f"overrides {overrides!r}: give values by full key, e.g. {{'retrieval.budget': 4096}}"
-        )
-    path = _config_path(str(name_or_path))
-    stated = _read_toml(path)
-    sources = {**dict.fromkeys(stated, str(path)), **dict.fromkeys(overrides, "override")}
-    try:
-        sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
-        for key, value in {**stated, **overrides}.items():
-            if key not in _KEYS:
-                raise UsageError(f"{sources[key]}: unknown key {key}{_nearest(key, _KEYS)}")
-            section, _, name = key.partition(".")
-            sections[section][name] = _typed(key, value)
-        if "speculation.levels" not in sources:
-            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
-        return Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
-    except InvalidValue as error:
-        section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
-        raise UsageError(f"{sources.get(section_key, 'default')}: {error}") from None
+_TYPES = {int: "a whole number", bool: "true or false", str: "a string"}
 
 
-def parse_override(text: str) -> tuple[str, object]:
-    """`section.key=value` as a key and a value; the value is TOML, a bare word is a string.
-
-    Raises:
-        UsageError: there is no `=`, no key or no value.
-    """
-    key, equals, written = text.partition("=")
-    key, written = key.strip(), written.strip()
-    if not (equals and key and written):
-        raise UsageError(f"override {text!r}: write section.key=value, e.g. retrieval.budget=4096")
-    try:
-        parsed = tomllib.loads(f"value = {written}")
-    except tomllib.TOMLDecodeError:
-        return key, written
-    # A line break in the text would have started a second key.
-    return key, parsed["value"] if len(parsed) == 1 else written
-
-
-def _config_path(name_or_path: str) -> Path:
-    if name_or_path in config_names():
-        return _CONFIGS / f"{name_or_path}.toml"
-    path = Path(name_or_path)
-    if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one
-        return path
-    names = [AUTO, *config_names()]
-    if name_or_path == AUTO:
-        raise UsageError(
-            f"config {AUTO}: stands for several; give a TOML file or one of {', '.join(names[1:])}"
-        )
-    is_folder = os.path.isdir(name_or_path)
-    if is_folder or path.suffix == ".toml" or path.parent != Path("."):
-        wrong = "is a folder" if is_folder else "no such file"
-        raise UsageError(f"config {name_or_path}: {wrong}; give a TOML file or one of {', '.join(names)}")
-    raise UsageError(f"unknown config {name_or_path!r}{_nearest(name_or_path, names)}, or the path of a file")
-
-
-def _read_toml(path: Path) -> dict[str, object]:
-    """The file's values by full key."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from None
-    values: dict[str, object] = {}
-    for section, table in tables.items():
-        if section not in _SECTIONS:
-            raise UsageError(f"{path}: unknown section {section}{_nearest(section, _SECTIONS)}")
-        if not isinstance(table, dict):
-            raise UsageError(f"{path}: {section} = {_shown(table)}: must be a table, [{section}]")
-        values.update({f"{section}.{key}": value for key, value in table.items()})
-    return values
-
-
-def _typed(key: str, value: object) -> object:
-    """`value` as the type that `key` holds."""
-    expected = _KEYS[key]
-    if expected is RefreshPolicy:
-        return RefreshPolicy.parse(value)
-    if expected != tuple[LevelConfig, ...]:
-        _require_type(expected, key, value)
-        return value
-    if not isinstance(value, list | tuple):
-        raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
-    return tuple(LevelConfig.parse(key, level) for level in value)
-
-
-def _require_type(expected: Any, key: str, value: Any) -> None:
+def require_type(expected: Any, key: str, value: Any) -> None:
+    """Raises InvalidValue where `value` is not of the annotated type or outside its bounds."""
     if get_origin(expected) is Literal:
         allowed = get_args(expected)
         _require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
@@ -502,14 +376,14 @@ def _require_type(expected: Any, key: str, value: Any) -> None:
         _require(value <= most, key, value, f"must be at most {most}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """`value` as it would be written in TOML, where that is simple."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
-def _nearest(given: str, known: Iterable[str]) -> str:
+def nearest(given: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown word: the nearest known one and the whole list."""
     known = list(known)
     close = difflib.get_close_matches(given, known, n=1)

@@ -1,11 +1,156 @@
-"""A configuration as TOML, which `config.load_config` reads back."""
+"""Configurations as TOML: found by name or path, read, overridden, and written back.
+
+A file states only what differs from the defaults. The same keys, written `section.key`, are accepted as
+overrides from Python and from the command line. Every mistake is a `UsageError` that names where the value
+came from, the key, the value and what is allowed.
+"""
 
 from __future__ import annotations
 
+import os
+import tomllib
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from offload_rt.config import Config, RefreshPolicy
+from offload_rt.config import (
+    AUTO,
+    AUTOMATIC,
+    LEVELS,
+    Config,
+    InvalidValue,
+    LevelConfig,
+    RefreshPolicy,
+    nearest,
+    require_type,
+    shown,
+)
+from offload_rt.errors import UsageError
+
+_CONFIGS = Path(__file__).with_name("configs")
+
+_SECTIONS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if name != "name"}
+_KEYS = {
+    f"{section}.{key}": expected
+    for section, kind in _SECTIONS.items()
+    for key, expected in get_type_hints(kind, include_extras=True).items()
+}
+
+
+def config_names() -> list[str]:
+    """Names of the configs that ship with the package, sorted."""
+    return sorted(path.stem for path in _CONFIGS.glob("*.toml"))
+
+
+def load_configs(name_or_path: str, overrides: Mapping[str, object] = {}) -> tuple[Config, ...]:
+    """What a name stands for: one config, or those among which `auto` chooses; see `load_config`."""
+    names = AUTOMATIC if name_or_path == AUTO else (name_or_path,)
+    if "speculation.levels" in overrides:  # which leaves no choice
+        names = names[:1]
+    return tuple(load_config(name, overrides) for name in names)
+
+
+def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
+    """Reads a config by its name or from a TOML file, with `overrides` on top.
+
+    Args:
+        name_or_path: a name from `config_names()`, or the path of a TOML file.
+        overrides: values by full key, e.g. `{"retrieval.budget": 4096}`.
+
+    Raises:
+        UsageError: an unknown config or key, a file that cannot be read, a value of the wrong type or
+            range.
+    """
+    if not isinstance(overrides, Mapping):
+        raise UsageError(
+            f"overrides {overrides!r}: give values by full key, e.g. {{'retrieval.budget': 4096}}"
+        )
+    path = _config_path(str(name_or_path))
+    stated = _read_toml(path)
+    sources = {**dict.fromkeys(stated, str(path)), **dict.fromkeys(overrides, "override")}
+    try:
+        sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
+        for key, value in {**stated, **overrides}.items():
+            if key not in _KEYS:
+                raise UsageError(f"{sources[key]}: unknown key {key}{nearest(key, _KEYS)}")
+            section, _, name = key.partition(".")
+            sections[section][name] = _typed(key, value)
+        if "speculation.levels" not in sources:
+            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
+        return Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
+    except InvalidValue as error:
+        section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
+        raise UsageError(f"{sources.get(section_key, 'default')}: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """`section.key=value` as a key and a value; the value is TOML, a bare word is a string.
+
+    Raises:
+        UsageError: there is no `=`, no key or no value.
+    """
+    key, equals, written = text.partition("=")
+    key, written = key.strip(), written.strip()
+    if not (equals and key and written):
+        raise UsageError(f"override {text!r}: write section.key=value, e.g. retrieval.budget=4096")
+    try:
+        parsed = tomllib.loads(f"value = {written}")
+    except tomllib.TOMLDecodeError:
+        return key, written
+    # A line break in the text would have started a second key.
+    return key, parsed["value"] if len(parsed) == 1 else written
+
+
+def _config_path(name_or_path: str) -> Path:
+    if name_or_path in config_names():
+        return _CONFIGS / f"{name_or_path}.toml"
+    path = Path(name_or_path)
+    if os.path.isfile(name_or_path):  # unlike Path.is_file, false for a name too long to be one
+        return path
+    names = [AUTO, *config_names()]
+    if name_or_path == AUTO:
+        raise UsageError(
+            f"config {AUTO}: stands for several; give a TOML file or one of {', '.join(names[1:])}"
+        )
+    is_folder = os.path.isdir(name_or_path)
+    if is_folder or path.suffix == ".toml" or path.parent != Path("."):
+        wrong = "is a folder" if is_folder else "no such file"
+        raise UsageError(f"config {name_or_path}: {wrong}; give a TOML file or one of {', '.join(names)}")
+    raise UsageError(f"unknown config {name_or_path!r}{nearest(name_or_path, names)}, or the path of a file")
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    """The file's values by full key."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    values: dict[str, object] = {}
+    for section, table in tables.items():
+        if section not in _SECTIONS:
+            raise UsageError(f"{path}: unknown section {section}{nearest(section, _SECTIONS)}")
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: {section} = {shown(table)}: must be a table, [{section}]")
+        values.update({f"{section}.{key}": value for key, value in table.items()})
+    return values
+
+
+def _typed(key: str, value: object) -> object:
+    """`value` as the type that `key` holds."""
+    expected = _KEYS[key]
+    if expected is RefreshPolicy:
+        return RefreshPolicy.parse(value)
+    if expected != tuple[LevelConfig, ...]:
+        require_type(expected, key, value)
+        return value
+    if not isinstance(value, list | tuple):
+        raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
+    return tuple(LevelConfig.parse(key, level) for level in value)
 
 
 def to_toml(config: Config) -> str:

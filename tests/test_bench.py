@@ -28,10 +28,10 @@ from bench.texts import session_over
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams, native
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model import CausalModel
 from offload_rt.session import Session
+from offload_rt.toml import load_config
 
 SMALL: dict[str, object] = {
     "retrieval.budget": 64,

@@ -46,12 +46,13 @@ from bench.runner import Worker
 from bench.systems import Setup
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
-from offload_rt.config import Config, load_config
+from offload_rt.config import Config
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
 from offload_rt.machine.hardware import named_hardware
 from offload_rt.pace import Pace, RoundTimes
 from offload_rt.timeline import Span
+from offload_rt.toml import load_config
 
 TINY_KEYS = SMALL | {"speculation.gamma2": 3, "store.segment_tokens": 32, "offload.refresh_from": "stream"}
 SMALLER = dataclasses.replace(

@@ -155,9 +155,9 @@ def test_what_hangs_is_ended(fakes: Path) -> None:
 
 
 def test_ours_are_opened_in_a_process_of_their_own(tmp_path: Path) -> None:
-    with closing(Worker("ours", setup(tmp_path))) as worker:
-        with pytest.raises(SystemFailed, match="ours has no system fastest; there are easyspec, heads"):
-            worker.ask("open", "fastest", setup(tmp_path))
+    refused = pytest.raises(SystemFailed, match="ours has no system fastest; there are easyspec, heads")
+    with closing(Worker("ours", setup(tmp_path))) as worker, refused:
+        worker.ask("open", "fastest", setup(tmp_path))
 
 
 # The command

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.cards import Elsewhere, spread
-from offload_rt.config import load_config
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.shapes import find_shape
+from offload_rt.toml import load_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_CUDA = [

@@ -20,14 +20,11 @@ from offload_rt.config import (
     Config,
     LevelConfig,
     RefreshPolicy,
-    config_names,
-    load_config,
-    load_configs,
-    parse_override,
     possible,
 )
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
+from offload_rt.toml import config_names, load_config, load_configs, parse_override
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,7 +17,6 @@ from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, engine
 from offload_rt.caches.places import CardTokens, Shares
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import load_config
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
@@ -26,6 +25,7 @@ from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
 from offload_rt.planning.shapes import ModelShape, find_shape, from_config
+from offload_rt.toml import load_config
 
 CPU = torch.device("cpu")
 LLAMA = replace(find_shape("llama2-7b", torch.bfloat16), max_positions=2**18)

@@ -13,10 +13,10 @@ from tiny_models import byte_tokenizer, real_text, tiny_target
 
 from offload_rt import LLM, SamplingParams, cli
 from offload_rt.commands import search_skips
-from offload_rt.config import Config, config_names, load_config
+from offload_rt.config import Config
 from offload_rt.layers import EXACT, LayerPlan, blocks_of, skipping
 from offload_rt.skips import PLAIN, Trial, compare, fastest, search
-from offload_rt.toml import to_toml
+from offload_rt.toml import config_names, load_config, to_toml
 
 LAYERS = 3
 GAIN = {"0a": -0.2, "0m": -0.05, "1a": 0.1, "1m": 0.04, "2a": 0.06, "2m": -0.01}

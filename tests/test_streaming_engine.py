@@ -24,12 +24,12 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import CardTokens, Shares
 from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.config import config_names
 from offload_rt.engine import Engine
 from offload_rt.graphs import GraphedModel
 from offload_rt.host import to_host
 from offload_rt.rounds import Round
 from offload_rt.session import Session
+from offload_rt.toml import config_names
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_CUDA = [

@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, Any
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of, unwritable
-from offload_rt.config import (
-    AUTO,
-    RetrievalConfig,
-    SpeculationConfig,
-    config_names,
-    load_configs,
-    parse_override,
-)
+from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig
 from offload_rt.errors import UsageError, first_line
 from offload_rt.files import check_writable, write_json
+from offload_rt.toml import config_names, load_configs, parse_override
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM

@@ -23,12 +23,12 @@ from offload_rt.commands.generate import (
     machine_errors_in_a_line,
     open_llm,
 )
-from offload_rt.config import AUTO, Config, load_config
+from offload_rt.config import AUTO, Config
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
 from offload_rt.layers import EXACT
 from offload_rt.skips import PLAIN, Rate, Trial, compare, fastest, search
-from offload_rt.toml import to_toml
+from offload_rt.toml import load_config, to_toml
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
