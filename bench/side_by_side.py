@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -131,21 +131,7 @@ class _Study:
         if draft:
             check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
         self._shape, self._plain = find_shape(model, kind), Named("ours", "plain").config(case.options)
-        most = case.batches[-1] * case.contexts[-1]
-        if random:
-            texts = ("drawn at random",)
-            self._tokens = random_models.random_prompt(self._shape.vocabulary, most)
-        else:
-            tokenizer = load_tokenizer(model)
-            if tokenizer is None:
-                raise UsageError(f"--model {model}: has no tokenizer to read a text with")
-            texts, read = zip(*inputs.read_texts(arguments.text), strict=True)
-            self._tokens = encode(tokenizer, "\n".join(read))
-        if most > len(self._tokens):
-            of = f"--contexts {case.contexts[-1]}" + f", --batches {case.batches[-1]}" * (
-                case.batches[-1] > 1
-            )
-            raise UsageError(f"{of}: the text has {len(self._tokens)} tokens; use a longer --text")
+        texts, self._tokens = self._read_tokens(model)
         self._prompts = {sizes: self._prompt(*sizes) for sizes in product(case.contexts, case.batches)}
         memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
         self._setup = Setup(
@@ -189,6 +175,27 @@ class _Study:
                 small = find_shape(draft, kind) if draft else None
                 sizes = case.contexts[-1], self._plain.speculation.gamma2
                 self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
+
+    def _read_tokens(self, model: Path) -> tuple[Sequence[str], list[int]]:
+        """Where the tokens of all prompts come from, and these.
+
+        Raises:
+            UsageError: there is no tokenizer, or not enough of a text.
+        """
+        case, arguments = self._case, self._arguments
+        most = case.batches[-1] * case.contexts[-1]
+        if str(arguments.model).startswith(random_models.PREFIX):
+            return ("drawn at random",), random_models.random_prompt(self._shape.vocabulary, most)
+        tokenizer = load_tokenizer(model)
+        if tokenizer is None:
+            raise UsageError(f"--model {model}: has no tokenizer to read a text with")
+        names, texts = zip(*inputs.read_texts(arguments.text), strict=True)
+        tokens = encode(tokenizer, "\n".join(texts))
+        if most > len(tokens):
+            together = f", --batches {case.batches[-1]}" if case.batches[-1] > 1 else ""
+            longest = f"--contexts {case.contexts[-1]}{together}"
+            raise UsageError(f"{longest}: the text has {len(tokens)} tokens; use a longer --text")
+        return names, tokens
 
     def _prompt(self, context: int, batch: int) -> tuple[list[list[int]], list[list[int]]]:
         """So many texts, one behind the other in what was read; and what answers each, if that is asked for.
