@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
 from statistics import median, stdev
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,23 +70,19 @@ class Continued(Texts):
         return llm
 
     def measured(
-        self,
-        llm: LLM,
-        overrides: Mapping[str, object],
-        config: str = "retrieval",
-        temperature: float | None = None,
-        new_tokens: int | None = None,
+        self, llm: LLM, overrides: Mapping[str, object], config: str = "retrieval", **given: Any
     ) -> Row:
         """Of a text of each seed, from the end of the prompt that was read last.
 
         `error` is the standard error of `tokens_per_pass`, over the texts.
+
+        Args:
+            given: parameters of sampling that are others than those of the study.
         """
-        heat = self.sizes.temperature if temperature is None else temperature
-        count = new_tokens or self.sizes.new_tokens
-        results = [
-            llm.rerun(SamplingParams(heat, max_tokens=count, seed=seed, ignore_eos=True), config, overrides)
-            for seed in range(1, self.sizes.seeds + 1)
-        ]
+        params = SamplingParams(self.sizes.temperature, max_tokens=self.sizes.new_tokens, ignore_eos=True)
+        seeds = range(1, self.sizes.seeds + 1)
+        each = (replace(params, **given, seed=seed) for seed in seeds)
+        results = [llm.rerun(one, config, overrides) for one in each]
         yields = [len(one.tokens) / one.rounds for one in results]
         rounds = sum(one.rounds for one in results)
         proposed = sum(one.timings.draft_n for one in results)
@@ -98,13 +95,13 @@ class Continued(Texts):
             "ms_per_token": median(1e3 / one.timings.predicted_per_second for one in results),
         }
 
-    def plain_ms(self, llm: LLM, tokens: int) -> float:
+    def plain_ms(self, llm: LLM) -> float:
         """ms a token of plain decoding."""
-        result = llm.rerun(SamplingParams(max_tokens=tokens, ignore_eos=True), "plain", self.keys())
+        result = llm.rerun(SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True), "plain", self.keys())
         return 1e3 / result.timings.predicted_per_second
 
 
-PLAIN_TOKENS, CEILING_PLAIN_TOKENS = 8, 16
+PLAIN_TOKENS = 16
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
 GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6
 GAMMA_2 = dict(enumerate((1.62, 1.90, 2.13, 2.22, 2.26, 2.31, 2.24, 2.20), 1))  # with γ1 = 2
@@ -123,9 +120,8 @@ class Variant:
     label: str
     config: str
     overrides: Mapping[str, object] = field(default_factory=dict)
-    temperature: float | None = None
-    new_tokens: int | None = None
     paper: float | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Continued], list[Row]]:
@@ -140,8 +136,8 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
                 if study.draft is None and uses_small_model([load_config(one.config, overrides)]):
                     continue
                 say(one.label)
-                plain_ms = study.plain_ms(llm, PLAIN_TOKENS)
-                row = study.measured(llm, overrides, one.config, one.temperature, one.new_tokens)
+                plain_ms = study.plain_ms(llm)
+                row = study.measured(llm, overrides, one.config, **one.sampling)
                 over = {"over_plain": plain_ms / row["ms_per_token"], "paper": one.paper}
                 rows.append({"variant": one.label} | row | over)
         return rows
@@ -156,11 +152,11 @@ def temperatures(study: Continued) -> Iterator[Variant]:
     TriForce, table 2; on chip there.
     """
     for heat, paper in TEMPERATURES.items():
-        yield Variant(f"triforce, T = {heat:g}", "triforce", temperature=heat, paper=paper)
+        yield Variant(f"triforce, T = {heat:g}", "triforce", paper=paper, sampling={"temperature": heat})
     hierarchy = {"speculation.levels": ["draft:streaming", "target:streaming"]}
     yield Variant("retrieval without hierarchy", "retrieval", paper=1.80)
     yield Variant("StreamingLLM without hierarchy", "streaming", paper=1.75)
-    yield Variant("StreamingLLM with hierarchy", "triforce", hierarchy, paper=1.90)
+    yield Variant("StreamingLLM with hierarchy", "triforce", hierarchy, 1.90)
     yield Variant("small model alone", "naive", paper=1.42)
 
 
@@ -173,7 +169,7 @@ def gammas(study: Continued) -> Iterator[Variant]:
     depths = [(first, 6, paper) for first, paper in GAMMA_1.items()]
     for first, second, paper in [*depths, *((2, second, paper) for second, paper in GAMMA_2.items())]:
         keys = {"speculation.gamma1": first, "speculation.gamma2": second}
-        yield Variant(f"γ1 = {first}, γ2 = {second}", "triforce", keys, paper=paper)
+        yield Variant(f"γ1 = {first}, γ2 = {second}", "triforce", keys, paper)
 
 
 @sweep
@@ -183,7 +179,7 @@ def lengths(study: Continued) -> Iterator[Variant]:
     TriForce, table 7.
     """
     for count, paper in LENGTHS.items():
-        yield Variant(f"{count} tokens", "triforce", new_tokens=count, paper=paper)
+        yield Variant(f"{count} tokens", "triforce", paper=paper, sampling={"max_tokens": count})
 
 
 @sweep
@@ -208,12 +204,12 @@ def sources(study: Continued) -> Iterator[Variant]:
     yield Variant("n-grams of the text", "lookup")
     yield Variant("suffixes of the text", "suffix")
     if study.arguments.datastore is not None:
-        yield Variant("REST", "lookup", study.arguments.datastore, paper=1.47)
+        yield Variant("REST", "lookup", study.arguments.datastore, 1.47)
     if study.name == DEMO or "head.path" in dict(study.arguments.overrides):
         yield Variant("a head on hidden states", "heads")
     for cache, name, paper in (("retrieved", "retrieved KV", None), ("shared", "all KV", 1.36)):
         skipping = {"speculation.levels": [{"model": "target", "cache": cache, "layers": "skip:2"}]}
-        yield Variant(f"without a layer, {name}", "retrieval", skipping, paper=paper)
+        yield Variant(f"without a layer, {name}", "retrieval", skipping, paper)
     yield Variant("EasySpec", "easyspec")
     yield Variant("trees", "trees")
     yield Variant("triforce", "triforce", paper=2.19)
@@ -244,7 +240,7 @@ def ceilings(study: Continued) -> list[Row]:
         say(f"ceiling at {context} tokens")
         with study.llm(context) as llm:
             deep = study.measured(llm, study.keys() | {"speculation.gamma2": DEPTH})
-            pass_ms = study.plain_ms(llm, CEILING_PLAIN_TOKENS)
+            pass_ms = study.plain_ms(llm)
             token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
             accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
             expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
