@@ -115,6 +115,17 @@ class LazyLink(PacedLink):
         return LateTicket(self, list(pairs))
 
 
+@contextmanager
+def what_is_new() -> Iterator[None]:
+    """`gc.get_objects` tells of what is made within alone."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def live_kv_bytes(head_dim: int) -> dict[int, int]:
     """Bytes of every live tensor of heads, by address."""
     found = {}
@@ -138,7 +149,8 @@ def test_one_layer_is_on_the_device_at_a_time() -> None:
             now = live_kv_bytes(model.head_dim)
             seen.append(sum(nbytes for address, nbytes in now.items() if address not in before))
 
-        prefill(model, cache, tokens, 32, count)
+        with what_is_new():
+            prefill(model, cache, tokens, 32, count)
         del memory
     layer_bytes = len(tokens) * cache.layout.layer_token_bytes
     chunk_bytes = layer_bytes * 32 // len(tokens)
