@@ -103,9 +103,10 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 
 
 @DEVICES
-@pytest.mark.parametrize("config", ["triforce", "plain", "trees"])
-@pytest.mark.parametrize("shares", BY_CARDS)
-@pytest.mark.parametrize("refresh", ["stream", "store"])
+@pytest.mark.parametrize("config", ["triforce", "trees"])
+@pytest.mark.parametrize(
+    ("shares", "refresh"), [*((shares, "stream") for shares in BY_CARDS), (BY_CARDS[0], "store")]
+)
 def test_other_cards_attend_their_share(
     device: torch.device, config: str, shares: Shares, refresh: str
 ) -> None:
@@ -119,10 +120,10 @@ def check_tokens(device: torch.device, config: str, shares: Shares, refresh: str
         plain = llm.plain(PARAMS)
         check_streamed(plain, shares)
         assert result.tokens == plain.tokens
-        sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
+        sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=12)
         assert llm.rerun(sampled).tokens == llm.rerun(sampled).tokens
-        batch = llm.generate([PROMPT, PROMPT[:90]], PARAMS)
-        assert batch[0].tokens == plain.tokens
+        batch = llm.generate([PROMPT, PROMPT[:90]], SamplingParams(max_tokens=12))
+        assert batch[0].tokens == plain.tokens[:12]
 
 
 @DEVICES
