@@ -12,11 +12,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before anything imports torch: threads wait for each other longer than tiny models compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
+
 EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 if EMULATED_CUDA:
     import emulated_cuda
 
     emulated_cuda.install(os.environ["EMULATED_CUDA"])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    import torch  # which a process that only hands out tests does without
+
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 def _test(item: Any) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ import torch
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
-from cpu_kv import Link, PacedLink
+from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
@@ -37,7 +37,16 @@ PROMPT = byte_ids(150)
 PARAMS = SamplingParams(max_tokens=40)
 
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+_ON_CUDA = pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)
+ON_CUDA = pytest.mark.parametrize("device", [_ON_CUDA])
+DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="paced"), _ON_CUDA])
+"""Where KV crosses a link."""
 LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+
+
+def link_to(device: torch.device) -> Link:
+    return CudaLink(device) if device.type == "cuda" else PacedLink(1e9)
 
 
 def other_card(device: torch.device) -> torch.device:

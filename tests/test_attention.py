@@ -48,7 +48,6 @@ ON_CPU = [
     for backend in {b.name: b for b in (ReferenceBackend(), TorchCpuBackend(), choose_backend(CPU))}.values()
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ]
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def has_flash_attn() -> bool:
@@ -61,9 +60,7 @@ def has_flash_attn() -> bool:
 
 NO_FLASH = pytest.mark.skipif(not has_flash_attn(), reason="no flash-attn")
 ON_CUDA = [
-    pytest.param(
-        kind, dtype, CUDA, id=f"{kind.name}-{str(dtype)[6:]}", marks=[pytest.mark.gpu, NO_CUDA, *more]
-    )
+    pytest.param(kind, dtype, CUDA, id=f"{kind.name}-{str(dtype)[6:]}", marks=[pytest.mark.gpu, *more])
     for kind, more in ((TorchCudaBackend, []), (FlashAttnBackend, [NO_FLASH]))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 ]

@@ -696,7 +696,6 @@ def test_chunks_are_picked_by_rows(chunk: int, between: int, heads_apart: int) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_buffer_that_grows_is_copied_before_others_have_its_memory() -> None:
     buffer = BufferPool().take(LAYOUT, 2**16, torch.device("cuda"))
     stream = torch.cuda.Stream()

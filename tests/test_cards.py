@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small_engine import PAGE, PARAMS, PROMPT, engine_overrides, other_card
+from small_engine import (
+    CPU,
+    CUDA,
+    DEVICES,
+    ON_CUDA,
+    PAGE,
+    PARAMS,
+    PROMPT,
+    engine_overrides,
+    link_to,
+    other_card,
+)
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.cards import Elsewhere, spread
 from offload_rt.errors import UsageError
@@ -24,27 +33,17 @@ from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.shapes import find_shape
 from offload_rt.toml import load_config
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-ON_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
-)
-
 
 @DEVICES
 @pytest.mark.parametrize("config", ["triforce", "plain", "easyspec"])
 def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, config: str) -> None:
     target = tiny_target("llama-gqa")
     draft, whole = noisy_copy(target), copy.deepcopy(target)
-    link: Callable[[torch.device], Link] = CudaLink if device != CPU else lambda device: PacedLink(1e9)
     other = other_card(device)
     sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
     written = []
     for model in (whole.to(device), spread(target, device, other, 1)):
-        links: dict[str, Any] = {"link": link(device), "cards": [link(other)]}
+        links: dict[str, Any] = {"link": link_to(device), "cards": [link_to(other)]}
         with LLM.from_models(
             model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
         ) as llm:
@@ -86,7 +85,7 @@ def test_a_model_without_such_blocks_is_refused() -> None:
         spread(target, CPU, torch.device("cuda", 1), 2)
 
 
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 def test_what_the_first_card_has_no_room_for_is_on_the_second(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +127,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
     assert held == [(0, 0), (whole - there, there)]
 
 
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
     """What waits for a link in one of them holds up none of the others."""
     block = Elsewhere(torch.nn.Linear(8, 8), device, other_card(device))

@@ -457,7 +457,6 @@ def test_very_long_texts_have_graphs_of_their_own() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_graphs(arch: str, dtype: torch.dtype) -> None:

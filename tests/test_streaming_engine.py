@@ -8,17 +8,29 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from emulated_card import EMULATED
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, engine_overrides, other_card
+from small_engine import (
+    CONFIGS,
+    CPU,
+    CUDA,
+    DEVICES,
+    ON_CUDA,
+    PAGE,
+    PARAMS,
+    PROMPT,
+    engine_overrides,
+    link_to,
+    other_card,
+)
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from cpu_kv import CudaLink, Link, PacedLink, head_major
+from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.places import CardTokens, Shares
@@ -31,14 +43,6 @@ from offload_rt.rounds import Round
 from offload_rt.session import Session
 from offload_rt.toml import config_names
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-ON_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = pytest.mark.parametrize(
-    "device", [pytest.param(CPU, id="paced"), pytest.param(CUDA, id="cuda", marks=ON_CUDA)]
-)
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
 SHARES = [Shares(), Shares(32), Shares(0, 48), Shares(32, 48)]
 """Of 149 tokens."""
@@ -54,14 +58,13 @@ def small_llm(device: torch.device, config: str, shares: Shares = SHARES[0], **o
     target = tiny_target("llama-gqa")
     draft = noisy_copy(target)
     given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
-    link: Callable[[torch.device], Link] = CudaLink if device != CPU else lambda device: PacedLink(1e9)
     llm = LLM.from_models(
         target.to(device),
         draft.to(device),
         config=config,
         overrides=engine_overrides(**given | offload),
-        link=link(device),
-        cards=[link(other_card(device)) for _ in shares.cards],
+        link=link_to(device),
+        cards=[link_to(other_card(device)) for _ in shares.cards],
     )
     if shares.cards:
         plan = llm._engine._plan
@@ -80,7 +83,7 @@ def check_streamed(result: GenerationResult, shares: Shares) -> None:
 CASES = [
     pytest.param(CPU, config, SHARES[3], "stream", False, id=f"{config}-paced") for config in CONFIGS
 ] + [
-    pytest.param(CUDA, config, shares, refresh, graphs, marks=ON_CUDA)
+    pytest.param(CUDA, config, shares, refresh, graphs, marks=pytest.mark.gpu)
     for config in CONFIGS
     for shares in SHARES
     for refresh in ("stream", "store")
@@ -210,7 +213,7 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(EMULATED, reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("tool", "environment"),
     [
@@ -234,7 +237,7 @@ def test_random_interrupts_under_tools(tool: tuple[str, ...], environment: dict[
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 @pytest.mark.parametrize("config", ["retrieval", "triforce", "trees"])
 def test_captures_while_a_pass_streams(
     device: torch.device, config: str, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +247,7 @@ def test_captures_while_a_pass_streams(
         assert llm.generate(PROMPT, PARAMS).tokens == llm.plain(PARAMS).tokens
 
 
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 @pytest.mark.parametrize("shares", [*SHARES, BY_CARDS[0]])
 def test_no_layer_of_a_pass_waits_for_the_device(
     device: torch.device, shares: Shares, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +268,7 @@ def test_no_layer_of_a_pass_waits_for_the_device(
         assert llm.rerun(PARAMS).tokens == expected
 
 
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 @pytest.mark.parametrize("config", config_names())
 def test_every_configuration_writes_what_plain_decoding_does(device: torch.device, config: str) -> None:
     """The demo pair, whose parts (a draft model, a head) all configurations find."""
@@ -276,7 +279,7 @@ def test_every_configuration_writes_what_plain_decoding_does(device: torch.devic
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_round_waits_only_where_it_reads(
     device: torch.device, config: str, temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +308,7 @@ def test_a_round_waits_only_where_it_reads(
         assert llm.rerun(params).tokens == expected
 
 
-@pytest.mark.parametrize("device", [pytest.param(CUDA, marks=ON_CUDA)])
+@ON_CUDA
 def test_page_locked_memory_is_asked_for_before_the_rounds(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,7 +290,6 @@ def test_a_forgotten_allocator_unlocks_its_slabs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_slabs_are_pinned() -> None:
     allocator = SlabAllocator(True, pytest.fail)
     slab = allocator.allocate((3, 5000), torch.bfloat16).result()

@@ -436,7 +436,6 @@ def test_use_after_close() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("ring_buffers", [1, 2, 3])
 def test_cuda_streams_under_load(ring_buffers: int) -> None:
     layout = KVLayout(layers=4, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
@@ -475,7 +474,6 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_destination_that_is_let_go_is_nobody_elses_before_the_copy() -> None:
     link = CudaLink("cuda")
     source = torch.ones(2**20, pin_memory=True)
@@ -490,7 +488,6 @@ def test_a_destination_that_is_let_go_is_nobody_elses_before_the_copy() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_what_is_sent_arrives_whole_however_late() -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)
     link = CudaLink("cuda")
