@@ -306,17 +306,6 @@ def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
     assert filled == 33, "the ring of the next pass"
 
 
-def test_the_link_runs_ahead_across_layers() -> None:
-    kv = random_kv(8)
-    with engine_over(UnevenLink(), kv, segment_tokens=8, ring_buffers=2) as engine:
-        stream = engine.stream(8)
-        assert engine.counters.bytes_to_device == 2 * 8 * LAYOUT.layer_token_bytes  # layers 0 and 1
-        assert engine.counters.copies == 2
-        list(stream.segments(0))
-        assert engine.counters.bytes_to_device == 8 * LAYOUT.token_bytes
-        stream.close()
-
-
 def test_in_place_nothing_is_copied() -> None:
     kv = random_kv(30)
     with engine_over(CpuLink(), kv) as engine:
@@ -329,18 +318,6 @@ def test_in_place_nothing_is_copied() -> None:
         engine.read(27, 34)
         assert engine.counters.bytes_to_device == engine.counters.bytes_to_host == 0
         assert engine.counters.copies == 0
-
-
-@pytest.mark.parametrize("make_link", [CpuLink, UnevenLink])
-def test_reads_wait_for_write_backs(make_link: type[CpuLink]) -> None:
-    kv = random_kv(30)
-    with engine_over(make_link(), kv) as engine:
-        block = random_kv(6, 1)
-        engine.write_back(block)
-        read = engine.read(27, 36)
-        assert torch.equal(read, torch.cat([kv, block], dim=3)[:, :, :, 27:])
-        if not engine.link.in_place:
-            assert engine.counters.bytes_to_device == 9 * LAYOUT.token_bytes
 
 
 def test_streams_are_read_in_their_order_and_one_at_a_time() -> None:
