@@ -46,11 +46,9 @@ class StreamingCache(BoundedCache):
     def skip(self, tokens: int) -> None:
         """Treats the next `tokens` tokens of the text as seen and already out of the window.
 
-        Only between the sinks and a window's worth of text: what a prompt's middle leaves behind in a
-        cache of this kind is nothing but its influence on later hidden states.
+        Only where the sinks alone are held: what a prompt's middle leaves behind in a cache of this kind is
+        nothing but its influence on later hidden states.
         """
-        if self.entries != self.sinks or len(self.held):
-            raise ValueError("only a cache that holds its sinks alone can skip text")
         self.verified_length += tokens
         self._move_sinks()
 
@@ -61,8 +59,7 @@ class StreamingCache(BoundedCache):
 
     def build(self, queries: Tensor) -> None:
         """Takes the sinks and the window from the full cache's store; `queries` are not needed."""
-        if self._source is None:
-            raise ValueError("a streaming cache without a source fills itself from its own passes")
+        assert self._source is not None
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
