@@ -38,14 +38,11 @@ def retrieval(scores: Tensor, count: int, first: int = 1) -> Tensor:
 
     ``scores`` ``[kv_heads, chunks]``; returns chunk numbers ``[kv_heads, count]``, falling in score.
     """
-    return _largest(scores[:, first:], count) + first
-
-
-def _largest(scores: Tensor, count: int) -> Tensor:
     # topk promises nothing about ties, and a stable sort is five times as slow: so each score becomes an
     # integer that no other one equals. Floats are in the order of their bits, negative ones turned around;
     # zero is added to make -0.0 and 0.0 the same. Among equals the lower number is larger.
+    scores = scores[:, first:]
     bits = (scores.float() + 0.0).view(torch.int32)
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     number = torch.arange(scores.shape[1], device=scores.device)
-    return (rising * 2**32 - number).topk(count, dim=1).indices
+    return (rising * 2**32 - number).topk(count, dim=1).indices + first

@@ -70,7 +70,8 @@ class NewTokens:
         In float32 or wider, on the device of `like`.
         """
         width, device = behind + self.count, like.device
-        mask = torch.zeros(self.count, width, dtype=_wide(like), device=device)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        mask = torch.zeros(self.count, width, dtype=wide, device=device)
         if all(bits == (1 << behind + 1 + at) - 1 for at, bits in enumerate(self.sees)):
             return mask.fill_(-torch.inf).triu_(behind + 1)
         words = to_device(self.words(-(-width // WORD_BITS)), device).view(self.count, -1)
@@ -106,10 +107,6 @@ def seen(words: Tensor, columns: Tensor) -> Tensor:
     word = (columns // WORD_BITS).clamp(0, words.shape[1] - 1)
     bits = words.index_select(1, word) >> columns % WORD_BITS & 1
     return (bits == 1) & (columns < words.shape[1] * WORD_BITS)
-
-
-def _wide(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
 
 
 class Cache(Protocol):

@@ -60,7 +60,7 @@ class FullCache:
         attended: counts what passes attend to, where somebody wants to know.
         held: nothing: all that is committed here is final.
         scale: the softmax scale that the model attends with, known after its first pass.
-        last_queries: of the newest tokens, `[layers, heads, tokens, head_dim]`.
+        last_queries: of the prompt's newest tokens, `[layers, heads, tokens, head_dim]`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FullCache:
         self.attended: ByAttention | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
-        self.last_queries = self._prompt_queries = torch.empty(0)
+        self.last_queries = torch.empty(0)
         self._prompt_tokens = 0
         self._others = others
         self._tail = Tail(layout, engine.link.device)
@@ -138,11 +138,11 @@ class FullCache:
         self._queries.append(queries)
         resident, stream = self._coverage.resident, self._coverage.stream
         chunk = None if self.attended is None else self.attended.chunk
-        begun: list[tuple[OtherPlace, int, Future[list[Tensor]]]] = []
-        ranges = [(at, self.sequence.views(layer, at, stop)) for _, at, stop in self._coverage.others]
-        for (place, *_), (at, runs) in zip(self._coverage.others, ranges, strict=True):
-            begun.append((place, at, place.start(layer, queries, runs, scale, chunk)))
-        for at, runs in ranges:
+        begun: list[tuple[OtherPlace, int, Sequence[KeysValues], Future[list[Tensor]]]] = []
+        for place, at, stop in self._coverage.others:
+            runs = self.sequence.views(layer, at, stop)
+            begun.append((place, at, runs, place.start(layer, queries, runs, scale, chunk)))
+        for _, at, runs, _ in begun:
             self._refill(layer, at, runs, over_link=True)
         # The device's own tokens first: the link gains time.
         parts = [self._frame.attend_part(layer, queries, keys, values, scale)]
@@ -160,7 +160,7 @@ class FullCache:
         if begun:
             # The others first: the device merges them while the other places work.
             parts = [merge(parts)]
-        for place, at, started in begun:
+        for place, at, _, started in begun:
             out, lse, *chunks = place.finish(started)
             parts.append((out, lse))
             if self.attended is not None:
@@ -194,7 +194,6 @@ class FullCache:
         queries = torch.stack(self._queries).index_select(2, to_device(kept, self.device))
         verified = Verified(ids, kv, queries, new.count - 1)
         self.engine.write_back(kv)
-        self.last_queries = verified.queries[:, :, -LAST_QUERIES:]
         for cache in self.derived:
             cache.adopt(verified)
 
@@ -234,13 +233,11 @@ class FullCache:
 
     def rewind(self) -> None:
         """Back to the end of the prompt: forgets all that came after its prefill."""
-        length, self.last_queries = self._prompt_tokens, self._prompt_queries
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
-        self.sequence.truncate(length)
-        self._resident.truncate(length)
-        self.start_from(length)
+        self.sequence.truncate(self._prompt_tokens)
+        self.start_from(self._prompt_tokens)
 
     def finish_prefill(self, tokens: int, last_queries: Tensor) -> None:
         """The store holds a prompt of `tokens` tokens.
@@ -251,7 +248,7 @@ class FullCache:
         self.engine.flush()
         self.start_from(tokens)
         self._prompt_tokens = tokens
-        self.last_queries = self._prompt_queries = last_queries
+        self.last_queries = last_queries
 
     def start_from(self, length: int) -> None:
         """The store holds a text of `length` tokens, for a pass to follow; the tail takes its last page."""

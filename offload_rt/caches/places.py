@@ -94,10 +94,6 @@ class ResidentShare:
         for there, here in zip(self._memory[layer].flatten(0, 1), (*keys, *values), strict=True):
             there[: self.tokens].copy_(here[: self.tokens], non_blocking=True)
 
-    def truncate(self, length: int) -> None:
-        """Forgets the tokens from `length` on."""
-        self.tokens = min(self.tokens, length)
-
     def release(self) -> None:
         """Lets its memory go."""
         self.tokens, self._memory = 0, torch.empty(0)
@@ -327,9 +323,8 @@ class CardShare(OtherPlace):
     def abandon(self) -> None:
         def close() -> None:
             while self._passes:
-                _, stream = (
-                    self._passes.pop()
-                )  # the next one's first: else it would be sent what this one's frees
+                # The next one's first: else it would be sent what this one's frees.
+                _, stream = self._passes.pop()
                 if stream.exception() is None:
                     stream.result().close()
 
