@@ -20,12 +20,13 @@ from torch import Tensor
 from bench import needles
 from bench.report import Row
 from bench.texts import Texts, passed, recompose
-from cpu_kv import chunk_scores, head_major, retrieval
+from cpu_kv import head_major
 from offload_rt.attention import attend, fold, folded_mask, merge
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import chunk_scores, retrieval
 from offload_rt.sampling import Sampler
 from offload_rt.session import Session
 from offload_rt.toml import load_config

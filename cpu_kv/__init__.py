@@ -6,7 +6,6 @@ from cpu_kv.layout import KeysValues, KVLayout, head_major, part_of
 from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
 from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
-from cpu_kv.selection import chunk_scores, expecting, retrieval
 from cpu_kv.store import PagedKVStore, SequenceKV
 from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
 
@@ -29,9 +28,6 @@ __all__ = [
     "TransferCounters",
     "TransferEngine",
     "TransferStalled",
-    "chunk_scores",
-    "expecting",
     "head_major",
     "part_of",
-    "retrieval",
 ]

@@ -24,8 +24,7 @@ from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.caches.refill import ChunkRows
-from offload_rt.caches.refresh import Refresh
-from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.retrieved import Refresh, RetrievedCache
 from offload_rt.caches.selection import ByAttention, ByMeanKeys
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, expecting, retrieval
+from cpu_kv import ChunkMeans
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refill import Extent, RetrievedRefill
-from offload_rt.caches.refresh import Refresh
-from offload_rt.caches.selection import Scores, Selection
+from offload_rt.caches.selection import Scores, Selection, expecting, retrieval
 from offload_rt.config import RefreshPolicy
+
+
+class Refresh:
+    """When a retrieved cache chooses its entries anew: a policy, and what it looks at.
+
+    Attributes:
+        policy: every verification, every N tokens, or below an acceptance rate.
+        count: refreshes so far.
+    """
+
+    ROUNDS = 8
+    """How many of the newest the acceptance rate is of."""
+
+    def __init__(self, policy: RefreshPolicy) -> None:
+        self.count = 0
+        self.policy = policy
+        self._tokens = 0
+        self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROUNDS)
+
+    def done(self) -> None:
+        """The entries have been chosen anew."""
+        self.count += 1
+        self._tokens = 0
+        self._rounds.clear()
+
+    def observe(self, tokens: int, proposed: int) -> None:
+        """A verification of `proposed` tokens has yielded so many."""
+        self._tokens += tokens
+        self._rounds.append((tokens - 1, proposed))
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time."""
+        if self.policy.kind == "every":
+            return True
+        if self.policy.kind == "stride":
+            return self._tokens >= self.policy.value
+        accepted, proposed = (sum(column) for column in zip(*self._rounds, strict=True))
+        full = len(self._rounds) == self.ROUNDS
+        return full and proposed > 0 and accepted / proposed < self.policy.value
 
 
 class RetrievedCache(BoundedCache):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cpu_kv import chunk_scores
 from offload_rt.attention import attend_weighed, choose_backend, fold, merge
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.host import Arriving
@@ -126,3 +125,46 @@ class ByAttention:
 
 Selection = ByMeanKeys | ByAttention
 """Scores the chunks of a text."""
+
+
+def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
+    """Attention of the queries to each chunk's mean key (TriForce, section 4.1).
+
+    Args:
+        queries: `[kv_heads, folded_query, head_dim]`.
+        summaries: `[kv_heads, chunks, head_dim]`.
+
+    Returns:
+        Float32 `[kv_heads, chunks]`, the mean over the queries of the softmax over the chunks.
+    """
+    scores = torch.empty(summaries.shape[:2], dtype=torch.float32, device=summaries.device)
+    # One head after the other: a float32 copy of all mean keys would leave the processor's caches.
+    for asked, keys, score in zip(queries, summaries, scores, strict=True):
+        weights = (scale * (asked.float() @ keys.float().mT)).softmax(dim=-1)
+        torch.mean(weights, dim=0, out=score)
+    return scores
+
+
+def expecting(scores: Tensor) -> Tensor:
+    """Scores of chunks `[kv_heads, chunks]` as the next tokens may give them: attention moves on.
+
+    What copies or quotes reads on, so a chunk is worth holding when the one before it was attended to: it
+    gets half of that one's score.
+    """
+    return torch.nn.functional.pad(scores[:, :-1] / 2, (1, 0)) + scores
+
+
+def retrieval(scores: Tensor, count: int, first: int = 1) -> Tensor:
+    """The `count` chunks with the highest scores, without the `first` ones, which are kept anyway.
+
+    From scores `[kv_heads, chunks]` to chunk numbers `[kv_heads, count]`, falling in score; of equals (as
+    float32) the lower number comes first.
+    """
+    scores = scores[:, first:]
+    # topk promises nothing about ties, and a stable sort is five times as slow: so each score becomes an
+    # integer that no other one equals. Floats are in the order of their bits, negative ones turned around;
+    # zero is added to make -0.0 and 0.0 the same. Among equals the lower number is larger.
+    bits = (scores.float() + 0.0).view(torch.int32)
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    number = torch.arange(scores.shape[1], device=scores.device)
+    return (rising * 2**32 - number).topk(count, dim=1).indices + first

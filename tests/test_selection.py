@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_kv import chunk_scores, retrieval
+from offload_rt.caches.selection import chunk_scores, retrieval
 
 
 def plain_attention(queries: Tensor, keys: Tensor, scale: float) -> list[list[list[float]]]:
