@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference_attention import ReferenceBackend
 from torch import Tensor
 
-from cpu_kv import head_major
 from offload_rt import native
 from offload_rt.attention import NativeCpuBackend, TorchCpuBackend, _torch_threads, choose_backend, merge
 from offload_rt.devices import CACHE_FOLDER, cache_folder
@@ -62,11 +62,7 @@ def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Ker
 def expected(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    keys, values = head_major(keys), head_major(values)
-    scores = queries.double() @ keys.double().transpose(1, 2) * scale
-    if mask is not None:
-        scores = scores + mask
-    return scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
+    return ReferenceBackend()(queries.double(), keys.double(), values.double(), scale, mask)
 
 
 def drawn(

@@ -11,10 +11,9 @@ import torch
 from tiny_models import ARCHITECTURES, byte_ids, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from uneven_link import LateTicket
+from uneven_link import LateLink
 
-from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, Ticket, TransferEngine
-from cpu_kv.link import Pairs
+from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
 from offload_rt.attention import TorchCpuBackend
 from offload_rt.caches.full import LAST_QUERIES, FullCache
 from offload_rt.model import CausalModel
@@ -106,15 +105,6 @@ def test_every_page_crosses_the_link_once(chunk: int) -> None:
         assert cache.engine.counters.bytes_to_device == 150 % 16 * cache.layout.token_bytes
 
 
-class LazyLink(PacedLink):
-    """Makes a copy when somebody waits for it, and not before."""
-
-    def copy(
-        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
-    ) -> Ticket:
-        return LateTicket(self, list(pairs))
-
-
 @contextmanager
 def what_is_new() -> Iterator[None]:
     """`gc.get_objects` tells of what is made within alone."""
@@ -140,7 +130,7 @@ def test_one_layer_is_on_the_device_at_a_time() -> None:
     """And what is being written of it, a few chunks at most, however late the link is."""
     model = CausalModel(tiny_target("llama-gqa", layers=5), "tiny")
     tokens, seen = byte_ids(512), []
-    with empty_cache(model, LazyLink(1e9)) as cache:
+    with empty_cache(model, LateLink(1e9)) as cache:
         cache.sequence.reserve(len(tokens))
         memory = [cache.sequence.memory(layer, 0, len(tokens)) for layer in range(model.layers)]
         before = live_kv_bytes(model.head_dim)  # the store, which is the host's, and the tail

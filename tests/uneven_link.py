@@ -33,12 +33,12 @@ class UnevenLink(PacedLink):
 
 
 class LateLink(PacedLink):
-    """Makes an urgent copy when somebody waits for it, and not before."""
+    """Makes a copy when somebody waits for it, and not before."""
 
     def copy(
         self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
     ) -> Ticket:
-        return LateTicket(self, list(pairs)) if urgent else super().copy(pairs, after, to_host=to_host)
+        return LateTicket(self, list(pairs))
 
 
 class LateTicket:
