@@ -34,13 +34,16 @@ def no_notice(text: str) -> None:
     raise AssertionError(text)
 
 
-def streaming_cache(model: CausalModel, backend: AttentionBackend | None = None) -> StreamingCache:
+def streaming_cache(
+    model: CausalModel, backend: AttentionBackend | None = None, pool: BufferPool | None = None
+) -> StreamingCache:
     return StreamingCache(
         model.kv_layout(),
         model.rotary_frequencies,
         sinks=SINKS,
         window=WINDOW,
         backend=backend or TorchCpuBackend(),
+        pool=pool,
     )
 
 
@@ -439,14 +442,7 @@ def test_very_long_texts_have_graphs_of_their_own() -> None:
     pool = BufferPool()
     logits = []
     for model in (of_short, of_long):
-        cache = StreamingCache(
-            model.kv_layout(),
-            model.rotary_frequencies,
-            sinks=SINKS,
-            window=WINDOW,
-            backend=TorchCpuBackend(),
-            pool=pool,
-        )
+        cache = streaming_cache(model, pool=pool)
         model.prepare(cache, [3], None)
         walk = Walk(model, cache)
         logits.append(walk.run(byte_ids(3)))

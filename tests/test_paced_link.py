@@ -59,13 +59,10 @@ def test_tokens_are_those_of_the_run_in_place(
     assert found.transfer.bytes_to_device > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_slow_link_changes_no_token(
-    target: PreTrainedModel, draft: PreTrainedModel, config: str, temperature: float
-) -> None:
+def test_a_slow_link_changes_no_token(target: PreTrainedModel, draft: PreTrainedModel, config: str) -> None:
     """A write-back that is still under way when the next round begins counts as done."""
-    params = SamplingParams(temperature=temperature, max_tokens=12, seed=0)
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=0)
     expected = generate(target, draft, config, None, params)
     found = generate(target, draft, config, PacedLink(1e9, latency_s=2e-3), params, segment=4096)
     assert found.tokens == expected.tokens
