@@ -138,7 +138,7 @@ class FullCache:
         self._queries.append(queries)
         resident, stream = self._coverage.resident, self._coverage.stream
         chunk = None if self.attended is None else self.attended.chunk
-        begun: list[tuple[OtherPlace, int, Sequence[KeysValues], Future[list[Tensor]]]] = []
+        begun: list[tuple[OtherPlace, int, list[KeysValues], Future[list[Tensor]]]] = []
         for place, at, stop in self._coverage.others:
             runs = self.sequence.views(layer, at, stop)
             begun.append((place, at, runs, place.start(layer, queries, runs, scale, chunk)))
