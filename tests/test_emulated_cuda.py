@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from emulated_card import CARD, EMULATED
+from emulated_card import CARD, CUDA, EMULATED
 from small_engine import PROMPT
 from test_streaming_engine import small_llm
 
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not EMULATED, reason="of the emulated device alone"),
 ]
-CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -41,16 +41,13 @@ class LateLink(PacedLink):
         return LateTicket(self, list(pairs))
 
 
-class LateTicket:
+class LateTicket(Ticket):
     """A copy that is made when it is waited for."""
 
     def __init__(self, link: PacedLink, pairs: Pairs) -> None:
         self._link = link
         self._pairs = pairs
         self._done = False
-
-    def wait(self) -> None:
-        self.synchronize()
 
     def synchronize(self) -> None:
         if not self._done:
