@@ -111,7 +111,6 @@ def test_a_link_that_is_not_asked_records_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_records_of_a_cuda_link() -> None:
     link = CudaLink("cuda")
     link.record()

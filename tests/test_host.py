@@ -105,7 +105,6 @@ def test_there_and_back() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_there_and_back_over_a_link() -> None:
     device = torch.device("cuda")
     numbers = to_device(range(1000), device)
@@ -114,7 +113,6 @@ def test_there_and_back_over_a_link() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("config", ["naive", "retrieval", "triforce"])
 def test_drafting_waits_for_nothing_else_on_a_gpu(

@@ -121,7 +121,6 @@ def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_card_is_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = read_cards()[0]
     device = torch.device("cuda:0")
