@@ -89,14 +89,12 @@ class Round:
     hidden: Tensor | None = None
 
 
-NOTHING = Draft()
-
-
 class Proposal:
     """A draft in the making. The base is one that was made at once."""
 
-    def __init__(self, made: Draft = NOTHING) -> None:
-        self._made = made
+    def __init__(self, made: Draft | None = None) -> None:
+        # An empty one is its own: on a device, tokens are remembered there.
+        self._made = Draft() if made is None else made
 
     def step(self) -> Work[bool]:
         """Draws some more of it, known to the host; False when it is complete (and nothing was drawn)."""
