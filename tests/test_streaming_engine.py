@@ -27,6 +27,8 @@ from small_engine import (
     link_to,
     other_card,
 )
+from small_engine import plain_tokens as plain_tokens  # a fixture
+from small_engine import target as target
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
@@ -98,11 +100,12 @@ def test_streamed_tokens_are_those_of_plain_decoding(
     shares: Shares,
     refresh: str,
     graphs: bool,
+    plain_tokens: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not graphs:
         monkeypatch.setattr(GraphedModel, "LONGEST", 0)
-    check_tokens(device, config, shares, refresh)
+    check_tokens(device, config, shares, refresh, plain_tokens)
 
 
 @DEVICES
@@ -111,18 +114,23 @@ def test_streamed_tokens_are_those_of_plain_decoding(
     ("shares", "refresh"), [*((shares, "stream") for shares in BY_CARDS), (BY_CARDS[0], "store")]
 )
 def test_other_cards_attend_their_share(
-    device: torch.device, config: str, shares: Shares, refresh: str
+    device: torch.device, config: str, shares: Shares, refresh: str, plain_tokens: list[int]
 ) -> None:
-    check_tokens(device, config, shares, refresh)
+    check_tokens(device, config, shares, refresh, plain_tokens)
 
 
-def check_tokens(device: torch.device, config: str, shares: Shares, refresh: str) -> None:
+def check_tokens(
+    device: torch.device, config: str, shares: Shares, refresh: str, plain_tokens: list[int]
+) -> None:
+    """`plain_tokens`: in place, on the CPU."""
     with small_llm(device, config, shares, refresh_from=refresh) as llm:
         result = llm.generate(PROMPT, PARAMS)
         check_streamed(result, shares)
         plain = llm.plain(PARAMS)
         check_streamed(plain, shares)
         assert result.tokens == plain.tokens
+        if device == CPU:
+            assert plain.tokens == plain_tokens
         sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=12)
         assert llm.rerun(sampled).tokens == llm.rerun(sampled).tokens
         batch = llm.generate([PROMPT, PROMPT[:90]], SamplingParams(max_tokens=12))
