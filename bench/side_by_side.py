@@ -76,7 +76,8 @@ def run(case: Case, arguments: argparse.Namespace) -> None:
     """Measures point after point, appends each to the file, and writes the page and the plot."""
     if arguments.plot:
         report.pyplot()  # or refuses
-    device = _device(arguments.device, getattr(arguments, "link_gb_s", None) or case.link_gb_s)
+    link = getattr(arguments, "link_gb_s", None)
+    device = _device(arguments.device, case.link_gb_s if link is None else link)
     if device.type == "cuda":
         case = replace(case, **case.on_cuda)
     case = inputs.fitted(case, case.if_quick, arguments)
@@ -290,7 +291,7 @@ def _device(name: str, link_gb_s: float) -> torch.device:
     if not link_gb_s:
         return choose_device(name)
     if name not in ("auto", "cpu"):
-        raise UsageError(f"--device {name}: an emulated link is a processor's; leave out --link")
+        raise UsageError(f"--device {name}: an emulated link is a processor's; give --link 0")
     return torch.device("cpu")
 
 

@@ -193,6 +193,7 @@ BAD_INPUT = [
     ("offload --systems ours:plain", "none of ours drafts"),
     ("peers --systems ours:plain --device cpu --gpu-memory 2", "--gpu-memory 2: runs on the CPU"),
     ("peers --systems ours:plain --link 4 --device cuda", "an emulated link is a processor's"),
+    ("link --device cuda", "give --link 0"),
     ("peers --model random:tiny --needles", "reads no text; leave out --text and --needles"),
     ("peers --model random:huge", "there is no such shape; there are tiny"),
     ("peers --draft no/such/folder", "no/such/folder"),
