@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cpu_kv import KeysValues
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
 from offload_rt.verification import Tokens
@@ -157,3 +158,19 @@ class Verified:
     kv: Tensor
     queries: Tensor
     proposed: int
+
+
+class Refill(Protocol):
+    """What a bounded cache takes from a pass of the full cache: no byte moves for it."""
+
+    def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
+        """The text's tokens from `start` on pass by, in runs `[pages, kv_heads, tokens, head_dim]`.
+
+        No chunk lies across two pages.
+
+        Args:
+            over_link: they are in host memory, and what is taken must be sent.
+        """
+
+    def close(self) -> None:
+        """Lets go of what was needed for a pass that is given up. Idempotent."""

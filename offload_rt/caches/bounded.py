@@ -16,20 +16,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention import AttentionBackend, attend, folded_mask
-from offload_rt.caches.base import WORD_BITS, NewTokens, Verified, seen
+from offload_rt.caches.base import WORD_BITS, NewTokens, Refill, Verified, seen
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
-
-if TYPE_CHECKING:
-    from offload_rt.caches.refill import RetrievedRefill
 
 SPECULATIVE_ENTRIES = 128
 """Room behind the verified entries: for the longest draft, and another one that is drafted ahead of it."""
@@ -262,7 +258,7 @@ class BoundedCache(ABC):
     def catch_up(self) -> None:  # noqa: B027
         """Fills itself from the full cache, if it must before it is read."""
 
-    def refill(self) -> RetrievedRefill | None:
+    def refill(self) -> Refill | None:
         """What to take from the full cache's pass that begins; it is used from the next `adopt` on."""
         return None
 

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
-from offload_rt.caches.base import NewTokens, Verified
+from offload_rt.caches.base import NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import OtherPlace, ResidentShare, Tail
 from offload_rt.host import to_device
 
 if TYPE_CHECKING:
-    from offload_rt.caches.refill import RetrievedRefill
     from offload_rt.caches.selection import ByAttention
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
@@ -89,7 +88,7 @@ class FullCache:
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
         self._queries: list[Tensor] = []  # of the pass, layer by layer
-        self._refills: list[RetrievedRefill] = []
+        self._refills: list[Refill] = []
         self._cancelled = threading.Event()
 
     @property

@@ -64,8 +64,8 @@ class ChunkRows:
 class RetrievedRefill:
     """Entries chosen anew, taken into a buffer from a pass of the full cache, or from the store at once.
 
-    In a pass only what lies in host memory is sent for it. Which chunks are taken is said once a layer, in a
-    thread of its own that is ahead of the pass, for which nothing here waits for the device.
+    Which chunks are taken is said once a layer, in a thread of its own that is ahead of the pass, for which
+    nothing here waits for the device.
 
     Args:
         chunk: tokens of a chunk.
@@ -107,7 +107,6 @@ class RetrievedRefill:
         self._put_sent(self._source.layout.layers)
 
     def close(self) -> None:
-        """Lets go of what was needed for a pass that is given up. Idempotent."""
         self._choosing.shutdown(wait=True, cancel_futures=True)
 
     def _put_sent(self, end: int) -> None:
@@ -134,13 +133,6 @@ class RetrievedRefill:
             self.finish()
 
     def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
-        """The text's tokens from `start` on pass by, in runs `[pages, kv_heads, tokens, head_dim]`.
-
-        No chunk lies across two pages.
-
-        Args:
-            over_link: they are in host memory, and what is taken must be sent.
-        """
         if layer != self._layer:
             self._turn_to(layer)
         for keys, values in runs:
