@@ -32,7 +32,7 @@ def prefill(
     """Takes the start of a text into an empty cache; the derived caches are not told (see `build_derived`).
 
     Args:
-        tokens: the prompt without its last token, whose pass is the first verification; one at least.
+        tokens: the prompt without its last token, whose pass is the first verification.
         chunk: queries at a time.
         progress: called with (token-layers done, token-layers in all).
         outputs: also compute what the last layer puts out. Decoding needs its KV alone, which takes no
@@ -41,6 +41,8 @@ def prefill(
     Returns:
         With `outputs`, hidden states after the last layer, `[1, tokens, hidden_size]`; else None.
     """
+    if not tokens or cache.verified_length:
+        raise ValueError("a prefill needs at least one token and an empty cache")
     count = len(tokens)
     hidden = model.embed(torch.tensor(tokens, device=model.device))
     positions = torch.arange(count, device=model.device)

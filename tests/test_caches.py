@@ -260,6 +260,16 @@ def test_a_streaming_cache_that_fills_itself(
     check(run(cache, probe, 3), plain.attention(probe, 3))
 
 
+def test_a_streaming_cache_skips_only_right_behind_its_sinks() -> None:
+    cache = streaming_cache(2, 4)
+    with pytest.raises(ValueError, match="sinks alone"):
+        cache.skip(5)
+    with pytest.raises(ValueError, match="fills itself"):
+        cache.build(torch.empty(0))
+    with pytest.raises(RuntimeError, match="commit without a pass"):
+        cache.commit([0])
+
+
 @contextmanager
 def full_cache(link: Link, ring: int, chunk: int | None, segment: int = 8) -> Iterator[FullCache]:
     with PagedKVStore(LAYOUT, slab_tokens=16) as store:

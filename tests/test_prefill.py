@@ -156,3 +156,13 @@ def test_progress_reaches_its_end_and_never_goes_back() -> None:
         prefill(model, cache, byte_ids(50), 16, lambda done, of: seen.append((done, of)))
     assert [done for done, _ in seen] == [16, 32, 48, 50, 66, 82, 98, 100]
     assert {of for _, of in seen} == {100}
+
+
+def test_only_an_empty_cache_is_filled() -> None:
+    model = CausalModel(tiny_target("llama"), "tiny")
+    with empty_cache(model, CpuLink()) as cache:
+        with pytest.raises(ValueError, match="at least one token"):
+            prefill(model, cache, [], 16)
+        prefill(model, cache, byte_ids(3), 16)
+        with pytest.raises(ValueError, match="empty cache"):
+            prefill(model, cache, byte_ids(3), 16)

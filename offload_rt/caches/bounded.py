@@ -204,7 +204,8 @@ class BoundedCache(ABC):
     @property
     def frame(self) -> Frame:
         """Of the pass that has begun."""
-        assert self._new is not None, "attend without a pass"
+        if self._new is None:
+            raise RuntimeError("attend without a pass: call begin first")
         if self._frame is None:
             counts = (self.entries, len(self.held), self._pages, self.rest)
             self._frame = Frame.behind(self.buffer, self.backend, self._new, *counts)
@@ -214,7 +215,8 @@ class BoundedCache(ABC):
         return self.frame.attend(layer, queries, keys, values, scale)
 
     def commit(self, kept: Sequence[int]) -> None:
-        assert self._new is not None, "commit without a pass"
+        if self._new is None:
+            raise RuntimeError("commit without a pass")
         new, self._new = self._new, None
         held = len(self.held)
         self._move([self.entries + held + index for index in kept], self.entries + held)

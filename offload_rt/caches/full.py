@@ -130,7 +130,8 @@ class FullCache:
         return end, resident, others
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        assert self._frame is not None and self._coverage is not None, "attend without a pass"
+        if self._frame is None or self._coverage is None:
+            raise RuntimeError("attend without a pass: call begin first")
         if self._cancelled.is_set():
             raise PassCancelled("the text was given up")
         self.scale = scale
@@ -185,7 +186,8 @@ class FullCache:
             refill.take(layer, start, runs, over_link=over_link)
 
     def commit(self, kept: Sequence[int]) -> None:
-        assert self._new is not None, "commit without a pass"
+        if self._new is None:
+            raise RuntimeError("commit without a pass")
         new = self._new
         self._new = self._frame = self._coverage = None
         kv = self._tail.commit(kept)

@@ -46,9 +46,11 @@ class StreamingCache(BoundedCache):
     def skip(self, tokens: int) -> None:
         """Treats the next `tokens` tokens of the text as seen and already out of the window.
 
-        Only where the sinks alone are held: what a prompt's middle leaves behind in a cache of this kind is
-        nothing but its influence on later hidden states.
+        Only between the sinks and a window's worth of text: what a prompt's middle leaves behind in a
+        cache of this kind is nothing but its influence on later hidden states.
         """
+        if self.entries != self.sinks or len(self.held):
+            raise ValueError("only a cache that holds its sinks alone can skip text")
         self.verified_length += tokens
         self._move_sinks()
 
@@ -59,7 +61,8 @@ class StreamingCache(BoundedCache):
 
     def build(self, queries: Tensor) -> None:
         """Takes the sinks and the window from the full cache's store; `queries` are not needed."""
-        assert self._source is not None
+        if self._source is None:
+            raise ValueError("a streaming cache without a source fills itself from its own passes")
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
