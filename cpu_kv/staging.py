@@ -49,8 +49,8 @@ class StagingRing:
 
     @property
     def ready_to_fill(self) -> bool:
-        """Whether one, where there is room, can be acquired without waiting for compute."""
-        return self._idle[0].free.done()
+        """Whether one can be acquired without waiting for compute."""
+        return bool(self._idle) and self._idle[0].free.done()
 
     def acquire(self) -> StagingSlot:
         """The slot released longest ago. Its holder copies into it and sets ``ready``.
