@@ -160,6 +160,32 @@ class Verified:
     proposed: int
 
 
+class AttentionCount(Protocol):
+    """Counts what passes over the full cache attend to, a layer after the other.
+
+    Attributes:
+        chunk: tokens that are counted together.
+    """
+
+    chunk: int
+
+    def add(self, start: int, lse: Tensor, units: Tensor) -> None:
+        """A segment of the layer under way, from token `start` on; see `weighing.attended_mass`."""
+
+    def end_layer(self, layer: int, lse: Tensor) -> None:
+        """Counts what was attended to of a layer.
+
+        Args:
+            lse: `[heads, query]`, of all that its queries attended to.
+        """
+
+    def drop_layer(self) -> None:
+        """Forgets the layer under way."""
+
+    def reset(self) -> None:
+        """Forgets everything."""
+
+
 class Refill(Protocol):
     """What a bounded cache takes from a pass of the full cache: no byte moves for it."""
 

@@ -11,21 +11,17 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
 from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
-from offload_rt.caches.base import NewTokens, Refill, Verified
+from offload_rt.caches.base import AttentionCount, NewTokens, Refill, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.places import OtherPlace, ResidentShare, Tail
 from offload_rt.host import to_device
-
-if TYPE_CHECKING:
-    from offload_rt.caches.selection import ByAttention
 
 LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
@@ -74,7 +70,7 @@ class FullCache:
         self.layout = layout = engine.sequence.layout
         self.backend = backend
         self.derived: list[BoundedCache] = []
-        self.attended: ByAttention | None = None
+        self.attended: AttentionCount | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
         self.last_queries = torch.empty(0)

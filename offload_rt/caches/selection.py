@@ -73,24 +73,16 @@ class ByAttention:
         source.attended = self
 
     def reset(self) -> None:
-        """Forgets everything."""
         self.scores.zero_()
         self.drop_layer()
 
     def drop_layer(self) -> None:
-        """Forgets the layer under way."""
         self._parts.clear()
 
     def add(self, start: int, lse: Tensor, units: Tensor) -> None:
-        """A segment of the layer under way, from token `start` on; see `attended_mass`."""
         self._parts.append((start, lse, units))
 
     def end_layer(self, layer: int, lse: Tensor) -> None:
-        """Counts what was attended to of a layer.
-
-        Args:
-            lse: `[heads, query]`, of all that its queries attended to.
-        """
         scores = self.scores[layer].mul_(self._decay)
         for start, part_lse, units in self._parts:
             first = start // self.chunk
