@@ -21,7 +21,8 @@ from bench import needles
 from bench.report import Row
 from bench.texts import Texts, passed, recompose
 from cpu_kv import head_major
-from offload_rt.attention import attend, fold, folded_mask, merge
+from offload_rt.attention.backends import fold, folded_mask
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.held import HeldTokens
@@ -80,9 +81,12 @@ class ExactTopKCache:
             chosen = retrieval(mass, min(self._budget, length), first=0)
             k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
             runs = [(k, v)]
-        parts = [attend(full.backend, queries, k.to(full.device), v.to(full.device), scale) for k, v in runs]
+        total = AttentionSum(full.backend, queries, len(keys), scale)
+        for k, v in runs:
+            total.attend(k.to(full.device), v.to(full.device))
         mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
-        return merge([*parts, attend(full.backend, queries, keys, values, scale, mask)])[0]
+        total.attend(keys, values, mask)
+        return total.result()
 
     def commit(self, kept: Sequence[int]) -> None:
         """Nothing to do: all that is verified lies in the full cache."""
@@ -97,8 +101,8 @@ class ExactTopKCache:
 def count_prompt(session: Session) -> None:
     """Counts what the text's own queries attended to, as H2O does: `ROUND` of them behind each page."""
     full, length, page = session.full, session.full.verified_length, session.full.layout.page_size
-    assert full.attended is not None
-    full.attended.reset()
+    assert full.scores is not None
+    full.scores.values.zero_()
     for at in range(page, length - ROUND, page):
         full.start_from(at)
         passed(session.verifier, session.tokens[at : at + ROUND], 1)

@@ -23,7 +23,8 @@ from bench.inputs import say, size
 from bench.report import Row
 from bench.studies import Part, Study
 from cpu_kv import KeysValues, KVLayout, PagedKVStore
-from offload_rt.attention import AttentionBackend, NativeCpuBackend, TorchCpuBackend, merge
+from offload_rt.attention.backends import AttentionBackend, NativeCpuBackend, TorchCpuBackend
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.config import StoreConfig
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB
@@ -126,8 +127,12 @@ def measure(
 def attended(
     backend: AttentionBackend, queries: Tensor, parts: Sequence[KeysValues], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Over parts `[pages, heads, tokens, dim]`, merged."""
-    return merge([backend(queries, keys, values, scale, None) for keys, values in parts])
+    """Over parts `[pages, heads, tokens, dim]`: out `[heads, query, dim]` and lse `[heads, query]`."""
+    total = AttentionSum(backend, queries, len(queries), scale)
+    for part in parts:
+        total.attend(*part)
+    assert total.lse is not None
+    return total.result(), total.lse
 
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,9 @@ from bench.recorded_text import Text
 from bench.report import Row
 from bench.rounds import Recorded, busy, figures, length
 from bench.worker import cap
-from cpu_kv import CudaLink, PageLocking, SlabAllocator, Ticket, head_major
+from cpu_kv import CudaLink, Event, PageLocking, SlabAllocator, head_major
 from cpu_kv.link import RecordingLink
-from offload_rt.attention import TorchCudaBackend, choose_backend, fold
+from offload_rt.attention.backends import TorchCudaBackend, choose_backend, fold
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import StoreConfig
@@ -126,7 +126,7 @@ def registration(given: Given, locking: PageLocking | None = None) -> Iterator[R
 
 
 @contextmanager
-def linked(device: torch.device) -> Iterator[tuple[RecordingLink, Callable[[int], Ticket], Tensor, Tensor]]:
+def linked(device: torch.device) -> Iterator[tuple[RecordingLink, Callable[[int], Event], Tensor, Tensor]]:
     """A link, points that the device passes after so many cycles, and bytes `[2, 256 Mi]` on both sides."""
     warnings: list[str] = []
     with closing(SlabAllocator(True, warnings.append)) as slabs, closing(CudaLink(device)) as link:
@@ -137,10 +137,10 @@ def linked(device: torch.device) -> Iterator[tuple[RecordingLink, Callable[[int]
         torch.cuda.synchronize(device)  # the link's streams do not wait for the one that filled it
         stream = torch.cuda.Stream(device)
 
-        def later(cycles: int) -> Ticket:
+        def later(cycles: int) -> Event:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(cycles)
-                return link.mark()
+                return link.record_event()
 
         yield link, later, here, there
 
@@ -164,13 +164,13 @@ def overtaking(given: Given) -> Iterator[Row]:
         urgent = [(there[1, :MIB], here[1, :MIB])]
         for others, after in (("blocked", later(1_000_000_000)), ("running", None)):
             pairs = zip(there[0].chunk(4), here[0].chunk(4), strict=True)
-            tickets = [link.copy([pair], after) for pair in pairs]
+            events = [link.copy([pair], after) for pair in pairs]
             spent = seconds(lambda: link.copy(urgent, urgent=True).synchronize())
-            row: Row = {"others": others, "ms": 1e3 * spent, "overtook": not tickets[-1].done()}
+            row: Row = {"others": others, "ms": 1e3 * spent, "overtook": not events[-1].done()}
             late = after is not None and not row["overtook"]
             yield row | ({"error": "an urgent copy waited for blocked ones"} if late else {})
-            for ticket in tickets:
-                ticket.synchronize()
+            for copied in events:
+                copied.synchronize()
 
 
 def queue(given: Given) -> Iterator[Row]:
@@ -180,9 +180,9 @@ def queue(given: Given) -> Iterator[Row]:
         # First: to load a kernel may wait for the event.
         yield {"copies": 0} | beside(given.device, partial(sleep, IDLE_S))[1]
         event = later(4_000_000_000)
-        ticket, took = beside(given.device, partial(link.copy, pairs, event))
+        copied, took = beside(given.device, partial(link.copy, pairs, event))
         yield {"copies": len(pairs), "enqueued_before_event": not event.done()} | took
-        ticket.synchronize()
+        copied.synchronize()
 
 
 def attention(given: Given) -> Iterator[Row]:
@@ -198,7 +198,7 @@ def attention(given: Given) -> Iterator[Row]:
         keys, values = (head_major(pages[:, part]) for part in range(2))
         layouts = {
             "resident": [(keys[None], values[None])],
-            "segments": [(one[:, 0], one[:, 1]) for one in pages.split(StoreConfig.segment_tokens // page)],
+            "segments": [(one[:, 0], one[:, 1]) for one in pages.split(16)],
             "pages": [(pages[:, 0], pages[:, 1])],
         }
         for count in (1, 17, 64):

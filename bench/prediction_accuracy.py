@@ -21,8 +21,8 @@ from bench import attention, inputs, report
 from bench.cases import IN_PLACE, Named
 from bench.report import Row
 from bench.rounds import RATIO, alike, worst
-from offload_rt.attention import choose_backend
-from offload_rt.caches.places import CardTokens
+from offload_rt.attention.backends import choose_backend
+from offload_rt.caches.tiers import GpuTier
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.machine.doctor import usable_hardware
@@ -156,7 +156,7 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         cpu_tokens=int(found["cpu_tokens"]),
         streamed_tokens=int(found["streamed_tokens"]),  # full pages alone
         shape=request.target,
-        cards=(CardTokens(0, int(others) // max(1, cards)),) * cards,
+        gpus=(GpuTier(0, int(others) // max(1, cards)),) * cards,
     )
     drafted = request.drafts[-1]
     verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)

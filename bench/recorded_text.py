@@ -25,7 +25,7 @@ class Text:
     """A prompt, of one text or several, in the store of an engine, continued by several compositions.
 
     Args:
-        link, cards: are closed with the text.
+        link, other_links: are closed with the text.
         config: its store, its prefill and the means that it keeps hold for every composition.
         capacity: tokens of the longest text and its continuation together.
         notices: what the user is told, the models' own notices among it; the engine's are added.
@@ -42,10 +42,12 @@ class Text:
         config: Config,
         capacity: int,
         notices: list[str] | None = None,
-        cards: Sequence[Link] = (),
+        other_links: Sequence[Link] = (),
     ) -> None:
         self._capacity, self.notices = capacity, [] if notices is None else notices
-        self._engine = Engine(target, draft, [config], link, on_notice=self.notices.append, cards=cards)
+        self._engine = Engine(
+            target, draft, [config], link, on_notice=self.notices.append, other_links=other_links
+        )
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None
         self._seeds = count()
@@ -56,10 +58,10 @@ class Text:
     @property
     def placed(self) -> dict[str, int]:
         """How many tokens of a text lie where, whole pages are streamed."""
-        page, shares = self._engine.store.layout.page_size, self.sessions[0].shares
-        cards = sum(card.tokens for card in shares.cards)
-        placed = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens}
-        placed |= {"other_cards_tokens": cards} if cards else {}
+        page, tiers = self._engine.store.layout.page_size, self.sessions[0].tiers
+        others = sum(gpu.tokens for gpu in tiers.gpus)
+        placed = {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
+        placed |= {"other_cards_tokens": others} if others else {}
         streamed = (len(self._prompt[0]) - 1) // page * page - sum(placed.values())
         return placed | {"streamed_tokens": max(0, streamed)}
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench import inputs
 from bench.inputs import say
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention import choose_backend
+from offload_rt.attention.backends import choose_backend
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.errors import UsageError

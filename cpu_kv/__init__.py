@@ -2,18 +2,19 @@
 
 from cpu_kv.chunks import ChunkMeans
 from cpu_kv.cuda_link import CudaLink
-from cpu_kv.layout import KeysValues, KVLayout, head_major, part_of
-from cpu_kv.link import CopyFailed, CpuLink, Link, Ticket, TransferStalled
+from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, part_of, parts_of_pages
+from cpu_kv.link import CopyFailed, CpuLink, Event, Link
 from cpu_kv.paced_link import PacedLink
 from cpu_kv.pinned import PageLocking, SlabAllocator
 from cpu_kv.store import PagedKVStore, SequenceKV
-from cpu_kv.transfer import LayerStream, Sent, TransferCounters, TransferEngine
+from cpu_kv.transfer import LayerStream, PendingCopy, TransferCounters, TransferEngine
 
 __all__ = [
     "ChunkMeans",
     "CopyFailed",
     "CpuLink",
     "CudaLink",
+    "Event",
     "KVLayout",
     "KeysValues",
     "LayerStream",
@@ -21,13 +22,13 @@ __all__ = [
     "PacedLink",
     "PageLocking",
     "PagedKVStore",
-    "Sent",
+    "PendingCopy",
     "SequenceKV",
     "SlabAllocator",
-    "Ticket",
     "TransferCounters",
     "TransferEngine",
-    "TransferStalled",
+    "cut_alike",
     "head_major",
     "part_of",
+    "parts_of_pages",
 ]

@@ -59,6 +59,15 @@ class KVLayout:
         """
         return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
+    def segment_tokens(self, byte_count: int, tokens: int) -> int:
+        """Returns the tokens of a segment of at most ``byte_count`` bytes of one layer, in whole pages.
+
+        Of a layer of ``tokens`` tokens it is a quarter at most, so that compute and copies overlap in a short
+        text too. At least one page.
+        """
+        most = min(byte_count // self.layer_token_bytes, tokens // 4)
+        return max(1, most // self.page_size) * self.page_size
+
     def check_whole(self, start: int, end: int) -> None:
         """Raises ValueError where the tokens ``start`` .. ``end`` are not whole pages."""
         if start % self.page_size or end % self.page_size:

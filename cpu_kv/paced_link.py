@@ -10,46 +10,45 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cpu_kv.link import CopyRecord, FutureTicket, Pairs, PassedTicket, Ticket, failure, pair_bytes
+from cpu_kv.link import CopyRecord, Event, FutureEvent, Pairs, PastEvent, failure, pair_bytes
 
 
 class PacedLink:
     """A link between CPU tensors that takes its time, for machines without a GPU.
 
     A copy takes at least ``latency_s`` + bytes / ``bytes_per_second``, counted from when its direction was
-    free; what it wrote shows only at the end. ``timeout``: seconds that a wait may take. Raises ValueError
-    unless ``bytes_per_second`` and ``timeout`` are positive and ``latency_s`` is not negative.
+    free; what it wrote shows only at the end. Raises ValueError unless ``bytes_per_second`` is positive and
+    ``latency_s`` is not negative.
     """
 
     device = torch.device("cpu")
     in_place = False
 
-    def __init__(self, bytes_per_second: float, latency_s: float = 0.0, timeout: float = 60.0):
-        if bytes_per_second <= 0 or latency_s < 0 or timeout <= 0:
+    def __init__(self, bytes_per_second: float, latency_s: float = 0.0):
+        if bytes_per_second <= 0 or latency_s < 0:
             raise ValueError(
-                "bytes_per_second and timeout must be positive and latency_s not negative, "
-                f"not {bytes_per_second}, {timeout} and {latency_s}"
+                "bytes_per_second must be positive and latency_s not negative, "
+                f"got {bytes_per_second} and {latency_s}"
             )
         self.bytes_per_second: float = bytes_per_second
         self._latency_s = latency_s
-        self._timeout = timeout
         self._closing = threading.Event()
         self._records: list[CopyRecord] | None = None
         self._lanes = {to_host: _Lane(to_host) for to_host in (False, True)}
 
     def copy(
-        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
-    ) -> Ticket:
+        self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Event:
         lane, asked = self._lanes[to_host], _Asked(list(pairs), after, time.perf_counter())
         lane.waiting[urgent].append(asked)
         try:
             lane.thread.submit(self._serve, lane)
         except RuntimeError as error:  # closed
-            return PassedTicket(failure(pairs, to_host, error))
-        return FutureTicket(asked.done, pair_bytes(pairs), self._timeout)
+            return PastEvent(failure(pairs, to_host, error))
+        return FutureEvent(asked.done)
 
-    def mark(self) -> Ticket:
-        return PassedTicket()
+    def record_event(self) -> Event:
+        return PastEvent()
 
     def close(self) -> None:
         self._closing.set()
@@ -103,7 +102,7 @@ class _Asked:
     """A copy that was asked for at some time, and what is known of it since."""
 
     pairs: Pairs
-    after: Ticket | None
+    after: Event | None
     at: float
     done: Future[None] = field(default_factory=Future)
 

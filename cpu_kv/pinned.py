@@ -20,12 +20,12 @@ from torch import Tensor
 PIECE_BYTES = 2**28
 """Slabs are page-locked in pieces of this size, to CUDA an allocation each: no copy may cross two of them."""
 
-_HOST_REGISTER_PORTABLE = 1  # pinned for every CUDA context, not only for the thread's own
+_HOST_REGISTER_FLAGS = 1 | 2  # for every CUDA context, not only the thread's own; and mapped for kernels
 
 
 def _register_with_cuda(address: int, size: int) -> int:
     runtime = torch.cuda.cudart()
-    return int(runtime.cudaHostRegister(address, size, _HOST_REGISTER_PORTABLE))
+    return int(runtime.cudaHostRegister(address, size, _HOST_REGISTER_FLAGS))
 
 
 def _unregister_with_cuda(address: int) -> int:
@@ -95,6 +95,12 @@ class SlabAllocator:
         if not self._give_back_all.alive:
             raise RuntimeError("the slab allocator is closed")
         return self._thread.submit(self._make, tuple(shape), dtype)
+
+    def is_locked(self, tensor: Tensor) -> bool:
+        """Returns whether all of a slab is page-locked."""
+        with self._slabs_lock:
+            slab = self._slabs.get(tensor.untyped_storage().data_ptr())
+            return slab is not None and sum(count for _, count in slab.locked) == slab.size
 
     def release(self, tensor: Tensor) -> None:
         """Give a slab back. Its memory is free once nothing else refers to the tensor.

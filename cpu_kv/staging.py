@@ -1,4 +1,4 @@
-"""What KV passes through on its way: device buffers to the compute, and page-locked ones in host memory."""
+"""Buffers that KV passes through: on the device for the compute, and page-locked ones in host memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from cpu_kv.layout import KVLayout
-from cpu_kv.link import CopyFailed, Link, PassedTicket, Ticket, TransferStalled
+from cpu_kv.link import CopyFailed, Event, Link, PastEvent
 
 
 @dataclass(eq=False)
 class StagingSlot:
     """A device buffer for one segment: ``memory`` of ``KVLayout.pages_shape``.
 
-    ``free``: the compute that read the last segment; a copy into the slot goes after it. ``ready``: that
-    copy; compute waits for it.
+    ``free``: the end of the compute that read the last segment; a copy into the slot waits for it.
+    ``ready``: the end of that copy; compute waits for it.
     """
 
     memory: Tensor
-    free: Ticket
-    ready: Ticket
+    free: Event
+    ready: Event
 
 
 class StagingRing:
@@ -39,41 +39,25 @@ class StagingRing:
         for _ in range(buffers):
             memory = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=link.device)
             # Compute enqueued before may still use what the memory held until now.
-            self._slots.append(StagingSlot(memory, free=link.mark(), ready=PassedTicket()))
-        self._idle = list(self._slots)
+            self._slots.append(StagingSlot(memory, free=link.record_event(), ready=PastEvent()))
+        self._idle = deque(self._slots)
 
     @property
     def room(self) -> int:
-        """Slots that can be acquired."""
+        """Number of slots that can be acquired."""
         return len(self._idle)
 
-    @property
-    def ready_to_fill(self) -> bool:
-        """Whether one can be acquired without waiting for compute."""
-        return bool(self._idle) and self._idle[0].free.done()
-
     def acquire(self) -> StagingSlot:
-        """The slot released longest ago. Its holder copies into it and sets ``ready``.
-
-        The host waits until the compute that reads the slot is done: so it enqueues no further ahead than
-        the ring is deep. A device's queue that is full would block the launches of every other thread. Raises
-        TransferStalled where the compute is stalled, or what it waits for.
-        """
-        slot = self._idle[0]
-        try:
-            slot.free.synchronize()
-        except TransferStalled:
-            slot.ready.synchronize()  # names the copy, if it is that
-            raise
-        return self._idle.pop(0)
+        """Returns the slot released longest ago. The caller copies after ``free`` and sets ``ready``."""
+        return self._idle.popleft()
 
     def release(self, slot: StagingSlot) -> None:
-        """Give a slot back: it is free after the compute enqueued so far."""
-        slot.free = self._link.mark()
+        """Gives a slot back: it is free after the compute enqueued so far."""
+        slot.free = self._link.record_event()
         self._idle.append(slot)
 
     def drain(self) -> None:
-        """Wait until no copy writes to a slot and no compute reads one, so that the memory may go."""
+        """Waits until no copy writes to a slot and no compute reads one, so that the memory may be freed."""
         for slot in self._slots:
             _wait(slot.ready)
             slot.free.synchronize()
@@ -88,7 +72,7 @@ class HostBuffers:
     def __init__(self, link: Link, dtype: torch.dtype, count: int = 2):
         self._pin = link.device.type == "cuda"
         empty = torch.empty(0, dtype=dtype)
-        self._turns: deque[tuple[Tensor, Ticket]] = deque((empty, PassedTicket()) for _ in range(count))
+        self._turns: deque[tuple[Tensor, Event]] = deque((empty, PastEvent()) for _ in range(count))
 
     def take(self, shape: Sequence[int]) -> Tensor:
         """The buffer whose turn it is, after the copy that it was last held for; its content is undefined."""
@@ -99,12 +83,12 @@ class HostBuffers:
             with torch.inference_mode(False):  # else it were writable in that mode alone
                 buffer = torch.empty(entries, dtype=buffer.dtype, pin_memory=self._pin)
         self._turns.popleft()
-        self._turns.append((buffer, PassedTicket()))
+        self._turns.append((buffer, PastEvent()))
         return buffer[:entries].view(tuple(shape))
 
-    def hold(self, ticket: Ticket) -> None:
+    def hold(self, event: Event) -> None:
         """Keep the buffer that was taken last until then."""
-        self._turns[-1] = (self._turns[-1][0], ticket)
+        self._turns[-1] = (self._turns[-1][0], event)
 
     def drain(self) -> None:
         """Wait until every buffer may go."""
@@ -112,6 +96,6 @@ class HostBuffers:
             _wait(busy)
 
 
-def _wait(ticket: Ticket) -> None:
+def _wait(event: Event) -> None:
     with suppress(CopyFailed):  # a failed copy writes no longer, and whoever needed it was told
-        ticket.synchronize()
+        event.synchronize()

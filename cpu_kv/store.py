@@ -10,22 +10,28 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from cpu_kv.chunks import ChunkMeans
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
+from cpu_kv.mapped import device_view
 from cpu_kv.pinned import SlabAllocator, pieces
 
 
 @dataclass(frozen=True, eq=False)
 class _Slab:
-    """Room for ``pages`` pages: a tensor of ``KVLayout.pages_shape`` a layer."""
+    """Room for ``pages`` pages: a tensor of ``KVLayout.pages_shape`` a layer.
+
+    ``mapped``: the tensor of a layer as kernels of a device see it.
+    """
 
     number: int
     pages: int
     layers: list[Future[Tensor]]
+    mapped: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -152,6 +158,13 @@ class PagedKVStore:
             tokens = slab.pages * self.layout.page_size
             raise MemoryError(f"no memory for {tokens} more tokens of KV: {error}") from error
 
+    def _mapped(self, slab: _Slab, layer: int, device: torch.device) -> Tensor | None:
+        """One layer of a slab as kernels of a CUDA device see it; None where it is not all page-locked."""
+        memory = self._memory(slab, layer)
+        if (layer, device) not in slab.mapped and self._allocator.is_locked(memory):
+            slab.mapped[layer, device] = device_view(memory, device)
+        return slab.mapped.get((layer, device))
+
     def _drop_slab(self, slab: _Slab) -> None:
         # Its pages never come back to the free ones, so that a smaller request can still succeed.
         if self._slabs.pop(slab.number, None) is None:
@@ -185,6 +198,11 @@ class SequenceKV:
     def length(self) -> int:
         """Number of tokens that are present in every layer."""
         return min(self._lengths)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Number of tokens that there is room for."""
+        return self._pages * self.layout.page_size
 
     def layer_length(self, layer: int) -> int:
         """Number of tokens that are present in ``layer``."""
@@ -256,6 +274,23 @@ class SequenceKV:
             raise ValueError(f"tokens {start} to {end} of layer {layer}: {present} are present")
         return self._span(layer, start, end)
 
+    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
+        """Returns ``views`` as tensors of a CUDA device, whose kernels read them over the link.
+
+        None for another device, and where the memory could not be page-locked. Not for ``copy_``, see
+        ``mapped.device_view``. The memory may not be given back while a kernel reads it.
+        """
+        self.views(layer, start, end)  # refuses what is not present
+        if device.type != "cuda":
+            return None
+        page, found = self.layout.page_size, list[KeysValues]()
+        for run, _, _ in self._runs_of(start // page, -(-end // page)):
+            mapped = self._store._mapped(run.slab, layer, device)
+            if mapped is None:
+                return None
+            found += parts_of_pages(mapped, *self._in_slab(run, start, end))
+        return found
+
     def memory(self, layer: int, start: int, end: int) -> list[Tensor]:
         """The pages of tokens ``start`` .. ``end``, present or not, as they lie: one-dimensional, in order.
 
@@ -325,8 +360,11 @@ class SequenceKV:
         page = self.layout.page_size
         found: list[KeysValues] = []
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
-            behind = (run.first - run.start) * page  # from places in the sequence to those in the slab
-            stop = min(end, (run.start + run.pages) * page)
-            found += parts_of_pages(self._store._memory(run.slab, layer), behind + start, behind + stop)
-            start = stop
+            found += parts_of_pages(self._store._memory(run.slab, layer), *self._in_slab(run, start, end))
         return found
+
+    def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:
+        """Where those of the tokens ``start`` .. ``end`` that a run holds lie in its slab."""
+        page = self.layout.page_size
+        behind = (run.first - run.start) * page
+        return behind + max(start, run.start * page), behind + min(end, (run.start + run.pages) * page)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
-from cpu_kv.link import CopyFailed, Link, Pairs, Ticket, TransferStalled, pair_bytes
+from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
 
@@ -45,24 +45,25 @@ class _WriteBack:
     layers: range
     tokens: int
     source: Tensor
-    ticket: Ticket
+    written: Event
     arrived: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Something that is on its way from host memory to ``there``, on the device."""
+class PendingCopy:
+    """A copy from host memory to ``there``, on the device, which has it once ``arrived``."""
 
     there: Tensor
-    ticket: Ticket
+    arrived: Event
 
 
 class TransferEngine:
     """Moves the KV of one sequence over a link; used from one thread.
 
-    ``segment_tokens``: tokens in a staging buffer; ``ring_buffers``: how many there are, that is, how far
-    the link may run ahead, into the next stream too. A link that is ``in_place`` needs none: the compute is
-    given the store's own views. The engine does not close its link, which other engines may share.
+    ``segment_tokens``: tokens in a staging buffer, rounded up to whole pages; ``ring_buffers``: how many
+    buffers there are, that is, how far the link may run ahead, into the next stream too. A link that is
+    ``in_place`` needs none: the compute is given the store's own views. The engine does not close its link,
+    which other engines may share.
     """
 
     # Committed KV never changes, so the link may read it at any time, ahead of every decision. What is being
@@ -123,7 +124,7 @@ class TransferEngine:
 
     def collect(self) -> None:
         """Count the write-backs that are done, without waiting. Raises CopyFailed where one failed."""
-        while self._writes and self._writes[0].ticket.done():
+        while self._writes and self._writes[0].written.done():
             self._finish_oldest_write()
 
     def write_back(self, kv: Tensor) -> None:
@@ -148,9 +149,9 @@ class TransferEngine:
             self.sequence.memory(layer, start // page * page, end)
         packed = kv.detach().contiguous()
         arrived = self._incoming.take(packed.shape)
-        ticket = self._copy([(arrived, packed)], after=self.link.mark(), to_host=True)
-        self._incoming.hold(ticket)
-        self._writes.append(_WriteBack(layers, count, packed, ticket, arrived))
+        written = self._copy([(arrived, packed)], after=self.link.record_event(), to_host=True)
+        self._incoming.hold(written)
+        self._writes.append(_WriteBack(layers, count, packed, written, arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Append ``[kv_heads, n, head_dim]`` on the link's device to the full pages of ``layer``.
@@ -170,23 +171,30 @@ class TransferEngine:
         start = self.sequence.layer_length(layer) + ahead
         places = self.sequence.memory(layer, start, start + pages * layout.page_size)
         sources = packed.view(-1).split([place.numel() for place in places])
-        ticket = self._copy(list(zip(places, sources, strict=True)), after=self.link.mark(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), count, packed, ticket))
+        pairs = list(zip(places, sources, strict=True))
+        written = self._copy(pairs, after=self.link.record_event(), to_host=True)
+        self._writes.append(_WriteBack(range(layer, layer + 1), count, packed, written))
         self.collect()
 
     def finish_compute(self) -> None:
-        """Let the host wait for all compute enqueued so far.
+        """Let the host wait for all compute enqueued so far."""
+        self.link.record_event().synchronize()
 
-        Raises TransferStalled, for the copy that the compute waits for.
+    def load(self, into: Tensor, start: int) -> None:
+        """Copy whole pages of every layer, from token ``start`` on, to the link's device, and wait.
+
+        ``into`` is ``[layers, pages, 2, kv_heads, page_size, head_dim]``. Raises CopyFailed.
         """
-        try:
-            self.link.mark().synchronize()
-        except TransferStalled:
-            for _, _, slot in self._copied:
-                slot.ready.synchronize()  # raises for the first one that is not done
-            raise
-        if self._ring is not None:
-            self._prefetch(self._ring)  # no buffer is being read any more
+        self._check_open()
+        self.flush()
+        end = start + into.shape[1] * self.sequence.layout.page_size
+        copied: list[Event] = []
+        for layer, pages in enumerate(into):
+            pieces = self.sequence.memory(layer, start, end)
+            places = pages.view(-1).split([piece.numel() for piece in pieces])
+            copied.append(self._copy(list(zip(places, pieces, strict=True)), after=self.link.record_event()))
+        for event in copied:
+            event.synchronize()
 
     def flush(self) -> None:
         """Wait for all write-backs.
@@ -221,12 +229,12 @@ class TransferEngine:
         self._check_open()
         self.flush()
         if not self.link.in_place:
-            return self.await_sent(self.send(shape, fill))
+            return self.await_copy(self.send(shape, fill))
         there = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
         fill(there)
         return there
 
-    def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Sent:
+    def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> PendingCopy:
         """Send what ``fill`` puts into host memory of this shape and of the layout's dtype.
 
         It overtakes what is carried ahead of its use.
@@ -235,14 +243,14 @@ class TransferEngine:
         fill(packed)
         there = torch.empty_like(packed, device=self.link.device)
         # Compute enqueued before may still use what lies at the destination.
-        ticket = self._copy([(there, packed)], after=self.link.mark(), urgent=True)
-        self._outgoing.hold(ticket)
-        return Sent(there, ticket)
+        arrived = self._copy([(there, packed)], after=self.link.record_event(), urgent=True)
+        self._outgoing.hold(arrived)
+        return PendingCopy(there, arrived)
 
-    def await_sent(self, sent: Sent) -> Tensor:
-        """What was sent, for compute that follows. Raises CopyFailed and TransferStalled."""
-        self._wait(sent.ticket)
-        return sent.there
+    def await_copy(self, copy: PendingCopy) -> Tensor:
+        """Returns what was sent, for compute that follows. Raises CopyFailed."""
+        self._wait(copy.arrived)
+        return copy.there
 
     def close(self) -> None:
         """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
@@ -262,21 +270,22 @@ class TransferEngine:
             raise RuntimeError("the transfer engine is closed")
 
     def _prefetch(self, ring: StagingRing) -> None:
-        """Copy the next segments into the ring, as far as it has room.
+        """Enqueues copies of the next segments, as far as the ring has room.
 
-        The host waits for a buffer that is still being read only where the link has nothing left to do.
+        The link itself waits for compute that still reads a buffer. So all that the ring may hold is enqueued
+        at any time, whatever the host waits for, and the link idles only where the ring is full.
         """
-        while self._planned and ring.room and (ring.ready_to_fill or not self._copied):
+        while self._planned and ring.room:
             slot, (stream, layer, start, end) = ring.acquire(), self._planned.popleft()
             pages = slot.memory[: self.sequence.layout.pages(end - start)]
             pieces = self.sequence.memory(layer, start, end)
             places = pages.view(-1).split([piece.numel() for piece in pieces])
-            slot.ready = self._copy(list(zip(places, pieces, strict=True)))
+            slot.ready = self._copy(list(zip(places, pieces, strict=True)), after=slot.free)
             self._copied.append((stream, pages, slot))
 
     def _copy(
-        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
-    ) -> Ticket:
+        self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Event:
         self.counters.copies += len(pairs)
         if to_host:
             self.counters.bytes_to_host += pair_bytes(pairs)
@@ -284,22 +293,22 @@ class TransferEngine:
             self.counters.bytes_to_device += pair_bytes(pairs)
         return self.link.copy(pairs, after, to_host=to_host, urgent=urgent)
 
-    def _wait(self, ticket: Ticket) -> None:
+    def _wait(self, event: Event) -> None:
         start = time.perf_counter()
-        ticket.wait()
+        event.wait()
         self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
 
     def _finish_oldest_write(self) -> None:
         write = self._writes[0]
         start = time.perf_counter()
         try:
-            write.ticket.synchronize()
-        except (CopyFailed, TransferStalled):
+            write.written.synchronize()
+        except CopyFailed:
             # The later ones would leave a hole. Their pages may go to others once nothing writes there.
             dropped, self._writes = self._writes, deque()
             for later in dropped:
-                with suppress(CopyFailed, TransferStalled):
-                    later.ticket.synchronize()
+                with suppress(CopyFailed):
+                    later.written.synchronize()
             raise
         self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
         self._writes.popleft()
@@ -328,7 +337,7 @@ class LayerStream:
         """K and V ``[pages, kv_heads, page_size, head_dim]`` of ``layer`` on the link's device, in order.
 
         Each pair is valid until the next one is asked for. Raises RuntimeError where it is not the layer's
-        or the stream's turn, CopyFailed or TransferStalled where the link fails.
+        or the stream's turn, CopyFailed where the link fails.
         """
         engine = self._engine
         if self._closed or layer != self._layer or self._reading is not None:
@@ -351,6 +360,9 @@ class LayerStream:
         engine = self._engine
         for _ in range(self.start, self.end, ring.segment_tokens):
             _, pages, self._reading = engine._copied.popleft()
+            # The host enqueues compute no further ahead of the device than the ring is deep: a device's queue
+            # that is full would block the launches of every other thread. The copy has waited for this too.
+            self._reading.free.synchronize()
             engine._wait(self._reading.ready)
             yield pages[:, 0], pages[:, 1]
             ring.release(self._reading)

@@ -119,8 +119,8 @@ class LLM:
             loaded = load_model(draft, place, target.dtype, on_progress, "load draft")
             embedded = model is None and Path(draft) == demo_model("draft")
             small = (loaded, DEMO if embedded else str(draft))
-        cards = [CudaLink(other) for other in others]
-        self._start((target, name), small, tokenizer, configs, on_progress, on_notice, cards=cards)
+        links = [CudaLink(other) for other in others]
+        self._start((target, name), small, tokenizer, configs, on_progress, on_notice, other_links=links)
         if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
             self._notice("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
 
@@ -135,13 +135,13 @@ class LLM:
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] | None = None,
         link: Link | None = None,
-        cards: Sequence[Link] = (),
+        other_links: Sequence[Link] = (),
     ) -> LLM:
         """Works with loaded transformers models; `close` leaves them as they were found.
 
         Args:
             link: what moves KV to the device; None: what the target's device calls for.
-            cards: links to other cards, which keep and attend a share of the KV; closed with this.
+            other_links: to other GPUs, which keep and attend a share of the KV; closed with this.
         """
         llm = cls.__new__(cls)
         configs = load_configs(config, overrides)
@@ -155,7 +155,7 @@ class LLM:
             on_progress,
             on_notice,
             link,
-            cards,
+            other_links,
         )
         return llm
 
@@ -168,7 +168,7 @@ class LLM:
         on_progress: ProgressReport | None,
         on_notice: Callable[[str], None] | None,
         link: Link | None = None,
-        cards: Sequence[Link] = (),
+        other_links: Sequence[Link] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
@@ -182,7 +182,7 @@ class LLM:
                 models.append(GraphedModel(*given, self._notice))
                 refused.callback(models[-1].restore)
             small = models[1] if draft is not None else None
-            self._engine = Engine(models[0], small, configs, link, on_progress, self._notice, cards)
+            self._engine = Engine(models[0], small, configs, link, on_progress, self._notice, other_links)
             refused.pop_all()
         self._kept = KeptText(self._engine)
 

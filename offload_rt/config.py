@@ -272,13 +272,12 @@ class StoreConfig:
     page: Positive = 256
     slab_tokens: Positive = 4096  # of a slab, the unit of allocation
     ring_buffers: Annotated[int, 2] = 3  # staging buffers on the device: one is filled while another is read
-    segment_tokens: Positive = 4096  # copied and attended at a time
+    # Of one layer's KV, copied and attended at a time: whole pages, and at most a quarter of a layer.
+    segment_bytes: Positive = 64 * 2**20
 
     def __post_init__(self) -> None:
         rule = f"must be a multiple of store.page = {self.page}"
-        for name in ("slab_tokens", "segment_tokens"):
-            tokens = getattr(self, name)
-            _require(tokens % self.page == 0, f"store.{name}", tokens, rule)
+        _require(self.slab_tokens % self.page == 0, "store.slab_tokens", self.slab_tokens, rule)
 
 
 RefreshFrom = Literal["auto", "stream", "store"]

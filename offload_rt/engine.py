@@ -10,14 +10,14 @@ from functools import cached_property
 from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention import choose_backend
-from offload_rt.caches.places import EVERYTHING_STREAMED, CardTokens, Shares
-from offload_rt.cards import Card
+from offload_rt.attention.backends import choose_backend
+from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config import HEAD, Config, possible
 from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.errors import UsageError
+from offload_rt.graphs import GraphedModel
 from offload_rt.machine.advice import without_kernel
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.inventory import native_kernel
@@ -49,7 +49,7 @@ class Engine:
         link: what moves KV to the device; None: what the target's device calls for.
         on_progress: told how far a prefill is, and what is measured of a machine for its first plan.
         on_notice: told, in a line, what a user should know.
-        cards: links to other cards, which keep and attend a share of the KV of each text.
+        other_links: to other GPUs, which keep and attend a share of the KV of each text.
 
     Attributes:
         configs: among which the planner chooses for each text; without levels that cannot be had.
@@ -65,7 +65,7 @@ class Engine:
         link: Link | None = None,
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] = lambda text: None,
-        cards: Sequence[Link] = (),
+        other_links: Sequence[Link] = (),
     ) -> None:
         if draft is not None:
             check_vocabulary(draft, target)
@@ -93,13 +93,18 @@ class Engine:
             on_warning=on_notice,
         )
         self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
-        if cards and self._link.in_place:
-            raise UsageError("a target on the CPU attends KV where it lies: leave the other cards out")
-        self._cards = tuple(map(Card, cards))
+        if other_links and self._link.in_place:
+            raise UsageError("a target on the CPU attends KV where it lies: leave the other GPUs out")
+        self._other_links = tuple(other_links)
         self._thread: PassThread | None = None
         if not self._link.in_place:
-            self._thread = PassThread(target.device, lambda: self.timeline)
-        self._shared = Shared(target, draft, self.store, self._link, backend, self._cards, heads=self._heads)
+            thread = self._thread = PassThread(target.device, lambda: self.timeline)
+            for model in (target, draft):
+                if isinstance(model, GraphedModel):
+                    model.pass_running = lambda: thread.running
+        self._shared = Shared(
+            target, draft, self.store, self._link, backend, self._other_links, heads=self._heads
+        )
         self._sessions: list[Session] = []
         self.lock = threading.RLock()
         self._closed = False
@@ -118,21 +123,21 @@ class Engine:
         return left
 
     def open(
-        self, prompt: Sequence[int], continuation: Continuation, shares: Shares | None = None, texts: int = 1
+        self, prompt: Sequence[int], continuation: Continuation, tiers: Tiers | None = None, texts: int = 1
     ) -> Session:
         """Reads a prompt, so that `step` can continue it. Others may be under way.
 
         Args:
-            shares: which shares of the KV are not streamed; None: as planned.
+            tiers: which tokens of each layer are not streamed; None: as planned.
             texts: how many, this one and those that are opened after it, share what is free of a GPU.
         """
         with self.lock:
             self.check_room([(len(prompt), continuation.max_tokens)])
             config = self.configs[0]
-            if shares is None:
-                config, shares = self._plan(len(prompt), continuation.max_tokens, texts)
+            if tiers is None:
+                config, tiers = self._plan(len(prompt), continuation.max_tokens, texts)
             shared = replace(self._shared, timeline=self.timeline)
-            session = Session(shared, config, prompt, continuation, shares)
+            session = Session(shared, config, prompt, continuation, tiers)
             report = self._on_progress
             try:
                 session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
@@ -169,7 +174,7 @@ class Engine:
             session.full.cancel()
             self._thread.join()
 
-    def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Shares]:
+    def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Tiers]:
         """Composition, sizes and shares for such a text; the planner keeps what the config gives."""
         on_gpu = self.target.device.type == "cuda"
         config = self.configs[0]
@@ -181,21 +186,23 @@ class Engine:
         offload = config.offload
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
         page = config.store.page
-        cards: tuple[CardTokens, ...] = ()
+        gpus: tuple[GpuTier, ...] = ()
+        late = 0
         if on_gpu:
             planned.check()
             placement = planned.placement
-            cards = tuple(
-                CardTokens(-(-card.resident_tokens // page) * page, card.streamed_tokens // page * page)
-                for card in placement.cards
+            gpus = tuple(
+                GpuTier(-(-gpu.resident_tokens // page) * page, gpu.streamed_tokens // page * page)
+                for gpu in placement.gpus
             )
             resident = -(-placement.resident_tokens // page) * page
+            late = planned.late_resident_tokens // page * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page
-        elif self._cards:  # links of no known rate share evenly
-            pages = max(0, prompt_tokens - resident - cpu) // page // (1 + len(self._cards))
-            cards = (CardTokens(0, pages * page),) * len(self._cards)
-        return config, Shares(resident, cpu, cards)
+        elif self._other_links:  # links of no known rate share evenly
+            pages = max(0, prompt_tokens - resident - cpu) // page // (1 + len(self._other_links))
+            gpus = (GpuTier(0, pages * page),) * len(self._other_links)
+        return config, Tiers(resident, cpu, gpus, late)
 
     @cached_property
     def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
@@ -211,9 +218,9 @@ class Engine:
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
-        elsewhere = self.target.elsewhere  # on the first of the other cards
+        elsewhere = self.target.remote_mlps  # on the first of the other GPUs
         there = sum(block.weight_bytes for block in elsewhere)
-        others = [(card.link.device, 0 if at else there) for at, card in enumerate(self._cards)]
+        others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
         if texts > 1:
             held = loaded - there, *(size for _, size in others)
@@ -273,7 +280,7 @@ class Engine:
             closing.callback(self.target.restore)  # last: it may be its own draft
             if self.draft is not None:
                 closing.callback(self.draft.restore)
-            for link in (self._link, *(card.link for card in self._cards)):
+            for link in (self._link, *self._other_links):
                 closing.callback(link.close)
             closing.callback(self.store.close)
             if self._thread is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpu_kv.streams import device_streams
 from offload_rt.architecture import Rotary
-from offload_rt.attention import AttentionBackend
+from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, NUMBERS, WORDS, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import KVBuffer
@@ -48,22 +50,39 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = device_streams(device).capture
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> tuple[Callable[[], object], Results]:
+        # Not `torch.cuda.graph`: it waits for the whole device, and leaves the thread on the capture stream
+        # where a capture fails.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UP):
                 step()
+            graph, out = torch.cuda.CUDAGraph(), None
+            # Of this thread alone: another one may be in the middle of a pass over the full cache.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                out = step()
+            finally:
+                self._end(graph)
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another one may be in the middle of a pass over the full cache.
-        mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            out = step()
+        assert out is not None
         return graph.replay, out
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture. One that has become invalid raises RuntimeError."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # torch leaves allocation to the pool open then, and from there on would never give back memory
+            # that several streams have used.
+            for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with suppress(RuntimeError):
+                    give_back(self._stream.device.index, self._pool)
+            raise
 
 
 _Key = tuple[int, LayerPlan | None, Rotary]
@@ -124,6 +143,10 @@ class GraphedModel(CausalModel):
     Args:
         on_notice: told, once, why nothing is captured.
         capture: how to record; None: as CUDA graphs on a GPU, not at all on a CPU.
+
+    Attributes:
+        pass_running: returns whether a pass over the full cache runs in another thread. A capture would hold
+            it up, so none is made meanwhile.
     """
 
     LONGEST = 32
@@ -141,8 +164,9 @@ class GraphedModel(CausalModel):
         capture: Capture | None = None,
     ) -> None:
         super().__init__(model, name)
-        if capture is None and self.device.type == "cuda" and not self.elsewhere:
+        if capture is None and self.device.type == "cuda" and not self.remote_mlps:
             capture = CudaCapture(self.device)
+        self.pass_running: Callable[[], bool] = lambda: False
         self._capture = capture  # None, too, after one has failed
         self._on_notice = on_notice
         self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
@@ -160,7 +184,7 @@ class GraphedModel(CausalModel):
         known = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
         key = (part.new.count, plan, self._rotary)
         known.seen[key] += 1
-        if key in known.graphs or known.seen[key] > self.RARE:
+        if key in known.graphs or (known.seen[key] > self.RARE and not self.pass_running()):
             graph = self._graph(cache.buffer, cache.backend, key, numbers)
             if graph is not None:
                 return [graph(numbers, part)]
@@ -168,7 +192,6 @@ class GraphedModel(CausalModel):
 
     @torch.inference_mode()
     def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
-        # A capture waits for the whole device and gives its free memory back: not in the middle of a text.
         for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(

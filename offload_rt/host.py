@@ -1,45 +1,42 @@
-"""Between host and device in decoding: numbers go there unawaited, results come back in one wait."""
+"""Small tensors between host and device: asynchronous uploads; one synchronisation per download."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from cpu_kv.mapped import SmallCopies
+
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """`numbers` on the device, int64, in one copy that the host does not wait for."""
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.long)
-    # Pinned: a copy from pageable memory makes the host wait for the device.
-    return torch.tensor(numbers, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
+    """Returns `numbers` on the device, int64. The host does not wait, and no copy engine is needed."""
+    source = torch.tensor(numbers, dtype=torch.long)
+    return source if device.type == "cpu" else _small_copies(device).to_device(source)
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in host memory; the host waits once for all, and only for the current stream."""
+    """Returns the tensors in host memory; the host waits once for all, and only for the current stream."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
-    copies = [
-        torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        for tensor in tensors
-    ]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
+    return _small_copies(tensors[0].device).to_host(tensors)
 
 
-class Arriving:
-    """A tensor on its way to host memory; made where it is computed, waited for in any thread.
+@cache
+def _small_copies(device: torch.device) -> SmallCopies:
+    return SmallCopies(device)
 
-    Args:
-        into: page-locked memory of its shape to arrive in; None: some of its own.
-    """
 
-    def __init__(self, tensor: Tensor, into: Tensor | None = None) -> None:
+class PendingRead:
+    """A tensor on its way to host memory; made where it is computed, waited for in any thread."""
+
+    def __init__(self, tensor: Tensor) -> None:
         self._there = tensor
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._there = torch.empty_like(tensor, device="cpu", pin_memory=True) if into is None else into
+            self._there = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._there.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # a thread that spins would take a core
             self._event.record(torch.cuda.current_stream(tensor.device))

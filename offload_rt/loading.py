@@ -21,9 +21,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from offload_rt.cards import spread
 from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.hardware import GIB
+from offload_rt.remote_mlp import spread
 
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
 DEMO = "demo"

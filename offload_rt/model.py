@@ -26,11 +26,11 @@ from offload_rt.attention_hook import (
     switch_of,
 )
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.cards import Elsewhere
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.layers import LayerPlan
 from offload_rt.parts import AttendTogether, Output, Part
+from offload_rt.remote_mlp import RemoteMlp
 
 
 class NotANumber(UsageError):
@@ -85,9 +85,9 @@ class CausalModel:
         return sum(p.nbytes for p in self.module.parameters())
 
     @property
-    def elsewhere(self) -> list[Elsewhere]:
-        """Its blocks whose weights are on another card."""
-        return [module for module in self.module.modules() if isinstance(module, Elsewhere)]
+    def remote_mlps(self) -> list[RemoteMlp]:
+        """Its MLP blocks whose weights are on another GPU."""
+        return [module for module in self.module.modules() if isinstance(module, RemoteMlp)]
 
     def left_out_bytes(self, plan: LayerPlan) -> int:
         """Of the weights of the blocks that `plan` leaves out."""

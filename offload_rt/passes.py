@@ -19,7 +19,8 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cpu_kv import CopyFailed, TransferStalled
+from cpu_kv import CopyFailed
+from cpu_kv.streams import device_streams
 from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.layers import LayerPlan
@@ -147,7 +148,13 @@ class PassThread:
         self._device = device
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-pass")
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._newest: Future[Passed] | None = None
+        self._stream = device_streams(device).verification if device.type == "cuda" else None
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass has been started and is not over."""
+        return self._newest is not None and not self._newest.done()
 
     def start(self, caches: Sequence[FullCache], forward: Callable[[], Outputs]) -> Future[Passed]:
         """Runs a pass over these caches."""
@@ -155,7 +162,8 @@ class PassThread:
         if self._stream is not None:
             fence = torch.cuda.Event()
             fence.record(torch.cuda.current_stream(self._device))
-        return self._thread.submit(self._run, caches, forward, fence)
+        self._newest = self._thread.submit(self._run, caches, forward, fence)
+        return self._newest
 
     def _run(
         self, caches: Sequence[FullCache], forward: Callable[[], Outputs], fence: torch.cuda.Event | None
@@ -169,7 +177,7 @@ class PassThread:
                     outputs = forward()
                 except BaseException:
                     # What it has enqueued still uses memory that is let go now.
-                    with suppress(CopyFailed, TransferStalled):
+                    with suppress(CopyFailed):
                         _finish_compute(caches)
                     raise
                 _finish_compute(caches)

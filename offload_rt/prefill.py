@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload_rt.attention import attend, merge
-from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.model import CausalModel
 
 Progress = Callable[[int, int], None]
@@ -109,9 +110,11 @@ class PromptAttention:
             cache.sequence.append(layer, keys, values)
         if self._kv_alone:
             return torch.zeros_like(queries)
-        parts = [attend(cache.backend, queries, *segment, scale) for segment in history]
-        parts.append(cache.backend.causal(queries, keys, values, scale))
-        return merge(parts)[0]
+        total = AttentionSum(cache.backend, queries, len(keys), scale)
+        total.add(*cache.backend.causal(queries, keys, values, scale))
+        for segment in history:
+            total.attend(*segment)
+        return total.result()
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Writes the pages that are full, and with the layer's last token the one that is not."""

@@ -10,12 +10,12 @@ from time import perf_counter
 import torch
 
 from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
-from offload_rt.attention import AttentionBackend
+from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.places import EVERYTHING_STREAMED, CardShare, CpuShare, OtherPlace, Shares
-from offload_rt.cards import Card
+from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
+from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
@@ -35,7 +35,7 @@ class Shared:
 
     Attributes:
         link: to the device where the target is.
-        cards: the others.
+        other_links: to other GPUs, which keep and attend a share of the KV.
     """
 
     target: CausalModel
@@ -43,7 +43,7 @@ class Shared:
     store: PagedKVStore
     link: Link
     backend: AttentionBackend
-    cards: Sequence[Card] = ()
+    other_links: Sequence[Link] = ()
     timeline: Timeline = NO_TIMELINE
     pool: BufferPool = field(default_factory=BufferPool)
     heads: Heads = field(default_factory=Heads)
@@ -66,7 +66,7 @@ class Session:
 
     Args:
         prompt: its tokens.
-        shares: which shares of the KV are not streamed to the device.
+        tiers: which tokens of each layer are not streamed to the device.
 
     Attributes:
         tokens: the prompt, and what is generated.
@@ -82,7 +82,7 @@ class Session:
         config: Config,
         prompt: Sequence[int],
         continuation: Continuation,
-        shares: Shares = EVERYTHING_STREAMED,
+        tiers: Tiers = EVERYTHING_STREAMED,
     ) -> None:
         self.config = config
         self.planned = config  # stays, whatever it is recomposed to
@@ -90,7 +90,7 @@ class Session:
         self.prompt_tokens = len(self.tokens)
         self.opened = perf_counter()
         self.prefill_ms = 0.0
-        self.shares = shares
+        self.tiers = tiers
         self.timeline = shared.timeline
         self.ready: Proposal | None = None
         self.rounds: list[RoundTimes] = []
@@ -105,26 +105,29 @@ class Session:
             self._sequence.reserve(len(self.tokens) + continuation.max_tokens)
             self.engine = self._transfer_over(shared.link)
             closing.callback(self.engine.close)
-            others = list[OtherPlace]()
-            if shares.cpu_tokens:
-                others.append(CpuShare(shares.cpu_tokens, shared.target.device, shared.timeline))
-                closing.callback(others[-1].close)
+            remote = list[RemoteAttention]()
+            if tiers.cpu_tokens:
+                remote.append(CpuAttention(tiers.cpu_tokens, shared.target.device, shared.timeline))
+                closing.callback(remote[-1].close)
             self._engines = [self.engine]
-            for card, share in zip(shared.cards, shares.cards, strict=False):
-                engine, home = self._transfer_over(card.link), shared.target.device
+            for link, tier in zip(shared.other_links, tiers.gpus, strict=False):
+                engine = self._transfer_over(link)
                 closing.callback(engine.close)
-                others.append(CardShare(engine, share, home, card.stream, shared.timeline))
-                closing.callback(others[-1].close)
+                remote.append(GpuAttention(engine, tier, shared.target.device, shared.timeline))
+                closing.callback(remote[-1].close)
                 self._engines.append(engine)
-            self.full = FullCache(self.engine, shared.backend, shares.resident_tokens, others)
+            self.full = FullCache(
+                self.engine, shared.backend, tiers.resident_tokens, remote, tiers.late_resident_tokens
+            )
             closing.callback(self.full.close)
             self._compose(continuation)
             self._closing = closing.pop_all()
 
     def _transfer_over(self, link: Link) -> TransferEngine:
-        store = self.config.store
+        store, layout = self.config.store, self._sequence.layout
+        segment_tokens = layout.segment_tokens(store.segment_bytes, self._sequence.reserved_tokens)
         return TransferEngine(
-            self._sequence, link, segment_tokens=store.segment_tokens, ring_buffers=store.ring_buffers
+            self._sequence, link, segment_tokens=segment_tokens, ring_buffers=store.ring_buffers
         )
 
     def _compose(self, continuation: Continuation) -> None:
@@ -170,6 +173,10 @@ class Session:
         prompt = self.tokens[:-1]
         if prompt:
             prefill(self._target, self.full, prompt, self.config.prefill.chunk, progress)
+            if self._target.device.type == "cuda":
+                # What the prefill needed must not stay cached for its stream: others need it from here on.
+                torch.cuda.empty_cache()
+            self.full.load_late()
         self.take_prompt()
         self.prefill_ms = 1e3 * (perf_counter() - started)
 
@@ -259,7 +266,7 @@ class Session:
         del self.tokens[self.prompt_tokens :]
         self.full.rewind()
         self.full.derived.clear()
-        self.full.attended = None
+        self.full.scores = None
         for engine in self._engines:
             engine.counters = TransferCounters()
         self.config = config

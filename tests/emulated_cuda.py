@@ -1,6 +1,6 @@
-"""torch on an emulated CUDA device (`emulated_card`), so that tests marked `gpu` run without one.
+"""torch on emulated CUDA devices (`emulated_gpu`), so that tests marked `gpu` run without one.
 
-Every operation on a tensor of the device is put into the queue of the stream that is current, as on a card,
+Every operation on a tensor of a device is put into the queue of that device's current stream, as on a GPU,
 and computed there by torch's CPU kernels. So a missing event, a buffer that is reused too early, a result
 that the host reads before it arrived, or a tensor that is let go while another stream still uses it show as
 wrong tokens or errors. What mixes devices is refused, and so is what waits for the device where
@@ -21,17 +21,17 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 import torch.utils._device
-from emulated_card import (
-    CARD,
+import torch.utils.dlpack
+from emulated_gpu import (
     CUDA,
-    DEFAULT_STREAM,
+    DEVICES,
+    GPUS,
     PINNED,
     SCHEDULES,
     Event,
@@ -42,11 +42,20 @@ from emulated_card import (
     captured,
     capturing,
     check_owned,
+    current_device,
     current_stream,
+    default_stream,
+    end_allocate_to_pool,
     enqueue,
+    enqueue_copy,
+    enqueue_peer_copy,
     in_stream,
+    index_of,
     is_pinned,
+    on_device,
     refuse_in_capture,
+    set_device,
+    set_stream,
     spoil,
 )
 from torch import Tensor
@@ -57,18 +66,25 @@ _CPU = torch.device("cpu")
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 using namespace c10;
-struct OneCard final : impl::DeviceGuardImplInterface {
+static DeviceIndex count = 1;
+static thread_local DeviceIndex current = 0;
+struct Devices final : impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return getDevice(); }
-  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, getDevice()); }
+  Device exchangeDevice(Device other) const override {
+    Device before = getDevice();
+    setDevice(other);
+    return before;
+  }
+  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
+  void setDevice(Device other) const override { current = other.has_index() ? other.index() : current; }
+  void uncheckedSetDevice(Device other) const noexcept override { current = other.index(); }
+  Stream getStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
   Stream exchangeStream(Stream) const override { return getStream(getDevice()); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+  DeviceIndex deviceCount() const noexcept override { return count; }
 };
-extern "C" void set_guard() {
-  impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(new OneCard());
+extern "C" void set_guard(int devices) {
+  count = devices;
+  impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(new Devices());
 }
 """
 """torch's bindings ask for the current device wherever a tensor has one; without CUDA nobody answers."""
@@ -77,7 +93,7 @@ aten = torch.ops.aten
 
 
 class CudaTensor(Tensor):
-    """A tensor of the emulated device; `content` is what it holds once its stream got there."""
+    """A tensor of an emulated device; `content` is what it holds once its stream got there."""
 
     content: Tensor
     memory: Memory
@@ -91,7 +107,7 @@ class CudaTensor(Tensor):
             strides=content.stride(),
             storage_offset=content.storage_offset(),
             dtype=content.dtype,
-            device=CUDA,
+            device=torch.device("cuda", memory.device.number),
         )
         made.content, made.memory = content, memory
         return made
@@ -107,10 +123,10 @@ class CudaTensor(Tensor):
         return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(_on_card(index))
+        return super().__getitem__(_on_device(index, self.device))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(_on_card(index), value)
+        super().__setitem__(_on_device(index, self.device), value)
 
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
@@ -133,11 +149,11 @@ class CudaTensor(Tensor):
         self.memory.used_by.add(stream)
 
 
-def _on_card(index: Any) -> Any:
+def _on_device(index: Any, device: torch.device) -> Any:
     """An index whose lists are tensors."""
     if isinstance(index, tuple):
-        return tuple(_on_card(one) for one in index)
-    return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
+        return tuple(_on_device(one, device) for one in index)
+    return torch.tensor(index, device=device) if isinstance(index, list) else index
 
 
 class Emulation(TorchDispatchMode):
@@ -151,25 +167,28 @@ MODE = Emulation()
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    device = kwargs.get("device")
-    to_card = device is not None and torch.device(device).type == "cuda"
-    here = any(isinstance(one, CudaTensor) for one in _leaves((args, kwargs)))
+    given = kwargs.get("device")
+    to_cuda = given is not None and torch.device(given).type == "cuda"
+    devices = {one.device for one in _leaves((args, kwargs)) if isinstance(one, CudaTensor)}
     if (drawn_by := kwargs.get("generator")) is not None:
-        _check_generator(drawn_by, to_card or here)
-    if not to_card and not here:
+        _check_generator(drawn_by, to_cuda or bool(devices))
+    if not to_cuda and not devices:
         return _on_host(func, args, kwargs)
     if _is_composite(func):
         with MODE:
             return func.decompose(*args, **kwargs)
     if func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
-    if to_card or device is not None:
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"Expected all tensors to be on the same device, found {found}: {func}")
+    if given is not None:
         return _make(func, args, kwargs)
-    return _compute(func, args, kwargs)
+    return _compute(func, args, kwargs, devices.pop())
 
 
-def _check_generator(generator: torch.Generator, on_card: bool) -> None:
-    if (generator._cdata in _Generator.on_card) != on_card:  # its Python object is another one by now
+def _check_generator(generator: torch.Generator, on_cuda: bool) -> None:
+    if (generator._cdata in _Generator.on_cuda) != on_cuda:  # its Python object is another one by now
         raise RuntimeError("Expected a generator of the device that is drawn on")
     refuse_in_capture("a generator that is not registered draws the same at every replay")
 
@@ -218,20 +237,18 @@ def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A new tensor, of sizes and values that depend on no tensor's content."""
-    on_card = kwargs.get("device") is None or torch.device(kwargs["device"]).type == "cuda"
-    given = _plain(kwargs) | ({"device": _CPU} if "device" in kwargs else {})
+    device = torch.device(kwargs["device"])
+    given = _plain(kwargs) | {"device": _CPU}
     pinned = given.pop("pin_memory", False)
-    if on_card:
-        with torch.inference_mode():
-            made = func(*_plain(args), **given)
-    else:
+    if device.type != "cuda":
         made = func(*_plain(args), **given)
         return PINNED.empty(made.shape, made.dtype) if pinned else made
-    if "empty" in func.name():
-        return _new(made)
-    out = _new(made)
-    content = out.content
-    enqueue(lambda: _store(content, made))
+    with torch.inference_mode():
+        made = func(*_plain(args), **given)
+    out = _new(made, device)
+    if "empty" not in func.name():
+        content = out.content
+        enqueue(lambda: _store(content, made), device)
     return out
 
 
@@ -245,12 +262,12 @@ def _copy(into: Tensor, made: Tensor) -> None:
         into.copy_(made)
 
 
-def _new(like: Tensor) -> CudaTensor:
-    """Memory of the device, whose content is garbage."""
+def _new(like: Tensor, device: torch.device) -> CudaTensor:
+    """Memory of a device, whose content is garbage."""
     with torch.inference_mode():
         content = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         spoil(content)
-    return CudaTensor(content, Memory(content))
+    return CudaTensor(content, Memory(content, device))
 
 
 _WAITS = {
@@ -266,15 +283,15 @@ _WAITS = {
 _TAKES_HOST_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 
-def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on tensors of the device."""
+def _compute(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+    """An operation on tensors of one device."""
     waits = func in _WAITS or (func in _TAKES_HOST_INDICES and _waits_for_indices(*args[1:3]))
     args, kwargs = _own(func, args, kwargs)
     if waits:
-        await_stream(func)
+        await_stream(func, device)
         with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
-        return _map(lambda one: _ready(one) if isinstance(one, Tensor) else one, result)
+        return _map(lambda one: _ready(one, device) if isinstance(one, Tensor) else one, result)
     views, writes = _aliases(func)
     if views:
         viewed = next(one for one in _leaves(args) if isinstance(one, CudaTensor))
@@ -293,15 +310,24 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
             with torch.inference_mode():
                 drawn = func(given[0].clone(), *given[1:], **named)
-            enqueue(lambda: _store(given[0], drawn))
+            enqueue(lambda: _store(given[0], drawn), device)
         else:
             contents = list(_leaves(_plain(written)))
-            enqueue(lambda: _run(func, given, named, (), contents))
+            if func.namespace == "offload_rt" and func._schema.returns:
+                return _launch(func, given, named, device, contents)
+            enqueue(lambda: _run(func, given, named, (), contents), device)
         returned = func._schema.returns
         return None if not returned else written[0] if len(returned) == 1 else tuple(written)
-    results = _map(lambda one: _new(one) if isinstance(one, Tensor) else one, _results(func, given, named))
+    return _launch(func, given, named, device)
+
+
+def _launch(func: Any, args: Any, kwargs: Any, device: torch.device, written: Sequence[Tensor] = ()) -> Any:
+    """An operation whose results are new."""
+    results = _map(
+        lambda one: _new(one, device) if isinstance(one, Tensor) else one, _results(func, args, kwargs)
+    )
     outs = [one.content for one in _leaves(results) if isinstance(one, CudaTensor)]
-    enqueue(lambda: _run(func, given, named, outs))
+    enqueue(lambda: _run(func, args, kwargs, outs, written), device)
     return results
 
 
@@ -373,34 +399,40 @@ def _run(func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor], written: Seq
         out.copy_(one)
 
 
-def _ready(content: Tensor) -> CudaTensor:
-    out = _new(content)
+def _ready(content: Tensor, device: torch.device) -> CudaTensor:
+    out = _new(content, device)
     out.content.copy_(content)
     return out
 
 
-# Copies between host and device.
+# Copies between host and devices, by copy engines where the memory is page-locked.
 
 
 def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(into, CudaTensor):
-        there = into.content
-        if isinstance(source, CudaTensor):
-            content = source.content
+    if isinstance(into, CudaTensor) and isinstance(source, CudaTensor):
+        there, content = into.content, source.content
+        if into.device != source.device:
+            refuse_in_capture("a graph holds work of one device")
+            enqueue_peer_copy(lambda: _store(there, content), into.nbytes, source.device, into.device)
         else:
-            refuse_in_capture("a graph would read the host's memory at every replay")
-            content = source  # read when the copy runs
-            if not (non_blocking and is_pinned(source) and _in_one_piece(source, into)):
-                await_stream("a copy from the host")
-                content = source.clone()
-        enqueue(lambda: _store(there, content))
+            enqueue(lambda: _store(there, content), into.device)
+        return into
+    if isinstance(into, CudaTensor):
+        refuse_in_capture("a graph would read the host's memory at every replay")
+        there, content = into.content, source  # read when the copy runs
+        awaited = not (non_blocking and is_pinned(source) and _in_one_piece(source, into))
+        if awaited:
+            content = source.clone()
+        enqueue_copy(lambda: _store(there, content), into.nbytes, to_host=False, device=into.device)
+        if awaited:
+            await_stream("a copy from the host", into.device)
         return into
     assert isinstance(source, CudaTensor)
     content = source.content
     if non_blocking and is_pinned(into) and _in_one_piece(into, source):
-        enqueue(lambda: _copy(into, content))
+        enqueue_copy(lambda: _copy(into, content), into.nbytes, to_host=True, device=source.device)
     else:
-        await_stream("a copy to the host")
+        await_stream("a copy to the host", source.device)
         _copy(into, content)
     return into
 
@@ -429,7 +461,7 @@ def _to_copy(
         _plain(source), dtype=dtype, memory_format=memory_format or torch.preserve_format, device="meta"
     )
     if place.type == "cuda":
-        return _copy_(_new(like), source, non_blocking)
+        return _copy_(_new(like, place), source, non_blocking)
     if non_blocking:  # torch makes what it copies to page-locked
         into = PINNED.empty(like.shape, like.dtype)
     else:
@@ -462,14 +494,14 @@ def _attend(
     with torch.inference_mode():
         out = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device="meta")
         lse = torch.empty(*query.shape[:2], rows, dtype=torch.float32, device="meta")
-    made = _new(out), _new(lse)
+    made = _new(out, query.device), _new(lse, query.device)
     there, contents = [one.content for one in made], _plain((query, key, value, bias))
 
     def run() -> None:
         for into, one in zip(there, _attention(*contents, causal, scale), strict=True):
             _store(into[..., : one.shape[2]] if one.dim() == 3 else into, one)
 
-    enqueue(run)
+    enqueue(run, query.device)
     return made
 
 
@@ -517,7 +549,14 @@ def _efficient(
     return *_attend(query, key, value, bias, causal, scale, padded), None, None
 
 
+def _unsafe_view(tensor: CudaTensor, size: Sequence[int]) -> CudaTensor:
+    """A view, though it does not say so."""
+    with torch.inference_mode():
+        return CudaTensor(tensor.content.view(size), tensor.memory)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten._unsafe_view.default: _unsafe_view,
     aten.copy_.default: _copy_,
     aten._to_copy.default: _to_copy,
     aten._scaled_dot_product_flash_attention.default: _flash,
@@ -531,12 +570,12 @@ class _Generator(torch.Generator):
     """The CPU's, which says that it is of the device that was asked for."""
 
     device: torch.device = torch.device("cpu")
-    on_card: ClassVar[set[int]] = set()
+    on_cuda: ClassVar[set[int]] = set()
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         made = super().__new__(cls, "cpu")
         made.device = CUDA if torch.device(device).type == "cuda" else _CPU
-        (cls.on_card.discard if made.device == _CPU else cls.on_card.add)(made._cdata)
+        (cls.on_cuda.discard if made.device == _CPU else cls.on_cuda.add)(made._cdata)
         return made
 
 
@@ -558,70 +597,132 @@ def _thread_run(thread: threading.Thread) -> None:
         _RUN(thread)
 
 
-@contextmanager
-def _device(device: object) -> Iterator[None]:
-    yield
+class _Capsule(ctypes.Structure):
+    """DLPack's `DLTensor`, as far as `_from_dlpack` reads it."""
+
+    _fields_: ClassVar[Any] = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+    ]
 
 
-def _set(name: str) -> Callable[..., None]:
-    def put(value: Any, *_: object) -> None:
-        setattr(CARD, name, value)
+def _from_dlpack(capsule: Any) -> Tensor:
+    """Page-locked bytes of the host as a tensor of a device, whose kernels read them when they run."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    described = _Capsule.from_address(pointer(capsule, b"dltensor"))
+    assert (described.device_type, described.dimensions, described.bits) == (2, 1, 8), "bytes of CUDA"
+    size = described.shape[0]
+    if not PINNED.covers(described.data, size):
+        raise RuntimeError("CUDA error: an illegal memory access: host memory that is not page-locked")
+    content = torch.frombuffer((ctypes.c_uint8 * size).from_address(described.data), dtype=torch.uint8)
+    return CudaTensor(content, _HostMemory(content, torch.device("cuda", described.device)))
 
-    return put
+
+class _HostMemory(Memory):
+    """Memory of the host, seen from a device: not its own, and never given back to it."""
+
+    def __init__(self, content: Tensor, device: torch.device) -> None:
+        self.content = content
+        self.device = GPUS.devices[index_of(device)]
+        self.used_by = set()
+        GPUS.reused.discard(content.data_ptr())
+
+    def __del__(self) -> None:
+        pass
 
 
 def _reset_peak(device: object = None) -> None:
-    CARD.peak = CARD.allocated
+    one = GPUS.devices[index_of(device)]
+    one.peak = one.allocated
+
+
+def _of_device(name: str) -> Callable[[object], Any]:
+    def read(device: object = None) -> Any:
+        return getattr(GPUS.devices[index_of(device)], name)
+
+    return read
+
+
+def _set_fraction(fraction: float, device: object = None) -> None:
+    GPUS.devices[index_of(device)].fraction = fraction
+
+
+def _set_sync_debug(mode: str) -> None:
+    GPUS.sync_debug = mode
+
+
+def _free_memory(device: object = None) -> tuple[int, int]:
+    return MEMORY - GPUS.devices[index_of(device)].allocated, MEMORY
+
+
+def _sleep(cycles: int) -> None:
+    enqueue(lambda: None, None)
 
 
 def install(schedule: str = "late", seed: int = 0) -> None:
-    """From now on this process sees one CUDA device, if there is a compiler to make it known to torch."""
+    """From now on this process sees CUDA devices, if there is a compiler to make them known to torch."""
     if schedule not in SCHEDULES:
         raise ValueError(f"EMULATED_CUDA={schedule} is not known: use one of {', '.join(SCHEDULES)}")
     if shutil.which("g++") is None:
         warnings.warn("no g++: no CUDA device is emulated", stacklevel=2)
         return
-    CARD.schedule, CARD.random = schedule, random.Random(seed)
+    GPUS.schedule, GPUS.random = schedule, random.Random(seed)
     _set_guard()
-    properties = SimpleNamespace(
-        name="emulated", total_memory=MEMORY, uuid="0", major=8, minor=9, multi_processor_count=128
-    )
+    properties = [
+        SimpleNamespace(
+            name="emulated",
+            total_memory=MEMORY,
+            uuid=str(number),
+            major=8,
+            minor=9,
+            multi_processor_count=128,
+        )
+        for number in range(DEVICES)
+    ]
     answers: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
-        "get_device_name": lambda _=0: properties.name,
-        "get_device_properties": lambda _=0: properties,
-        "get_device_capability": lambda _=0: (properties.major, properties.minor),
-        "mem_get_info": lambda _=0: (MEMORY - CARD.allocated, MEMORY),
-        "memory_allocated": lambda _=0: CARD.allocated,
-        "memory_reserved": lambda _=0: CARD.allocated,
-        "max_memory_allocated": lambda _=0: CARD.peak,
-        "max_memory_reserved": lambda _=0: CARD.peak,
+        "device_count": lambda: DEVICES,
+        "current_device": current_device,
+        "set_device": set_device,
+        "get_device_name": lambda device=None: properties[index_of(device)].name,
+        "get_device_properties": lambda device=None: properties[index_of(device)],
+        "get_device_capability": lambda _=None: (8, 9),
+        "mem_get_info": _free_memory,
+        "memory_allocated": _of_device("allocated"),
+        "memory_reserved": _of_device("allocated"),
+        "max_memory_allocated": _of_device("peak"),
+        "max_memory_reserved": _of_device("peak"),
         "reset_peak_memory_stats": _reset_peak,
         "empty_cache": lambda: None,
-        "get_per_process_memory_fraction": lambda _=0: CARD.fraction,
-        "set_per_process_memory_fraction": _set("fraction"),
-        "set_sync_debug_mode": _set("sync_debug"),
-        "get_sync_debug_mode": lambda: CARD.sync_debug,
-        "synchronize": CARD.synchronize,
+        "get_per_process_memory_fraction": _of_device("fraction"),
+        "set_per_process_memory_fraction": _set_fraction,
+        "set_sync_debug_mode": _set_sync_debug,
+        "get_sync_debug_mode": lambda: GPUS.sync_debug,
+        "synchronize": GPUS.synchronize,
         "current_stream": current_stream,
-        "default_stream": lambda _=0: DEFAULT_STREAM,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
         "stream": in_stream,
-        "device": _device,
+        "device": on_device,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
         "graph": captured,
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": capturing,
-        "default_generators": (torch.Generator(),),
-        "_sleep": lambda cycles: enqueue(lambda: None),
+        "default_generators": (torch.Generator(),) * DEVICES,
+        "_sleep": _sleep,
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=PINNED.register, cudaHostUnregister=PINNED.unregister
         ),
@@ -630,6 +731,9 @@ def install(schedule: str = "late", seed: int = 0) -> None:
         setattr(torch.cuda, name, answer)
     torch.utils._device._device_constructors()  # knows `torch.tensor` as it was
     torch.tensor, torch.Generator = _tensor, _Generator  # type: ignore[assignment, misc]
+    torch.utils.dlpack.from_dlpack = _from_dlpack
+    torch._C._cuda_endAllocateToPool = end_allocate_to_pool
+    torch._C._cuda_releasePool = lambda device, pool: None
     threading.Thread.run = _thread_run  # type: ignore[method-assign]
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # `Module.to` makes new parameters
     MODE.__enter__()
@@ -642,4 +746,4 @@ def _set_guard() -> None:
         source.write_text(_GUARD)
         given = [f"-I{packages / 'include'}", str(source), f"-L{packages / 'lib'}", "-lc10"]
         subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", "-o", str(library), *given], check=True)
-        ctypes.CDLL(str(library)).set_guard()
+        ctypes.CDLL(str(library)).set_guard(DEVICES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cpu_kv import head_major
-from offload_rt.attention import AttentionBackend, fold, unfold
+from offload_rt.attention.backends import AttentionBackend, fold, unfold
+from offload_rt.attention.sums import AttentionSum
 
 
 class ReferenceBackend(AttentionBackend):
@@ -14,7 +17,7 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
 
-    def __call__(
+    def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(queries.dtype, torch.float32)
@@ -24,15 +27,43 @@ class ReferenceBackend(AttentionBackend):
             scores = scores + mask
         lse = scores.logsumexp(-1)
         out = torch.exp(scores - lse[..., None]) @ values.to(wide)
-        return out.to(queries.dtype), lse
+        return out.to(queries.dtype)[None], lse[None]
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         folded = fold(queries, len(keys))
         mask = causal_mask(queries.shape[1], queries).repeat(len(queries) // len(keys), 1)
-        return unfold(*self(folded, keys[None], values[None], scale, mask), len(queries))
+        out, lse = self.parts(folded, keys[None], values[None], scale, mask)
+        return unfold(out[0], len(queries)), unfold(lse[0], len(queries))
 
 
 def causal_mask(n: int, like: Tensor) -> Tensor:
     """Additive `[n, n]` mask in which token i sees tokens 0..i."""
     wide = torch.promote_types(like.dtype, torch.float32)
     return torch.full((n, n), -torch.inf, dtype=wide, device=like.device).triu(1)
+
+
+def attend(
+    backend: AttentionBackend,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over one segment and its log-sum-exp `[heads, n]`."""
+    total = AttentionSum(backend, queries, keys.shape[-3], scale)
+    total.attend(keys, values, mask)
+    assert total.lse is not None
+    return total.result(), unfold(total.lse, len(queries))
+
+
+def merge(
+    parts: Sequence[tuple[Tensor, Tensor]], backend: AttentionBackend | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint segments, from that over each."""
+    out, _ = parts[0]
+    total = AttentionSum(backend or ReferenceBackend(), out, len(out), 1.0)
+    for part in parts:
+        total.add(*part)
+    assert total.lse is not None
+    return total.result(), total.lse

@@ -57,7 +57,9 @@ def other_card(device: torch.device) -> torch.device:
 def engine_overrides(**offload: object) -> dict[str, object]:
     """Segments and a ring as small as the caches, a refresh at every round, and keys of `offload`."""
     given = {f"offload.{key}": value for key, value in offload.items()}
-    return SIZES | {"retrieval.refresh": "every", "store.ring_buffers": 2, "store.segment_tokens": 32} | given
+    return (
+        SIZES | {"retrieval.refresh": "every", "store.ring_buffers": 2, "store.segment_bytes": 8192} | given
+    )
 
 
 def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -12,27 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_attention import ReferenceBackend, causal_mask
+from reference_attention import ReferenceBackend, attend, causal_mask, merge
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cpu_kv import head_major
-from offload_rt.attention import (
+from offload_rt.attention.backends import (
     AttentionBackend,
     FlashAttnBackend,
     TorchCpuBackend,
     TorchCudaBackend,
     _cuda_backend,
-    attend,
-    attend_weighed,
     choose_backend,
     cpu_share_backend,
     fold,
     folded_mask,
-    merge,
     preferred,
     unfold,
 )
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, seen
 from offload_rt.caches.held import HeldTokens
 from offload_rt.openmp import WAIT_POLICY, wait_passively
@@ -177,8 +175,8 @@ def test_pieces_cut_anywhere_merge_to_the_whole(
     mask = torch.cat([new_mask.new_zeros(queries, history), new_mask], dim=1)
     whole = attend(backend, q, k, v, SCALE, folded(backend, mask, q, k))
     assert_close(whole, q, k, v, mask)
-    assert_close(merge(parts), q, k, v, mask, whole[0])
-    assert_close(merge(parts[::-1]), q, k, v, mask, whole[0])
+    assert_close(merge(parts, backend), q, k, v, mask, whole[0])
+    assert_close(merge(parts[::-1], backend), q, k, v, mask, whole[0])
 
 
 @BACKENDS
@@ -244,9 +242,15 @@ def test_weights_of_some_queries_summed_over_units(
     backend = ready(made)
     q, k, v = random_parts(heads, kv_heads, queries, pages * page, dtype, device, seed=page)
     k, v = (part.unflatten(1, (pages, page)).transpose(0, 1).contiguous() for part in (k, v))
-    out, lse, units = attend_weighed(backend, q, k, v, SCALE, unit)
-    for found, wanted in zip((out, lse), attend(backend, q, k, v, SCALE), strict=True):
-        assert torch.equal(found, wanted)
+    total = AttentionSum(backend, q, kv_heads, SCALE, unit)
+    total.expect(0, pages * page)
+    middle = pages // 2
+    for part in (slice(middle), slice(middle, pages)):  # of segments that have to be brought to one reference
+        if len(k[part]):
+            total.attend_expected(k[part], v[part])
+    assert_close((total.result(), unfold(total.lse, heads)), q, head_major(k), head_major(v))
+    (mass,) = total.mass
+    units = mass.units * (total.sample.rows(mass.reference) - total.sample.rows(total.lse)).exp()[..., None]
     chosen = sorted(range(queries - 1, -1, -math.ceil(queries / 4)))
     asking = fold(q, kv_heads).double().unflatten(1, (-1, queries))[:, :, chosen].flatten(1, 2)
     weights = (SCALE * asking @ head_major(k).double().mT).softmax(-1).unflatten(-1, (-1, unit)).sum(-1)
@@ -258,7 +262,10 @@ def test_weights_of_some_queries_summed_over_units(
 
 def test_weights_of_large_scores_in_float16() -> None:
     q, k = torch.full((2, 1, 128), 30.0).half(), torch.full((2, 2, 16, 128), 30.0).half()
-    *_, units = attend_weighed(TorchCpuBackend(), q, k, k, 128**-0.5, 8)
+    total = AttentionSum(TorchCpuBackend(), q, 2, 128**-0.5, 8)
+    total.expect(0, 32)
+    total.attend_expected(k, k)
+    units = total.mass[0].units
     assert bool(units.isfinite().all()) and len(set(units.flatten().tolist())) == 1
 
 
@@ -292,18 +299,12 @@ def test_merging_pieces_of_very_different_weight(offset: float) -> None:
     torch.testing.assert_close(lse, weight)
 
 
-def test_one_part_is_itself() -> None:
-    part = (torch.ones(2, 1, 4), torch.zeros(2, 1))
-    assert merge([part]) == part
-
-
 def test_folding_is_undone() -> None:
     queries = torch.arange(6 * 5 * 2.0).reshape(6, 5, 2)
     folded = fold(queries, 2)
     assert folded.shape == (2, 15, 2)
     assert torch.equal(folded[1, 5:10], queries[4])  # heads 3, 4 and 5 read key head 1
-    out, lse = unfold(folded, folded[..., 0], 6)
-    assert torch.equal(out, queries) and torch.equal(lse, queries[..., 0])
+    assert torch.equal(unfold(folded, 6), queries) and torch.equal(unfold(folded[..., 0], 6), queries[..., 0])
 
 
 def ancestors(parents: Sequence[int], token: int) -> set[int]:

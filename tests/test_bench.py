@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from reference_attention import ReferenceBackend
+from reference_attention import ReferenceBackend, attend
 from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -43,7 +43,7 @@ SMALL: dict[str, object] = {
     "speculation.step_down": False,
     "store.page": 16,
     "store.slab_tokens": 64,
-    "store.segment_tokens": 64,
+    "store.segment_bytes": 16384,
 }
 SETTINGS = [argument for key, value in SMALL.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
 TITLES = ("Loss with more and more text before it", "Needle score by depth", "What a small cache holds")
@@ -473,11 +473,11 @@ def test_kernels_take_turns_and_are_held_against_float64(
     class Off(ReferenceBackend):
         by = 0.5
 
-        def __call__(
+        def parts(
             self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
         ) -> tuple[Tensor, Tensor]:
             calls.append(self.by)
-            out, lse = super().__call__(queries, keys, values, scale, mask)
+            out, lse = super().parts(queries, keys, values, scale, mask)
             return out + self.by, lse
 
     class Further(Off):
@@ -491,7 +491,7 @@ def test_kernels_take_turns_and_are_held_against_float64(
     parts = [torch.randn(2, n, 16, generator=torch.Generator().manual_seed(n)) for n in (3, 50, 51)]
     parts[2] = parts[2][:, :50]
     queries, keys, values = (part.double() for part in parts)
-    reference = ReferenceBackend()(queries, keys[None], values[None], 0.2, None)
+    reference = attend(ReferenceBackend(), queries, keys[None], values[None], 0.2)
     for found, wanted in zip(exact(*parts, 0.2), reference, strict=True):
         torch.testing.assert_close(found, wanted)
 

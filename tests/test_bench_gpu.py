@@ -173,7 +173,7 @@ def test_a_slab_is_locked_where_as_much_at_once_is_refused(monkeypatch: pytest.M
 
 
 class Point:
-    """A ticket that is passed once somebody has waited for it."""
+    """An event that happens once somebody has waited for it."""
 
     def __init__(self, before: tuple[Point, ...] = ()) -> None:
         self.before, self.passed = before, False
@@ -198,7 +198,7 @@ class NotingLink(CpuLink):
     def __init__(self) -> None:
         self.asked: list[tuple[bool, Any, int]] = []
         self.point = Point()  # that the device passes some cycles later
-        self._tickets: list[Point] = []
+        self._copies: list[Point] = []
         self._records: list[CopyRecord] = []
 
     def copy(self, pairs: Pairs, after: Any = None, *, to_host: bool = False, urgent: bool = False) -> Point:
@@ -206,10 +206,10 @@ class NotingLink(CpuLink):
         size = sum(source.nbytes for _, source in pairs)
         self.asked.append((to_host, after, len(pairs)))
         self._records.append(CopyRecord(to_host, size, 1.0, 1.0 + size * (2 if to_host else 1)))
-        self._tickets.append(Point(tuple(self._tickets) if urgent and self.urgent_last else ()))
-        return self._tickets[-1]
+        self._copies.append(Point(tuple(self._copies) if urgent and self.urgent_last else ()))
+        return self._copies[-1]
 
-    def mark(self) -> Point:
+    def record_event(self) -> Point:
         return Point()
 
     def record(self) -> None:

@@ -54,7 +54,7 @@ from offload_rt.pace import Pace, RoundTimes
 from offload_rt.timeline import Span
 from offload_rt.toml import load_config
 
-TINY_KEYS = SMALL | {"speculation.gamma2": 3, "store.segment_tokens": 32, "offload.refresh_from": "stream"}
+TINY_KEYS = SMALL | {"speculation.gamma2": 3, "store.segment_bytes": 8192, "offload.refresh_from": "stream"}
 SMALLER = dataclasses.replace(
     SHAPES["tiny"], hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_dim=16
 )
@@ -116,7 +116,7 @@ def test_records_of_a_cuda_link() -> None:
     link.record()
     source = torch.ones(2**20, pin_memory=True)
     there = torch.empty(2**20, device="cuda")
-    sent = link.copy([(there, source)], after=link.mark())
+    sent = link.copy([(there, source)], after=link.record_event())
     link.copy([(source, there)], after=sent, to_host=True).synchronize()
     first, second = link.recorded()
     assert (first.to_host, second.to_host) == (False, True)

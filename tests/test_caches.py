@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpu_kv import CpuLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEngine
-from offload_rt.attention import TorchCpuBackend
+from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
-from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.caches.full import FullCache
 from offload_rt.caches.refill import ChunkRows
 from offload_rt.caches.retrieved import Refresh, RetrievedCache
-from offload_rt.caches.selection import ByAttention, ByMeanKeys
+from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import RefreshPolicy
@@ -503,13 +503,16 @@ def retrieved_cache(
 ) -> RetrievedCache:
     """Of so many entries, chunks of so many tokens, and so many recent ones."""
     budget, chunk, recent = sizes
+    selection: Selection = MeanKeyScores(source.layout, source.sequence.summaries)
+    if decay is not None:
+        selection = source.scores = AttentionScores(source.layout, source.device, chunk, decay, pages=200)
     return RetrievedCache(
         source,
         budget=budget,
         chunk=chunk,
         recent=recent,
         refresh=RefreshPolicy.parse(policy),
-        selection=ByMeanKeys(source) if decay is None else ByAttention(source, chunk, decay, pages=200),
+        selection=selection,
         room=room,
     )
 

@@ -24,13 +24,14 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpu_kv.streams import follower
 from offload_rt import LLM, SamplingParams
-from offload_rt.cards import Elsewhere, spread
 from offload_rt.errors import UsageError
 from offload_rt.graphs import GraphedModel
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.shapes import find_shape
+from offload_rt.remote_mlp import RemoteMlp, spread
 from offload_rt.toml import load_config
 
 
@@ -43,7 +44,7 @@ def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, confi
     sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
     written = []
     for model in (whole.to(device), spread(target, device, other, 1)):
-        links: dict[str, Any] = {"link": link_to(device), "cards": [link_to(other)]}
+        links: dict[str, Any] = {"link": link_to(device), "other_links": [link_to(other)]}
         with LLM.from_models(
             model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
         ) as llm:
@@ -56,7 +57,7 @@ def test_weights_are_counted_where_they_are() -> None:
     layers = target.model.layers
     block_bytes = sum(p.nbytes for p in layers[0].mlp.parameters())
     spread(target, CPU, torch.device("meta"), 1)
-    assert [isinstance(layer.mlp, Elsewhere) for layer in layers] == [True, False]
+    assert [isinstance(layer.mlp, RemoteMlp) for layer in layers] == [True, False]
     assert {p.device.type for p in layers[0].mlp.parameters()} == {"meta"}
     assert {p.device.type for n, p in target.named_parameters() if "layers.0.mlp" not in n} == {"cpu"}
     assert layers[0].mlp.weight_bytes == block_bytes
@@ -118,7 +119,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
             with LLM(dtype="float32", config="retrieval", on_notice=told.append, **given) as llm:
                 tokens.append(llm.generate(byte_ids(400), SamplingParams(max_tokens=24)).tokens)
                 # All of them, for half a GiB that later plans may lack: this model is not as large.
-                assert len(llm._engine.target.elsewhere) == shape.layers * (len(devices) - 1)
+                assert len(llm._engine.target.remote_mlps) == shape.layers * (len(devices) - 1)
                 whole = llm._engine.target.weight_bytes
                 idle = "another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too"
                 assert (idle in told) == (len(devices) == 1)
@@ -130,7 +131,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
 @ON_CUDA
 def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
     """What waits for a link in one of them holds up none of the others."""
-    block = Elsewhere(torch.nn.Linear(8, 8), device, other_card(device))
+    block = RemoteMlp(torch.nn.Linear(8, 8), device, other_card(device))
     given = torch.ones(1, 8, device=device)
 
     def computed(stream: torch.cuda.Stream) -> Tensor:
@@ -142,4 +143,6 @@ def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
 
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     first, second, again = map(computed, (*streams, streams[0]))
-    assert torch.equal(first, second) and torch.equal(first, again) and len(block._streams) == 2
+    assert torch.equal(first, second) and torch.equal(first, again)
+    there = {follower(stream, other_card(device)) for stream in streams}
+    assert len(there) == 2 and follower(streams[0], other_card(device)) in there

@@ -128,7 +128,7 @@ def written(folder: Path, text: str | bytes, overrides: dict[str, object]) -> Co
         ("prefill.chunk", 0, ["= 0", "at least 1"]),
         ("store.page", 0, ["= 0", "at least 1"]),
         ("store.slab_tokens", 300, ["= 300", "multiple of store.page = 256"]),
-        ("store.segment_tokens", 0, ["= 0", "at least 1"]),
+        ("store.segment_bytes", 0, ["= 0", "at least 1"]),
         ("store.ring_buffers", 1, ["= 1", "at least 2"]),
     ],
 )

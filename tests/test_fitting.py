@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams, engine
-from offload_rt.caches.places import CardTokens, Shares
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
@@ -94,7 +94,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         fewer = subject._plan(1000, 24)[1]
         assert fewer.resident_tokens == 512 and fewer.cpu_tokens > shares.cpu_tokens
         subject.configs = (subject.configs[0].having("offload.cpu_tokens", 256),)
-        assert subject._plan(1000, 24)[1] == Shares(512, 256)
+        assert subject._plan(1000, 24)[1] == Tiers(512, 256)
         assert len(asked) == 3, "also what is given has to fit"
 
 
@@ -114,11 +114,11 @@ def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest
         return Hardware(host, (first, replace(other, to_device_rate=50.0)), measured=True)
 
     monkeypatch.setattr(engine, "usable_hardware", hardware)
-    overrides = engine_overrides(resident_tokens=PAGE) | {"store.segment_tokens": 32, "prefill.chunk": 64}
-    links: dict[str, Any] = {"link": PacedLink(1e9), "cards": [PacedLink(1e9)]}
+    overrides = engine_overrides(resident_tokens=PAGE) | {"store.segment_bytes": 8192, "prefill.chunk": 64}
+    links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9)]}
     with LLM.from_models(target, config="plain", overrides=overrides, **links) as llm:
         config, shares = llm._engine._plan(60 * PAGE + 5, 24, texts)
-        (card,) = shares.cards
+        (card,) = shares.gpus
         assert (shares.resident_tokens, shares.cpu_tokens) == (PAGE, 0)
         ring = config.store.ring_buffers * 32 // shape.layers
         assert card.resident_tokens == (12 * PAGE - ring) // PAGE * PAGE
@@ -127,13 +127,13 @@ def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest
 
 
 def test_links_of_no_known_rate_share_evenly() -> None:
-    links: dict[str, Any] = {"link": PacedLink(1e9), "cards": [PacedLink(1e9), PacedLink(1e9)]}
+    links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9), PacedLink(1e9)]}
     overrides = engine_overrides(resident_tokens=32, cpu_tokens=16)
     with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=overrides, **links) as llm:
-        assert llm._engine._plan(150, 8)[1] == Shares(32, 16, (CardTokens(0, 32),) * 2)
-        assert llm._engine._plan(20, 8)[1] == Shares(32, 16, (CardTokens(),) * 2)
+        assert llm._engine._plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2)
+        assert llm._engine._plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2)
     with pytest.raises(UsageError, match="attends KV where it lies"):
-        LLM.from_models(tiny_target("llama-gqa"), config="plain", cards=[PacedLink(1e9)])
+        LLM.from_models(tiny_target("llama-gqa"), config="plain", other_links=[PacedLink(1e9)])
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -158,10 +158,10 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
 def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened one after the other, the shortest first; none takes what the others need."""
     reserve = GPU_RESERVE_BYTES
-    free, told = reserve + 1900 * 2**10, list[tuple[int, int]]()
+    free, told = reserve + 1500 * 2**10, list[tuple[int, int]]()
 
     def hardware(device: torch.device, loaded: int, on_progress: object, cards: object) -> Hardware:
-        taken = sum(session.full._resident._memory.nbytes for session in subject._sessions)
+        taken = sum(session.full.resident_bytes for session in subject._sessions)
         card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=loaded + free - taken)
         return replace(named_hardware("rtx4090"), gpus=(card,))
 
@@ -188,8 +188,8 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
             (3, 2, 1), zip((40, 800, 900), residents, told, strict=True), strict=True
         ):
             assert (context, memory) == (tokens, weights + reserve + (left - reserve) // texts)
-            left -= -(-resident // PAGE) * PAGE * token_bytes
-        assert residents[0] == 40 and 0 < residents[1] < 800
+            left -= min(resident, tokens - 1) // PAGE * PAGE * token_bytes  # whole pages of what is read
+        assert residents[0] == 40 and 0 < residents[1] <= 800
         alone = llm.generate(prompts[2], SamplingParams(max_tokens=3, seed=1))
         assert residents[-1] == 800 and alone.tokens == found[2].tokens
 

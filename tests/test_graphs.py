@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import AttentionBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer

@@ -69,7 +69,7 @@ def overrides(number: int) -> dict[str, object]:
         "prefill.chunk": (2048, 96)[number % 2],
         "store.page": (256, 16)[number // 2 % 2],
         "store.slab_tokens": 256,
-        "store.segment_tokens": 256,
+        "store.segment_bytes": 65536,
     }
 
 

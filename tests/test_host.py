@@ -56,7 +56,7 @@ class Reads:
                 stack = traceback.walk_stack(sys._getframe(1))
                 frames = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
                 # The store's own tensors are the host's, and a refresh chooses there which chunks to take.
-                chooses = "caches/retrieved.py" in frames[0]
+                chooses = "caches/refill.py" in frames[0]
                 if not chooses and not any("/cpu_kv/" in frame for frame in frames):
                     self.others.append(f"{way}: {frames[0]}")
             return given(tensor, *args, **kwargs)

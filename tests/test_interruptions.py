@@ -18,14 +18,14 @@ from small_engine import PARAMS, PROMPT, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
+from torch import Tensor
 from transformers import PreTrainedModel
 from uneven_link import UnevenLink
 
-from cpu_kv import CopyFailed, Link, PacedLink, TransferStalled
-from cpu_kv.link import Pairs
+from cpu_kv import CopyFailed, Link, PacedLink
 from offload_rt import LLM, SamplingParams, rounds
 from offload_rt.caches.full import FullCache, PassCancelled
-from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import chosen_chunks
 from offload_rt.errors import UsageError
 from offload_rt.passes import PassThread, Work
 
@@ -184,58 +184,19 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
 
 
-# -------------------------------------------------------------------------------------------- stalls
-
-
-def test_a_copy_that_stalls_is_named(target: PreTrainedModel) -> None:
-    link = PacedLink(1e9, latency_s=30.0, timeout=0.05)
-    with (
-        pytest.raises(TransferStalled, match=r"a copy of [\d,]+ bytes was not done after 0\.05 s"),
-        LLM.from_models(target, config="plain", overrides=engine_overrides(), link=link) as llm,
-    ):
-        llm.generate(PROMPT, PARAMS)
-
-
-class Stalling(PacedLink):
-    """Stands still from its copy number `stalls_at` on."""
-
-    def __init__(self, stalls_at: int) -> None:
-        super().__init__(1e9, timeout=0.2)
-        self.copies = 0
-        self.stalls_at = stalls_at
-
-    def move(self, pairs: Pairs) -> None:
-        self.copies += 1
-        if self.copies >= self.stalls_at:
-            self._closing.wait(5.0)
-        super().move(pairs)
-
-
-def test_a_stall_in_the_middle_of_a_text_is_named_and_what_was_written_stands(
-    target: PreTrainedModel, plain_tokens: list[int]
-) -> None:
-    llm = LLM.from_models(target, config="retrieval", overrides=engine_overrides(ahead=2), link=Stalling(60))
-    with pytest.raises(TransferStalled, match=r"a copy of [\d,]+ bytes was not done after 0\.2 s"):
-        llm.generate(PROMPT, PARAMS)
-    tokens = llm.last_result.tokens
-    assert tokens == plain_tokens[: len(tokens)]
-    with pytest.raises((TransferStalled, CopyFailed)):
-        llm.close()
-
-
 def test_a_text_given_up_while_chunks_are_chosen(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that chooses for the next layer is waited for; `no_thread_is_left` looks for it."""
-    choosing, choose = threading.Event(), RetrievedCache._best_chunks
+    choosing, layers = threading.Event(), itertools.count()
 
-    def slow(cache: RetrievedCache, *arguments: Any) -> Any:
-        if threading.current_thread().name.startswith("offload_rt-choosing") and arguments[-1]:
+    def slow(scores: Tensor, wanted: int) -> Tensor:
+        if threading.current_thread().name.startswith("offload_rt-choosing") and next(layers) % 2:
             choosing.set()
             time.sleep(0.3)
-        return choose(cache, *arguments)
+        return chosen_chunks(scores, wanted)
 
-    monkeypatch.setattr(RetrievedCache, "_best_chunks", slow)
+    monkeypatch.setattr("offload_rt.caches.retrieved.chosen_chunks", slow)
     overrides = engine_overrides(ahead=2)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         stream = llm.stream(PROMPT, PARAMS)

@@ -10,7 +10,7 @@ from tiny_models import byte_ids, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offload_rt.attention import TorchCpuBackend
+from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.costs import pass_cost

@@ -11,6 +11,7 @@ import torch
 from machine_cases import HEALTHY, assert_positive
 from machine_cases import tiny as tiny  # a fixture
 
+from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.machine import measuring
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import read_cards
@@ -38,9 +39,10 @@ def test_the_processor_is_measured(copy: Callable[[], None] | None) -> None:
 def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    class Backend:
-        def weighed(self, queries: Any, keys: Any, values: Any, *_: Any) -> None:
+    class Backend(TorchCpuBackend):
+        def parts_with_units(self, queries: Any, keys: Any, values: Any, *arguments: Any) -> Any:
             seen.append((queries.shape[1], keys.nbytes + values.nbytes))
+            return super().parts_with_units(queries, keys, values, *arguments)
 
     monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: Backend())
     clock = iter(range(10_000))

@@ -22,7 +22,7 @@ from transformers import LlamaModel, PreTrainedModel
 
 from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import TorchCpuBackend
+from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention_hook import ATTENTION_NAME, attention_through
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache

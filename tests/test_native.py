@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference_attention import ReferenceBackend
+from reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
 from offload_rt import native
-from offload_rt.attention import NativeCpuBackend, TorchCpuBackend, _torch_threads, choose_backend, merge
+from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
 from offload_rt.devices import CACHE_FOLDER, cache_folder
 
 PROCESSORS = {
@@ -62,7 +62,7 @@ def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Ker
 def expected(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return ReferenceBackend()(queries.double(), keys.double(), values.double(), scale, mask)
+    return attend(ReferenceBackend(), queries.double(), keys.double(), values.double(), scale, mask)
 
 
 def drawn(
@@ -89,7 +89,7 @@ def assert_as_exact_as_torch(
     want, want_lse = expected(queries, keys, values, scale, mask)
     out, lse = kernel.attend(queries, keys, values, scale, mask, threads)
     assert out.dtype == queries.dtype and lse.dtype == torch.float32
-    peer, peer_lse = TorchCpuBackend()(queries, keys, values, scale, mask)
+    peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, scale, mask)
     rounding = torch.finfo(queries.dtype).eps * float(want.abs().max())
     assert float((out - want).abs().max()) <= 2 * float((peer - want).abs().max()) + rounding
     slack = 2e-6 * max(1.0, float(want_lse.abs().max()))
@@ -216,13 +216,13 @@ def test_a_query_that_sees_nothing_vanishes_when_merged(kernel: native.Kernel, d
             mask = torch.zeros(3, tokens)
             mask[1] = -torch.inf
             mask[2, : tokens - 10] = -torch.inf  # whole blocks and splits that it does not see
-            out, lse = backend(queries, keys, values, 0.3, mask)
+            out, lse = attend(backend, queries, keys, values, 0.3, mask)
             assert out[:, 1].eq(0).all() and lse[:, 1].isneginf().all()
             want, want_lse = expected(queries[:, ::2], keys, values, 0.3, mask[::2])
             precision = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(out[:, ::2].double(), want, atol=precision, rtol=precision)
             torch.testing.assert_close(lse[:, ::2].double(), want_lse, atol=precision, rtol=1e-5)
-            whole = backend(queries, keys, values, 0.3, None)
+            whole = attend(backend, queries, keys, values, 0.3)
             merged, merged_lse = merge([whole, (out, lse)])
             assert torch.equal(merged[:, 1], whole[0][:, 1]) and torch.equal(merged_lse[:, 1], whole[1][:, 1])
 
@@ -231,7 +231,7 @@ def test_a_query_that_sees_nothing_vanishes_when_merged(kernel: native.Kernel, d
 def test_no_keys_and_no_queries(kernel: native.Kernel, dtype: torch.dtype) -> None:
     for backend in (NativeCpuBackend(kernel), TorchCpuBackend()):
         queries, keys, values = drawn(2, 3, 0, 32, dtype)
-        out, lse = backend(queries, keys, values, 0.3, None)
+        out, lse = attend(backend, queries, keys, values, 0.3)
         assert out.eq(0).all() and lse.isneginf().all() and lse.shape == (2, 3)
     out, lse = kernel.attend(queries[:, :0], queries[None], queries[None], 0.3, None)
     assert out.shape == (2, 0, 32) and lse.shape == (2, 0)
@@ -245,8 +245,8 @@ def test_what_it_does_not_cover_goes_to_torch(kernel: native.Kernel, dtype: torc
         pytest.skip("short vectors: covered")
     queries, keys, values = drawn(2, 3, 40, dim, dtype)
     assert not kernel.fits(queries, keys, values)
-    out, lse = NativeCpuBackend(kernel)(queries, keys, values, 0.1, None)
-    peer, peer_lse = TorchCpuBackend()(queries, keys, values, 0.1, None)
+    out, lse = attend(NativeCpuBackend(kernel), queries, keys, values, 0.1)
+    peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, 0.1)
     assert torch.equal(out, peer) and torch.equal(lse, peer_lse)
 
 
@@ -297,7 +297,7 @@ def test_a_backend_says_how_many_threads(kernel: native.Kernel, monkeypatch: pyt
     monkeypatch.setattr(kernel, "_entry", {dtype: record(entry) for dtype, entry in kernel._entry.items()})
     parts = drawn(1, 2, 30, 16, torch.float32)
     for threads in (3, None):
-        NativeCpuBackend(kernel, threads=threads)(*parts, 0.25, None)
+        attend(NativeCpuBackend(kernel, threads=threads), *parts, 0.25)
     assert teams == [3, torch.get_num_threads()]
 
 
@@ -305,7 +305,7 @@ def test_torchs_threads_are_set_for_the_calling_thread_alone(monkeypatch: pytest
     usual, seen = torch.get_num_threads(), []
 
     def inside() -> None:
-        with _torch_threads(usual + 2):
+        with torch_threads(usual + 2):
             seen.append(torch.get_num_threads())
             inner.set()
             outer.wait()
@@ -323,7 +323,7 @@ def test_torchs_threads_are_set_for_the_calling_thread_alone(monkeypatch: pytest
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     backend = TorchCpuBackend(threads=usual + 1)
     queries, keys, values = drawn(1, 4, 4, 16, torch.float32)
-    backend(queries, keys, values, 0.25, None)
+    attend(backend, queries, keys, values, 0.25)
     backend.causal(queries, keys[0], values[0], 0.25)
     assert counts == [usual + 1, usual] * 2
 

@@ -23,12 +23,12 @@ from uneven_link import LateLink, UnevenLink
 import offload_rt.engine
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import AttentionBackend, folded_mask
+from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
-from offload_rt.caches.places import CpuShare
 from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.shapes import CHAIN
@@ -76,7 +76,7 @@ def test_every_schedule_yields_the_tokens_of_plain_decoding(
         "offload.refresh_from": refresh_from,
         "retrieval.refresh": refresh,
         "store.ring_buffers": ring,
-        "store.segment_tokens": segment,
+        "store.segment_bytes": 256 * segment,
     }
     link = UnevenLink(seed, delay)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
@@ -247,7 +247,8 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(of: RetrievedCache | RetrievedRefill, *arguments: Any) -> Any:
-            counters = of._source.engine.counters
+            engine = of._engine if isinstance(of, RetrievedRefill) else of._source.engine
+            counters = engine.counters
             before = counters.bytes_to_device
             under_way.append(method)
             found = method(of, *arguments)
@@ -344,10 +345,7 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
             llm.generate(PROMPT, SHORT)
             assert llm._kept.session is not None
             full = llm._kept.session.full
-            held += map(
-                weakref.ref,
-                (full._resident._memory, full._tail.buffer.memory),
-            )
+            held += map(weakref.ref, (*full._resident._blocks, full._tail.buffer.memory))
             (retrieved,) = full.derived
             assert isinstance(retrieved, RetrievedCache)
             buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
@@ -430,7 +428,7 @@ def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pyte
     assert 0 < len(folded) <= len(masked)
 
 
-# ------------------------------------------------------------------------------------------- places
+# -------------------------------------------------------------------------------- remote attention
 
 
 def test_the_cpu_share_attends_several_runs_as_one() -> None:
@@ -438,8 +436,8 @@ def test_the_cpu_share_attends_several_runs_as_one() -> None:
     queries = torch.randn(4, 3, 8, dtype=torch.float64, generator=generator)
     keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
     values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
-    runs = [(keys[:, a:b], values[:, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
-    share = CpuShare(50, torch.device("cpu"))
+    runs = [(keys[None, :, a:b], values[None, :, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
+    share = CpuAttention(50, torch.device("cpu"))
     try:
         out, lse = share.finish(share.start(0, queries, runs, 0.3))
     finally:

@@ -24,7 +24,7 @@ def overrides(ring: int = 2, segment: int = 32, engine: bool = False) -> dict[st
         "offload.ahead": 3 if engine else 0,
         "offload.refresh_from": "stream" if engine else "store",
         "store.ring_buffers": ring,
-        "store.segment_tokens": segment,
+        "store.segment_bytes": 256 * segment,
     }
 
 

@@ -64,7 +64,7 @@ def requests(draw: st.DrawFn, shortest: int = 1) -> PlanRequest:
         "speculation.gamma2": draw(st.integers(shortest, 40)),
         "store.ring_buffers": draw(st.integers(2, 6)),
         "offload.ahead": draw(st.sampled_from([0, 1, 4, 9])),
-        "store.segment_tokens": draw(st.sampled_from([256, 1024, 4096])),
+        "store.segment_bytes": draw(st.sampled_from([2**20, 2**24, 2**26])),
     }
     return PlanRequest(
         target=draw(shapes),

@@ -149,7 +149,7 @@ RESIDENT = {"offload.resident_tokens": 65_536}
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", ["2 such GPUs"]),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", ["2 such GPUs", "--dtype bfloat16"]),
         ({"overrides": RETRIEVED}, "29.6", [98816, "--set retrieval.budget=13296", "2 such GPUs"]),
-        ({"overrides": RESIDENT}, "32.0", [18176, "--set offload.resident_tokens=8960"]),
+        ({"overrides": RESIDENT}, "32.0", [19712, "--set offload.resident_tokens=15872"]),
         ({"overrides": RESIDENT, "hardware": gpu(memory_bytes=12 * GIB)}, "has 12.0", []),
         ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", []),
     ],
@@ -202,8 +202,8 @@ def test_named_machines() -> None:
     (card,) = hardware.gpus
     assert card.memory_bytes == 24_564 * 2**20 and card.memory_rate == pytest.approx(0.9 * 1008)
     assert (card.to_device_rate, hardware.host.memory_rate, hardware.host.memory_bytes) == (25, 70, 92 * GIB)
-    rates = [attention_rate(hardware.host.attention, queries) for queries in (1, 16, 32)]
-    assert rates == pytest.approx([49, 49, 24.5])
+    rates = [attention_rate(hardware.host.attention, queries) for queries in (1, 8, 16, 32)]
+    assert rates == pytest.approx([49, 49, 30.1, 15.05])
     other = named_hardware("h100", 2, vram=60)
     assert [one.memory_bytes for one in other.gpus] == [60 * GIB] * 2
     assert all(plan(request(hardware=named_hardware(name, 2), config="plain")).fits for name in CARDS)

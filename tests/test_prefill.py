@@ -14,8 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 from uneven_link import LateLink
 
 from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
-from offload_rt.attention import TorchCpuBackend
-from offload_rt.caches.full import LAST_QUERIES, FullCache
+from offload_rt.attention.backends import TorchCpuBackend
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.model import CausalModel
 from offload_rt.prefill import prefill
 

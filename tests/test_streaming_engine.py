@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_card import EMULATED
+from emulated_gpu import EMULATED
 from small_engine import (
     CONFIGS,
     CPU,
@@ -35,9 +35,9 @@ from torch import Tensor
 from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams, passes
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.places import CardTokens, Shares
 from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine import Engine
 from offload_rt.graphs import GraphedModel
 from offload_rt.host import to_host
@@ -46,17 +46,17 @@ from offload_rt.session import Session
 from offload_rt.toml import config_names
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
-SHARES = [Shares(), Shares(32), Shares(0, 48), Shares(32, 48)]
+SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48)]
 """Of 149 tokens."""
 BY_CARDS = [
-    Shares(16, 32, (CardTokens(32, 16),)),
-    Shares(cards=(CardTokens(0, 48), CardTokens(64, 0))),
-    Shares(0, 16, (CardTokens(16, 1024),)),
+    Tiers(16, 32, (GpuTier(32, 16),)),
+    Tiers(gpus=(GpuTier(0, 48), GpuTier(64, 0))),
+    Tiers(0, 16, (GpuTier(16, 1024),)),
 ]
 """With other cards: where there is none, by other links and streams of the one."""
 
 
-def small_llm(device: torch.device, config: str, shares: Shares = SHARES[0], **offload: object) -> LLM:
+def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **offload: object) -> LLM:
     target = tiny_target("llama-gqa")
     draft = noisy_copy(target)
     given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
@@ -66,17 +66,17 @@ def small_llm(device: torch.device, config: str, shares: Shares = SHARES[0], **o
         config=config,
         overrides=engine_overrides(**given | offload),
         link=link_to(device),
-        cards=[link_to(other_card(device)) for _ in shares.cards],
+        other_links=[link_to(other_card(device)) for _ in shares.gpus],
     )
-    if shares.cards:
+    if shares.gpus:
         plan = llm._engine._plan
         llm._engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
     return llm
 
 
-def check_streamed(result: GenerationResult, shares: Shares) -> None:
+def check_streamed(result: GenerationResult, shares: Tiers) -> None:
     """What is not placed elsewhere crossed a link in every round."""
-    resident = shares.resident_tokens + sum(card.resident_tokens for card in shares.cards)
+    resident = shares.resident_tokens + sum(card.resident_tokens for card in shares.gpus)
     streamed = (len(PROMPT) - 1) // 16 * 16 - resident - shares.cpu_tokens
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
     assert read >= result.rounds * streamed * 512, "bytes of a token in all layers"
@@ -97,7 +97,7 @@ CASES = [
 def test_streamed_tokens_are_those_of_plain_decoding(
     device: torch.device,
     config: str,
-    shares: Shares,
+    shares: Tiers,
     refresh: str,
     graphs: bool,
     plain_tokens: list[int],
@@ -114,13 +114,13 @@ def test_streamed_tokens_are_those_of_plain_decoding(
     ("shares", "refresh"), [*((shares, "stream") for shares in BY_CARDS), (BY_CARDS[0], "store")]
 )
 def test_other_cards_attend_their_share(
-    device: torch.device, config: str, shares: Shares, refresh: str, plain_tokens: list[int]
+    device: torch.device, config: str, shares: Tiers, refresh: str, plain_tokens: list[int]
 ) -> None:
     check_tokens(device, config, shares, refresh, plain_tokens)
 
 
 def check_tokens(
-    device: torch.device, config: str, shares: Shares, refresh: str, plain_tokens: list[int]
+    device: torch.device, config: str, shares: Tiers, refresh: str, plain_tokens: list[int]
 ) -> None:
     """`plain_tokens`: in place, on the CPU."""
     with small_llm(device, config, shares, refresh_from=refresh) as llm:
@@ -139,7 +139,7 @@ def check_tokens(
 
 @DEVICES
 @pytest.mark.parametrize("shares", [*SHARES[::3], BY_CARDS[0]])
-def test_random_interrupts(device: torch.device, shares: Shares) -> None:
+def test_random_interrupts(device: torch.device, shares: Tiers) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
     rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 60))
     source = random.Random(7)
@@ -167,7 +167,7 @@ def test_random_interrupts(device: torch.device, shares: Shares) -> None:
 @DEVICES
 @pytest.mark.parametrize("shares", [*SHARES[::3], BY_CARDS[0]])
 @pytest.mark.parametrize("refresh", ["stream", "store"])
-def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Shares, refresh: str) -> None:
+def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Tiers, refresh: str) -> None:
     """Tokens would not tell: whatever a draft's cache holds, they are those of plain decoding."""
     with small_llm(device, "retrieval", shares, refresh_from=refresh) as llm:
         events = llm.stream(PROMPT, PARAMS)
@@ -191,25 +191,25 @@ def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Shares, re
 
 @pytest.mark.parametrize("shares", [SHARES[3], *BY_CARDS])
 def test_the_same_is_retrieved_wherever_tokens_are_attended(
-    shares: Shares, monkeypatch: pytest.MonkeyPatch
+    shares: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entries are taken from all places, and what they attended to is counted where it belongs.
 
-    Later passes differ: whose share of another place was whose is not known (`attended_mass`).
+    Later passes differ: whose share of another place was whose is not known (`summed_mass`).
     """
     used, use = list[RetrievedRefill](), RetrievedCache._use
     monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
     ends = [shares.resident_tokens, shares.cpu_tokens]
-    ends += [card.tokens for card in shares.cards]
+    ends += [card.tokens for card in shares.gpus]
     ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]
 
-    def retrieved(shares: Shares) -> tuple[list[Tensor], Tensor]:
+    def retrieved(shares: Tiers) -> tuple[list[Tensor], Tensor]:
         with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
             llm.generate(PROMPT, SamplingParams(max_tokens=1))
             full, (cache,) = (session := llm._engine._sessions[0]).full, session._caches
-            assert full.attended is not None
-            chunks = [end // full.attended.chunk for end in ends]
-            counted = full.attended.scores.tensor_split(chunks, dim=2)
+            assert full.scores is not None
+            chunks = [end // full.scores.chunk for end in ends]
+            counted = full.scores.values.tensor_split(chunks, dim=2)
             first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
             used.clear()
             llm.rerun(PARAMS)
@@ -258,7 +258,7 @@ def test_captures_while_a_pass_streams(
 @ON_CUDA
 @pytest.mark.parametrize("shares", [*SHARES, BY_CARDS[0]])
 def test_no_layer_of_a_pass_waits_for_the_device(
-    device: torch.device, shares: Shares, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, shares: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch itself refuses what waits: with the CPU's share, and with a refresh from the stream."""
     attend = FullCache.attend
@@ -309,7 +309,7 @@ def test_a_round_waits_only_where_it_reads(
             torch.cuda.set_sync_debug_mode("default")
 
     params, step = SamplingParams(temperature=temperature, seed=3, max_tokens=16), Engine.step
-    with small_llm(device, config, Shares(32, 48), refresh_from="stream") as llm:
+    with small_llm(device, config, Tiers(32, 48), refresh_from="stream") as llm:
         expected = llm.generate(PROMPT, params).tokens
         monkeypatch.setattr(passes, "to_host", reading)
         monkeypatch.setattr(Engine, "step", watched)

@@ -101,7 +101,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_model(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A float32 model of an architecture, in evaluation mode."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
     return model.float().eval()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from cpu_kv import PacedLink, Ticket
+from cpu_kv import Event, PacedLink
 from cpu_kv.link import Pairs
 
 
@@ -19,7 +19,7 @@ class UnevenLink(PacedLink):
     """
 
     def __init__(self, seed: int = 0, delay_s: float = 0.0) -> None:
-        super().__init__(1e9, timeout=30.0)
+        super().__init__(1e9)
         self._random = random.Random(seed)
         self._delay_s = delay_s
         self.failing: Callable[[Pairs], bool] = lambda pairs: False
@@ -36,12 +36,12 @@ class LateLink(PacedLink):
     """Makes a copy when somebody waits for it, and not before."""
 
     def copy(
-        self, pairs: Pairs, after: Ticket | None = None, *, to_host: bool = False, urgent: bool = False
-    ) -> Ticket:
-        return LateTicket(self, list(pairs))
+        self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
+    ) -> Event:
+        return LateCopy(self, list(pairs))
 
 
-class LateTicket(Ticket):
+class LateCopy(Event):
     """A copy that is made when it is waited for."""
 
     def __init__(self, link: PacedLink, pairs: Pairs) -> None:

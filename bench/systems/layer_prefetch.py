@@ -15,7 +15,7 @@ from transformers import Cache
 
 from bench.systems import Opener, Run, Setup
 from bench.systems._passes import Continued, HostLayer, Text, load, put
-from cpu_kv import PacedLink, Ticket
+from cpu_kv import Event, PacedLink
 
 
 class PrefetchedCache(Cache):
@@ -25,7 +25,7 @@ class PrefetchedCache(Cache):
         super().__init__([HostLayer(capacity) for _ in range(layers)])
         self._link = link
         self._buffers: list[list[Tensor]] = []
-        self._next: tuple[int, Ticket] | None = None  # a layer, and when it has arrived
+        self._next: tuple[int, Event] | None = None  # a layer, and when it has arrived
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues
 from offload_rt.caches.held import HeldTokens
 from offload_rt.host import to_device
 from offload_rt.verification import Tokens
@@ -158,45 +157,3 @@ class Verified:
     kv: Tensor
     queries: Tensor
     proposed: int
-
-
-class AttentionCount(Protocol):
-    """Counts what passes over the full cache attend to, a layer after the other.
-
-    Attributes:
-        chunk: tokens that are counted together.
-    """
-
-    chunk: int
-
-    def add(self, start: int, lse: Tensor, units: Tensor) -> None:
-        """A segment of the layer under way, from token `start` on; see `weighing.attended_mass`."""
-
-    def end_layer(self, layer: int, lse: Tensor) -> None:
-        """Counts what was attended to of a layer.
-
-        Args:
-            lse: `[heads, query]`, of all that its queries attended to.
-        """
-
-    def drop_layer(self) -> None:
-        """Forgets the layer under way."""
-
-    def reset(self) -> None:
-        """Forgets everything."""
-
-
-class Refill(Protocol):
-    """What a bounded cache takes from a pass of the full cache: no byte moves for it."""
-
-    def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
-        """The text's tokens from `start` on pass by, in runs `[pages, kv_heads, tokens, head_dim]`.
-
-        No chunk lies across two pages.
-
-        Args:
-            over_link: they are in host memory, and what is taken must be sent.
-        """
-
-    def close(self) -> None:
-        """Lets go of what was needed for a pass that is given up. Idempotent."""

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention import AttentionBackend, attend, folded_mask
-from offload_rt.caches.base import WORD_BITS, NewTokens, Refill, Verified, seen
+from offload_rt.attention.backends import AttentionBackend, folded_mask
+from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.base import WORD_BITS, NewTokens, Verified, seen
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.held import HeldTokens
+from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.host import to_device
 
 SPECULATIVE_ENTRIES = 128
@@ -86,19 +88,20 @@ class Frame:
         return cls(buffer, backend, slice(start, stop), slice(buffer.room - pages, stop), mask)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        return self.attend_part(layer, queries, keys, values, scale)[0]
+        total = AttentionSum(self.backend, queries, len(keys), scale)
+        total.attend(*self.put(layer, queries, keys, values))
+        return total.result()
 
-    def attend_part(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Attention and its log-sum-exp, for what is attended elsewhere to be merged with."""
+    def put(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Puts the pass's KV in its place; returns the keys, values and mask to attend to."""
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
         all_keys, all_values = self.buffer.memory[layer]
         all_keys[:, self.slots] = keys
         all_values[:, self.slots] = values
-        seen_keys, seen_values = all_keys[:, self.seen], all_values[:, self.seen]
-        return attend(self.backend, queries, seen_keys, seen_values, scale, self._folded)
+        return all_keys[:, self.seen], all_values[:, self.seen], self._folded
 
 
 def fixed_frame(buffer: KVBuffer, backend: AttentionBackend, count: int, numbers: Tensor) -> Frame:
@@ -260,7 +263,7 @@ class BoundedCache(ABC):
     def catch_up(self) -> None:  # noqa: B027
         """Fills itself from the full cache, if it must before it is read."""
 
-    def refill(self) -> Refill | None:
+    def refill(self) -> RetrievedRefill | None:
         """What to take from the full cache's pass that begins; it is used from the next `adopt` on."""
         return None
 

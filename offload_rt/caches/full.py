@@ -1,7 +1,7 @@
-"""The full KV cache: every committed token, paged in CPU memory by `cpu_kv`, attended in several places.
+"""The full KV cache: every committed token, paged in CPU memory by `cpu_kv`, attended in several tiers.
 
-On a CPU attention goes over the store in place. On a GPU each layer's history lies in the places of
-`places.py`; partial results merge exactly. After a commit the caches derived from this one take the KV
+On a CPU attention goes over the store in place. On a GPU each layer's history lies in the tiers of `tiers.py`
+and `remote.py`; partial results combine exactly. After a commit the caches derived from this one take the KV
 that its pass has just computed.
 """
 
@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
-from offload_rt.attention import AttentionBackend, attend, attend_weighed, merge
-from offload_rt.caches.base import AttentionCount, NewTokens, Refill, Verified
+from offload_rt.attention.backends import AttentionBackend, fold
+from offload_rt.attention.mass import MassRange
+from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
 from offload_rt.caches.held import HeldTokens
-from offload_rt.caches.places import OtherPlace, ResidentShare, Tail
+from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.remote import RemoteAttention, Results
+from offload_rt.caches.selection import AttentionScores
+from offload_rt.caches.tiers import ResidentTier, Tail
 from offload_rt.host import to_device
-
-LAST_QUERIES = 8  # how many of the newest tokens' queries choose what the retrieved cache keeps
 
 
 class PassCancelled(RuntimeError):
@@ -32,10 +35,10 @@ class PassCancelled(RuntimeError):
 
 @dataclass(frozen=True)
 class _Coverage:
-    """A stream, and where the tokens before it are: 0 .. resident, then each place's start .. stop."""
+    """The ranges of a pass: the resident tokens, then each remote tier's, then the streamed ones."""
 
     resident: int
-    others: Sequence[tuple[OtherPlace, int, int]]
+    remote: Sequence[tuple[RemoteAttention, int, int]]
     stream: LayerStream
 
 
@@ -48,11 +51,12 @@ class FullCache:
 
     Args:
         resident_tokens: of each layer, the first ones, kept on the device; 0 on a CPU.
-        others: attend the next ones, in this order.
+        remote: attend the next ones, in this order.
+        late_resident_tokens: those of the resident ones that are loaded after the prefill.
 
     Attributes:
-        derived: caches of the same model to tell of every commit.
-        attended: counts what passes attend to, where somebody wants to know.
+        derived: caches of the same model, which are told of every commit.
+        scores: takes the attention mass of passes; None: nobody wants it.
         held: nothing: all that is committed here is final.
         scale: the softmax scale that the model attends with, known after its first pass.
         last_queries: of the prompt's newest tokens, `[layers, heads, tokens, head_dim]`.
@@ -63,33 +67,40 @@ class FullCache:
         engine: TransferEngine,
         backend: AttentionBackend,
         resident_tokens: int = 0,
-        others: Sequence[OtherPlace] = (),
+        remote: Sequence[RemoteAttention] = (),
+        late_resident_tokens: int = 0,
     ) -> None:
         self.engine = engine
         self.sequence = engine.sequence
         self.layout = layout = engine.sequence.layout
         self.backend = backend
         self.derived: list[BoundedCache] = []
-        self.attended: AttentionCount | None = None
+        self.scores: AttentionScores | None = None
         self.held = HeldTokens()
         self.scale = layout.head_dim**-0.5
         self.last_queries = torch.empty(0)
         self._prompt_tokens = 0
-        self._others = others
+        self._remote = remote
         self._tail = Tail(layout, engine.link.device)
         self.device = self._tail.buffer.memory.device
-        self._resident = ResidentShare(layout, resident_tokens, self.device)
+        self._resident = ResidentTier(layout, resident_tokens, self.device, late_resident_tokens)
         self._new: NewTokens | None = None
         self._frame: Frame | None = None  # of the pass, over the tail
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
         self._queries: list[Tensor] = []  # of the pass, layer by layer
-        self._refills: list[Refill] = []
+        self._refills: list[RetrievedRefill] = []
+        self._unscored: tuple[int, AttentionSum, list[MassRange]] | None = None  # of the newest layer
         self._cancelled = threading.Event()
 
     @property
     def verified_length(self) -> int:
         return self._tail.end
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of KV that are resident on the device."""
+        return self._resident.nbytes
 
     def begin(self, new: NewTokens) -> None:
         if self._coverage is not None:
@@ -105,25 +116,27 @@ class FullCache:
 
     def _open(self) -> _Coverage:
         """Starts a stream over the full pages of the text; the tail keeps the rest."""
-        end, resident, others = self._ranges(self.verified_length)
-        stream = self.engine.stream(end, start=others[-1][2] if others else resident)
-        for place, start, stop in others:
-            place.open(start, stop)
-        return _Coverage(resident, others, stream)
+        end, resident, remote = self._ranges(self.verified_length, self._resident.tokens)
+        stream = self.engine.stream(end, start=remote[-1][2] if remote else resident)
+        for tier, start, stop in remote:
+            tier.open(start, stop)
+        return _Coverage(resident, remote, stream)
 
-    def _ranges(self, length: int) -> tuple[int, int, list[tuple[OtherPlace, int, int]]]:
-        """Of so long a text: the end of its full pages, the resident ones', and what other places attend."""
+    def _ranges(
+        self, length: int, resident_tokens: int
+    ) -> tuple[int, int, list[tuple[RemoteAttention, int, int]]]:
+        """Splits `length` tokens: the end of the full pages and of the resident ones, and remote ranges."""
         page = self.layout.page_size
         end = length // page * page
         # Whole pages: no chunk lies half here and half there, where a refill would miss it.
-        resident = start = min(self._resident.tokens, end) // page * page
-        others = []
-        for place in self._others:
-            stop = min(start + place.tokens, end)
+        resident = start = min(resident_tokens, end) // page * page
+        remote = []
+        for tier in self._remote:
+            stop = min(start + tier.tokens, end)
             if stop > start:
-                others.append((place, start, stop))
+                remote.append((tier, start, stop))
             start = stop
-        return end, resident, others
+        return end, resident, remote
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         if self._frame is None or self._coverage is None:
@@ -132,50 +145,63 @@ class FullCache:
             raise PassCancelled("the text was given up")
         self.scale = scale
         self._queries.append(queries)
-        resident, stream = self._coverage.resident, self._coverage.stream
-        chunk = None if self.attended is None else self.attended.chunk
-        begun: list[tuple[OtherPlace, int, list[KeysValues], Future[list[Tensor]]]] = []
-        for place, at, stop in self._coverage.others:
-            runs = self.sequence.views(layer, at, stop)
-            begun.append((place, at, runs, place.start(layer, queries, runs, scale, chunk)))
-        for _, at, runs, _ in begun:
-            self._refill(layer, at, runs, over_link=True)
-        # The device's own tokens first: the link gains time.
-        parts = [self._frame.attend_part(layer, queries, keys, values, scale)]
+        chunk = None if self.scores is None else self.scores.chunk
+        # Queries first: remote tiers need the longest. What is left of the layer before is done meanwhile.
+        started: list[tuple[RemoteAttention, int, Future[Results]]] = []
+        for tier, start, stop in self._coverage.remote:
+            runs = self.sequence.views(layer, start, stop)
+            started.append((tier, start, tier.start(layer, queries, runs, scale, chunk)))
+        self._score()
+        self._refill_remote(layer)
+        total = AttentionSum(self.backend, queries, len(keys), scale, chunk)
+        total.attend(*self._frame.put(layer, queries, keys, values))
         if self._refills:
             self._refill(layer, self._tail.start, [self._tail.committed(layer)])
-        if resident:
-            share = self._resident.views(layer, resident)
-            parts.append(self._attend(0, queries, *share, scale))
-            self._refill(layer, 0, [share])
-        at = stream.start
-        for segment in stream.segments(layer):
-            parts.append(self._attend(at, queries, *segment, scale))
+        self._attend_own(layer, total)
+        mass = total.mass
+        for tier, start, one in started:
+            out, lse, *units = tier.finish(one)
+            total.add(out, lse)
+            if chunk is not None:
+                mass.append(
+                    MassRange(start // chunk, chunk, units[0], fold(lse[..., None], len(keys))[..., 0])
+                )
+        self._unscored = layer, total, mass
+        if not started or layer == self.layout.layers - 1:
+            self._score()
+        return total.result()
+
+    def _attend_own(self, layer: int, total: AttentionSum) -> None:
+        """Attends what is on the device, or comes to it."""
+        assert self._coverage is not None
+        resident, stream = self._coverage.resident, self._coverage.stream
+        total.expect(0, resident)
+        at = 0
+        for segment in self._resident.views(layer, resident):
+            total.attend_expected(*segment)
             self._refill(layer, at, [segment])
             at += len(segment[0]) * self.layout.page_size
-        if begun:
-            # The others first: the device merges them while the other places work.
-            parts = [merge(parts)]
-        for place, at, _, started in begun:
-            out, lse, *chunks = place.finish(started)
-            parts.append((out, lse))
-            if self.attended is not None:
-                self.attended.add(at, lse, *chunks)
-        out, lse = merge(parts)
-        if self.attended is not None:
-            self.attended.end_layer(layer, lse)
-        return out
+        total.expect(stream.start, stream.end)
+        at = stream.start
+        for segment in stream.segments(layer):
+            total.attend_expected(*segment)
+            self._refill(layer, at, [segment])
+            at += len(segment[0]) * self.layout.page_size
 
-    def _attend(
-        self, start: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Attention over whole pages of the text from token `start` on."""
-        if self.attended is None:
-            return attend(self.backend, queries, keys, values, scale)
-        chunk = self.attended.chunk
-        out, lse, units = attend_weighed(self.backend, queries, keys, values, scale, chunk)
-        self.attended.add(start, lse, units)
-        return out, lse
+    def _score(self) -> None:
+        """Adds the attention mass of the newest layer to the scores of its chunks."""
+        if self.scores is not None and self._unscored is not None:
+            layer, total, mass = self._unscored
+            assert total.lse is not None
+            self.scores.add(self.backend, layer, mass, total.lse, total.sample)
+        self._unscored = None
+
+    def _refill_remote(self, layer: int) -> None:
+        assert self._coverage is not None
+        for _, start, stop in self._coverage.remote if self._refills else ():
+            mapped = self.sequence.device_views(layer, start, stop, self.device)
+            runs = self.sequence.views(layer, start, stop) if mapped is None else mapped
+            self._refill(layer, start, runs, over_link=mapped is None)
 
     def _refill(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
         for refill in self._refills:
@@ -195,16 +221,13 @@ class FullCache:
             cache.adopt(verified)
 
     def finish_compute(self) -> None:
-        """Lets the host wait for all compute enqueued so far.
-
-        Raises TransferStalled, for the copy that the compute waits for.
-        """
-        for place in self._others:
-            place.finish_compute()
+        """Blocks the host until all compute enqueued so far is done."""
+        for tier in self._remote:
+            tier.finish_compute()
         self.engine.finish_compute()
 
     def cancel(self) -> None:
-        """Ends the pass under way in another thread, at its next layer; there is no other one afterwards."""
+        """Ends the pass under way in another thread at its next layer. No other pass may follow."""
         self._cancelled.set()
 
     def abandon(self) -> None:
@@ -214,22 +237,20 @@ class FullCache:
         for coverage in (self._ahead, self._coverage):
             if coverage is not None:
                 coverage.stream.close()
-        for place in self._others:
-            place.abandon()
-        self._new = self._frame = self._coverage = self._ahead = None
+        for tier in self._remote:
+            tier.abandon()
+        self._new = self._frame = self._coverage = self._ahead = self._unscored = None
         self._refills = []
-        if self.attended is not None:
-            self.attended.drop_layer()
 
     def close(self) -> None:
-        """Forgets a pass that was begun and lets the memory on the device go. Idempotent."""
+        """Forgets a pass that was begun and frees the memory on the device. Idempotent."""
         # Not left to the garbage collector: the next text is planned for what is free.
         self.abandon()
         self._resident.release()
         self._tail.release()
 
     def rewind(self) -> None:
-        """Back to the end of the prompt: forgets all that came after its prefill."""
+        """Returns to the end of the prompt: forgets all that came after its prefill."""
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
@@ -237,7 +258,7 @@ class FullCache:
         self.start_from(self._prompt_tokens)
 
     def finish_prefill(self, tokens: int, last_queries: Tensor) -> None:
-        """The store holds a prompt of `tokens` tokens.
+        """Told when the store holds a prompt of `tokens` tokens.
 
         Args:
             last_queries: those of its last tokens, `[layers, heads, n, head_dim]`.
@@ -247,22 +268,26 @@ class FullCache:
         self._prompt_tokens = tokens
         self.last_queries = last_queries
 
+    def load_late(self) -> None:
+        """Fills memory that only the prefill has needed with resident KV."""
+        self._resident.load_late(self.engine)
+
     def start_from(self, length: int) -> None:
-        """The store holds a text of `length` tokens, for a pass to follow; the tail takes its last page."""
+        """Starts over with the first `length` tokens of the store; the tail takes their last page."""
         start = length // self.layout.page_size * self.layout.page_size
         self._tail.restart(start, self.engine.read(start, length))
 
     def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Takes to its place what stays on a device of a layer's whole prompt, after its prefill."""
+        """Gives every tier what it keeps on a device of a layer's whole prompt, after its prefill."""
         self._resident.keep(layer, keys, values)
-        for place, start, stop in self._ranges(keys.shape[1])[2]:
-            place.keep(layer, keys[:, start:stop], values[:, start:stop])
+        for tier, start, stop in self._ranges(keys.shape[1], self._resident.capacity)[2]:
+            tier.keep(layer, keys[:, start:stop], values[:, start:stop])
 
     def keep(self, entries: Sequence[int]) -> None:
-        """Nothing to do: there is no speculation here."""
+        """Does nothing: there is no speculation here."""
 
     def settle(self) -> None:
-        """Nothing to do: everything committed here is final."""
+        """Does nothing: everything committed here is final."""
 
     def build_derived(self) -> None:
         """Lets every derived cache fill itself, after a prefill or a truncation."""

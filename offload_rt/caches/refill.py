@@ -9,16 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, Sent, part_of
+from cpu_kv import KeysValues, PendingCopy, TransferEngine, part_of
+from cpu_kv.mapped import computed_copy
 from offload_rt.caches.buffers import KVBuffer
-from offload_rt.caches.full import FullCache
 
 _Places = slice | tuple[Tensor, Tensor]
 """Entries of a layer, for every head alike; or heads and chunks."""
+
+
+class ChosenChunks(NamedTuple):
+    """Chunks that the KV heads of a layer keep, `[3, n]`: chunk (rising), head, and slot within the head."""
+
+    host: Tensor
+    device: Tensor | None
+    """None: still to be sent."""
+
+    @classmethod
+    def of(cls, host: Tensor, device: torch.device) -> ChosenChunks:
+        """Chosen on the host, for a device: page-locked, so that sending them holds up nothing."""
+        on_gpu = device.type == "cuda"
+        return cls(host.pin_memory() if on_gpu else host, None if on_gpu else host)
 
 
 @dataclass(frozen=True)
@@ -64,13 +79,13 @@ class ChunkRows:
 class RetrievedRefill:
     """Entries chosen anew, taken into a buffer from a pass of the full cache, or from the store at once.
 
-    Which chunks are taken is said once a layer, in a thread of its own that is ahead of the pass, for which
-    nothing here waits for the device.
+    Chunks are chosen layer by layer in a thread of its own, ahead of the pass, for which nothing here waits
+    for the device.
 
     Args:
+        engine: over the store and its link.
         chunk: tokens of a chunk.
-        choose: chunks of a layer, called there: rising numbers; and `[3, n]` on the host, these, their heads,
-            and their places there.
+        choose: returns the chunks of a layer, in that thread.
 
     Attributes:
         extent: how the entries lie in `buffer`.
@@ -78,24 +93,30 @@ class RetrievedRefill:
 
     def __init__(
         self,
-        source: FullCache,
+        engine: TransferEngine,
         chunk: int,
         extent: Extent,
-        choose: Callable[[int], tuple[list[int], Tensor]],
+        choose: Callable[[int], ChosenChunks],
         buffer: KVBuffer,
     ) -> None:
         self.extent = extent
         self.buffer = buffer
-        self._source = source
+        self._engine = engine
         self._chunk = chunk
+        self._layers = range(engine.sequence.layout.layers)
         self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
-        self._chosen = [self._choosing.submit(choose, layer) for layer in range(source.layout.layers)]
+
+        def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
+            chunks = choose(layer)
+            return chunks.host[0].tolist(), chunks
+
+        self._chosen = [self._choosing.submit(chosen, layer) for layer in self._layers]
         self._choosing.shutdown(wait=False)  # it ends with the last layer
         self._layer = -1
         self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # as chosen
         self._numbers: list[int] = []
-        self._missing = source.layout.layers * source.layout.kv_heads * extent.entries
-        self._under_way: deque[tuple[int, _Places, Sent]] = deque()
+        self._missing = len(self._layers) * engine.sequence.layout.kv_heads * extent.entries
+        self._under_way: deque[tuple[int, _Places, PendingCopy]] = deque()
 
     @property
     def complete(self) -> bool:
@@ -104,16 +125,17 @@ class RetrievedRefill:
 
     def finish(self) -> None:
         """Puts what was sent meanwhile in its place; what is still under way is waited for."""
-        self._put_sent(self._source.layout.layers)
+        self._put_sent(len(self._layers))
 
     def close(self) -> None:
+        """Ends what was needed for a pass that is given up. Idempotent."""
         self._choosing.shutdown(wait=True, cancel_futures=True)
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
         while self._under_way and self._under_way[0][0] < end:
             layer, places, sent = self._under_way.popleft()
-            self._put(self._source.engine.await_sent(sent), layer, places)
+            self._put(self._engine.await_copy(sent), layer, places)
 
     def _put(self, kv: Tensor, layer: int, places: _Places) -> None:
         """Keys and values on the device, `[2, …]`, to the entries at `places`."""
@@ -125,14 +147,22 @@ class RetrievedRefill:
             chosen.unflatten(2, (-1, self._chunk))[:, *places] = kv
 
     def take_from_store(self) -> None:
-        """Takes every entry now, from where it lies. Raises CopyFailed and TransferStalled."""
-        sequence, over_link = self._source.sequence, not self._source.engine.link.in_place
+        """Takes every entry now, from where it lies. Raises CopyFailed."""
+        sequence, link, length = self._engine.sequence, self._engine.link, self.extent.length
         with closing(self):
-            for layer in range(sequence.layout.layers):
-                self.take(layer, 0, sequence.views(layer, 0, self.extent.length), over_link=over_link)
+            for layer in self._layers:
+                mapped = None if link.in_place else sequence.device_views(layer, 0, length, link.device)
+                runs = sequence.views(layer, 0, length) if mapped is None else mapped
+                self.take(layer, 0, runs, over_link=mapped is None and not link.in_place)
             self.finish()
 
     def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
+        """Takes what it wants of the text's tokens from `start` on, which lie in no chunk across two pages.
+
+        Args:
+            runs: `[pages, kv_heads, tokens, head_dim]`, on the device or where its kernels can read them.
+            over_link: they are in host memory that kernels cannot read, and what is taken must be sent.
+        """
         if layer != self._layer:
             self._turn_to(layer)
         for keys, values in runs:
@@ -144,8 +174,9 @@ class RetrievedRefill:
         # Two layers' are on their way at most: the pass waits for none, and they take little memory.
         self._put_sent(layer - 1)
         self._layer = layer
-        self._numbers, self._chunks = self._chosen[layer].result()
-        self._there = self._chunks.to(self._source.device, non_blocking=True)
+        self._numbers, (self._chunks, there) = self._chosen[layer].result()
+        device = self.buffer.memory.device
+        self._there = self._chunks.to(device, non_blocking=True) if there is None else there
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         chunk, (pages, _, tokens, dim) = self._chunk, keys.shape
@@ -179,7 +210,13 @@ class RetrievedRefill:
         self._missing -= (last - first) * keys.shape[1]
         places = slice(first + behind, last + behind)
         shape = (2, *parts[0].shape)
-        self._bring(shape, lambda packed: torch.stack(parts, out=packed), layer, places, over_link)
+
+        def copy(packed: Tensor) -> None:
+            for part, out in zip(parts, packed, strict=True):
+                # By a kernel: what lies in host memory is no source for a copy within the device.
+                out.copy_(part) if over_link or not part.is_cuda else computed_copy(part, out=out)
+
+        self._bring(shape, copy, layer, places, over_link)
 
     def _bring(
         self,
@@ -191,7 +228,7 @@ class RetrievedRefill:
     ) -> None:
         """What `fill` puts into memory of this shape, to the entries at `places`; no link is waited for."""
         if over_link:
-            self._under_way.append((layer, places, self._source.engine.send(shape, fill)))
+            self._under_way.append((layer, places, self._engine.send(shape, fill)))
         else:
             packed = self.buffer.memory.new_empty(shape)
             fill(packed)

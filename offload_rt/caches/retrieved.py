@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,9 +14,10 @@ from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.refill import Extent, RetrievedRefill
-from offload_rt.caches.selection import Scores, Selection, expecting, retrieval
+from offload_rt.caches.refill import ChosenChunks, Extent, RetrievedRefill
+from offload_rt.caches.selection import AttentionScores, Selection, chosen_chunks
 from offload_rt.config import RefreshPolicy
+from offload_rt.host import PendingRead
 
 
 class Refresh:
@@ -106,17 +108,17 @@ class RetrievedCache(BoundedCache):
         self._wanted: Tensor | None = None  # while the full cache's next pass runs
         self._refill: RetrievedRefill | None = None
         self._spare: KVBuffer | None = None  # that a refill may fill
-        # Both before the first pass: to allocate and touch so much memory would hold up a round.
         if from_stream:
+            # Before the first pass: to allocate and touch so much memory would hold up a round.
             self._spare = self._take_buffer()
-            kv_heads, on_gpu = source.layout.kv_heads, source.device.type == "cuda"
-            shape = (source.layout.layers, 3 * kv_heads * (budget // chunk))
-            self._choices = torch.empty(shape, dtype=torch.long, pin_memory=on_gpu)
         self._read = False  # since the last refresh was asked for
 
     def build(self, queries: Tensor) -> None:
         self.buffer.pages = 0
-        self._selection.restart(queries)
+        source = self._source
+        source.engine.flush()
+        end = source.verified_length // self._layout.page_size * self._layout.page_size
+        self._selection.restart(queries, source.sequence, end, source.scale)
         self.fill(queries)
         if self._spare is not None:
             # Then a refresh while decoding sends the new ones alone.
@@ -144,20 +146,24 @@ class RetrievedCache(BoundedCache):
         rest = max(0, pages * page - chosen_end)
         return Extent(length, recent_start, chosen_end, pages if rest else 0, rest)
 
-    @torch.inference_mode()  # each thread has its own mode
-    def _best_chunks(
-        self, extent: Extent, scores: Scores, choices: Tensor | None, layer: int
-    ) -> tuple[list[int], Tensor]:
-        """A layer's chunks, as `RetrievedRefill` takes them; none of a text that the recent window holds."""
-        if not extent.chosen_end:
-            return [], torch.empty(3, 0, dtype=torch.long)
-        candidates = expecting(scores(layer)[:, : extent.recent_start // self.chunk])
-        best = retrieval(candidates, extent.chosen_end // self.chunk - 1)
-        chunks = torch.cat([best.new_zeros(len(best), 1), best], dim=1)  # the first one stays the first
-        numbers, order = chunks.flatten().sort(stable=True)
-        places = chunks.shape[1]
-        out = None if choices is None else choices[layer, : 3 * len(numbers)].view(3, -1)
-        return numbers.tolist(), torch.stack([numbers, order // places, order % places], out=out)
+    def _chunks(self, extent: Extent, queries: Tensor) -> Callable[[int], ChosenChunks]:
+        """Returns what chooses the chunks of a layer, in any thread; none of a text that the window holds."""
+        selection, device = self._selection, self._device
+        end, count = extent.recent_start // self.chunk, extent.chosen_end // self.chunk
+        if not count:
+            return lambda layer: ChosenChunks.of(torch.empty(3, 0, dtype=torch.long), device)
+        if device.type == "cuda" and isinstance(selection, AttentionScores):
+            # Where the scores are, for all layers at once: on the host it would take 10 ms a layer at 128K.
+            there = chosen_chunks(selection.values[:, :, :end], count)
+            here = PendingRead(there)
+            return lambda layer: ChosenChunks(here.wait()[layer], there[layer])
+        scores = selection.now(queries, self._source.scale)
+
+        @torch.inference_mode()  # each thread has its own mode
+        def choose(layer: int) -> ChosenChunks:
+            return ChosenChunks.of(chosen_chunks(scores(layer)[:, :end], count), device)
+
+        return choose
 
     def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
         """Sends the buffer the means of pages that it lacks."""
@@ -171,20 +177,13 @@ class RetrievedCache(BoundedCache):
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
         torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], out=out)
 
-    def _chosen_anew(
-        self, length: int, queries: Tensor, buffer: KVBuffer, choices: Tensor | None = None
-    ) -> RetrievedRefill:
-        """The entries of a text of `length` tokens, for a buffer, which takes its means of pages now.
-
-        Args:
-            choices: page-locked memory for the chosen chunks, `[layers, 3 * all]` int64.
-        """
-        source = self._source
-        source.engine.flush()  # tokens are summarised when they have arrived
-        extent, scores = self._extent(length), self._selection.asked(queries)
+    def _chosen_anew(self, length: int, queries: Tensor, buffer: KVBuffer) -> RetrievedRefill:
+        """The entries of a text of `length` tokens, for a buffer, which takes its means of pages now."""
+        engine, extent = self._source.engine, self._extent(length)
+        engine.flush()  # tokens are summarised when they have arrived
+        chunks = self._chunks(extent, queries)
         self._take_pages(buffer, extent)
-        choose = partial(self._best_chunks, extent, scores, choices)
-        return RetrievedRefill(source, self.chunk, extent, choose, buffer)
+        return RetrievedRefill(engine, self.chunk, extent, chunks, buffer)
 
     def _turn_to(self, extent: Extent) -> None:
         """The entries are those of `extent`, chosen anew."""
@@ -243,7 +242,7 @@ class RetrievedCache(BoundedCache):
         if self._wanted is not None:
             queries, self._wanted = self._wanted, None
             assert self._spare is not None
-            self._refill = self._chosen_anew(self.verified_length, queries, self._spare, self._choices)
+            self._refill = self._chosen_anew(self.verified_length, queries, self._spare)
         return self._refill
 
     def _victims(self, count: int) -> list[int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload_rt.attention import attend, merge
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.places import CpuShare
+from offload_rt.caches.remote import CpuAttention
 
 
 class SharedCache(BoundedCache):
@@ -29,7 +29,7 @@ class SharedCache(BoundedCache):
         entries = source.layout.page_size + self.PORTION
         super().__init__(source.layout, source.device, entries, source.backend, pool)
         self._source = source
-        self._cpu = None if source.device.type == "cpu" else CpuShare(0, source.device)
+        self._cpu = None if source.device.type == "cpu" else CpuAttention(0, source.device)
 
     @property
     def _paged(self) -> int:
@@ -53,13 +53,15 @@ class SharedCache(BoundedCache):
         if not self._paged:
             return super().attend(layer, queries, keys, values, scale)
         runs = self._source.sequence.views(layer, 0, self._paged)
-        if self._cpu is None:
-            parts = [attend(self.backend, queries, *run, scale) for run in runs]
-            return merge([*parts, self.frame.attend_part(layer, queries, keys, values, scale)])[0]
-        by_cpu = self._cpu.start(layer, queries, runs, scale)
-        own = self.frame.attend_part(layer, queries, keys, values, scale)
-        out, lse = self._cpu.finish(by_cpu)
-        return merge([own, (out, lse)])[0]
+        total = AttentionSum(self.backend, queries, len(keys), scale)
+        by_cpu = None if self._cpu is None else self._cpu.start(layer, queries, runs, scale)
+        total.attend(*self.frame.put(layer, queries, keys, values))
+        if self._cpu is None or by_cpu is None:
+            for run in runs:
+                total.attend(*run)
+        else:
+            total.add(*self._cpu.finish(by_cpu))
+        return total.result()
 
     def _take(self, kv: Tensor) -> None:
         for portion in kv.split(self.PORTION, dim=3):

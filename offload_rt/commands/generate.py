@@ -216,11 +216,11 @@ def machine_errors_in_a_line() -> Iterator[None]:
     """Turns what the machine refuses into a `MachineError`."""
     import torch
 
-    from cpu_kv import CopyFailed, TransferStalled
+    from cpu_kv import CopyFailed
 
     try:
         yield
-    except (CopyFailed, TransferStalled) as error:
+    except CopyFailed as error:
         raise MachineError(f"{error}; check the GPU and its driver (nvidia-smi)") from error
     except (MemoryError, torch.OutOfMemoryError) as error:
         remedy = "give a shorter prompt, fewer new tokens or a smaller --retrieval-budget"

@@ -160,7 +160,7 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     yield f"KV         {whole / GIB:.2f} GiB: {'; '.join(told)}"
     if not request.in_place:
         store, size = request.config.store, plan.gpus[0]["staging_ring"]
-        ring = f"{store.ring_buffers} buffers of {store.segment_tokens:,} tokens"
+        ring = f"{store.ring_buffers} buffers of {plan.request.segment_tokens:,} tokens"
         yield f"ring       {size / GIB:.2f} GiB: {ring}"
     for number, (parts, gpu) in enumerate(zip(plan.gpus, request.hardware.gpus, strict=True)):
         yield _memory(f"GPU {number}", parts, gpu.memory_bytes)

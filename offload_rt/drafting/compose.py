@@ -9,7 +9,7 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, room_for_means
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.caches.selection import DECAY, ByAttention, ByMeanKeys, Selection
+from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import DATASTORE, DRAFT_STREAMING, HEAD, SOURCES, SUFFIX, Config, LevelConfig
@@ -74,11 +74,12 @@ def _source(name: str, config: Config) -> Source:
 
 
 def _selection(parts: Parts) -> Selection:
-    retrieval = parts.config.retrieval
+    retrieval, full = parts.config.retrieval, parts.full
     if retrieval.select == "mean_keys":
-        return ByMeanKeys(parts.full)
+        return MeanKeyScores(full.layout, full.sequence.summaries)
     decay = DECAY if retrieval.select == "attention" else 1.0
-    return ByAttention(parts.full, retrieval.chunk, decay, parts.pages)
+    full.scores = AttentionScores(full.layout, full.device, retrieval.chunk, decay, parts.pages)
+    return full.scores
 
 
 def open_datastore(config: Config) -> Datastore:

@@ -15,9 +15,10 @@ SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
 MEMORY_SHARE = 0.9
 COMPUTE_SHARE = 0.8
 
-# What CPU attention reaches of the memory's rate, up to this many queries a key head. Beyond them arithmetic
-# binds it, and its rate falls as one over their number.
-ATTENTION_SHARE = 0.7
+# Share of the memory's rate that CPU attention reaches by queries a key head, on a desktop processor without
+# bfloat16 products (AVX2): measured per core and scaled to five cores of a desktop. Arithmetic binds it from
+# 16 queries on, and its rate falls as one over their number.
+ATTENTION_SHARES = ((1, 0.7), (8, 0.7), (16, 0.43))
 ATTENTION_QUERIES = 16
 
 LAUNCH_MS = 0.3
@@ -119,7 +120,8 @@ def named_hardware(
         link: GB/s of pinned copies between host and each card, each way.
         dram: GB/s at which the CPU reads its memory.
         ram: GiB of it.
-        cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram`.
+        cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram` at
+            up to 8, 0.43 at 16.
         vram: GiB of a card that may be used; None: the card's.
 
     Raises:
@@ -131,14 +133,17 @@ def named_hardware(
             raise UsageError(f"{flag} {figure:g}: must be more than 0")
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: must be at least 1; --gpu {NO_GPU} is a machine without one")
-    rate = min(dram, cpu_attention or ATTENTION_SHARE * dram)
+    shares = (
+        ATTENTION_SHARES if cpu_attention is None else ((1, cpu_attention / dram), (16, cpu_attention / dram))
+    )
+    attention = tuple(AttentionRate(queries, dram * min(1.0, share)) for queries, share in shares)
     memory = max(0, int(ram * GIB) - SYSTEM_BYTES)
     host = Host(
         memory_bytes=memory,
         lockable_bytes=memory,
         memory_rate=dram,
-        compute_rate=rate * ATTENTION_QUERIES,  # attention is one operation a byte and query
-        attention=(AttentionRate(1, rate), AttentionRate(ATTENTION_QUERIES, rate)),
+        compute_rate=attention[-1].rate * ATTENTION_QUERIES,  # attention is one operation a byte and query
+        attention=attention,
         attention_beside_link=0.85,
         link_beside_attention=0.95,
         launch_ms=LAUNCH_MS,

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpu_kv import SlabAllocator
-from offload_rt.attention import choose_backend, cpu_share_backend
+from offload_rt.attention.backends import choose_backend, cpu_share_backend
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
@@ -24,7 +25,6 @@ from offload_rt.machine.hardware import AttentionRate, Gpu, Host
 from offload_rt.machine.inventory import Card, link_now
 from offload_rt.model import CausalModel
 from offload_rt.parts import Part
-from offload_rt.weighing import Weighed
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""
@@ -79,9 +79,10 @@ class HostKV:
     def attend(self, queries: int) -> None:
         """Attention of `queries` tokens a key head over everything."""
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
-        # With the weights by which chunks are chosen, as most configurations want them.
-        every = Weighed.of(queries)
-        self._backend.weighed(asked, self._pages[:, 0], self._pages[:, 1], _HEAD_DIM**-0.5, _CHUNK, every)
+        # With the attention mass by which chunks are chosen, as most configurations want it.
+        total = AttentionSum(self._backend, asked, _KV_HEADS, _HEAD_DIM**-0.5, _CHUNK)
+        total.expect(0, len(self._pages) * _PAGE)
+        total.attend_expected(self._pages[:, 0], self._pages[:, 1])
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""
@@ -143,7 +144,7 @@ def _small_step(device: torch.device) -> Callable[[], None]:
     """One token through the runtime's own runner, over a bounded cache, as in a middle level."""
     # Weights and KV weigh nothing.
     sizes: Any = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
-    with torch.random.fork_rng():  # the caller may have seeded what it draws next
+    with torch.random.fork_rng(devices=[]):  # the caller may have seeded what it draws next
         torch.manual_seed(0)
         module: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **sizes))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

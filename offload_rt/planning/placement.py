@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpu_kv import TransferEngine
+from offload_rt.attention.mass import SAMPLED_QUERIES
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.buffers import room_for_means
-from offload_rt.caches.places import CardTokens
 from offload_rt.caches.shared import SharedCache
+from offload_rt.caches.tiers import GpuTier
 from offload_rt.config import (
     DRAFT_STREAMING,
     HEAD,
@@ -37,7 +38,6 @@ from offload_rt.expectations import (
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model import CausalModel
 from offload_rt.planning.shapes import ModelShape, head_shape
-from offload_rt.weighing import Weighed
 
 SCORE_BYTES = 4  # of a chunk, a layer and a KV head: float32
 PADDING = 0.01  # of a vocabulary
@@ -101,9 +101,15 @@ class PlanRequest:
 
     @property
     def ring_bytes(self) -> int:
-        """Of a GPU's staging ring."""
-        store = self.config.store
-        return store.ring_buffers * store.segment_tokens * self.target.layer_token_bytes
+        """Bytes of a GPU's staging ring."""
+        return self.config.store.ring_buffers * self.segment_tokens * self.target.layer_token_bytes
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens that are copied and attended at a time."""
+        layout = self.target.layout(self.config.store.page)
+        tokens = layout.pages(self.context + self.new_tokens) * self.config.store.page
+        return layout.segment_tokens(self.config.store.segment_bytes, tokens)
 
     @property
     def in_place(self) -> bool:
@@ -162,13 +168,23 @@ class PlanRequest:
 
     @cached_property
     def capacities(self) -> list[int]:
-        """Tokens of the context that each GPU can keep: whole pages, or on the first one all of it."""
+        """Tokens of the context that each GPU can keep: whole pages, or on the first one all of it.
+
+        On the first one while decoding, when the memory of the prefill is free again.
+        """
         page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
         rooms = [max(0, _left(self, number)) for number in range(len(self.hardware.gpus))]
+        if rooms:
+            rooms[0] += gpu_memory(self, 0)["prefill"] if _left(self, 0) >= 0 else 0
         tokens = [room // page_bytes * page for room in rooms]
         if rooms and rooms[0] >= self.context * self.target.token_bytes:
             tokens[0] = self.context
         return tokens
+
+    def late_tokens(self, resident: int) -> int:
+        """How many of so many resident tokens of the first GPU have room only after the prefill."""
+        page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
+        return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
 
     def placement(self, resident: int, cpu: int) -> Placement:
         """So many tokens resident and so many attended by the CPU.
@@ -182,7 +198,7 @@ class PlanRequest:
         rate = sum(gpu.to_device_rate for gpu in self.hardware.gpus)
         streamed = [int(left * gpu.to_device_rate / rate) for gpu in self.other_gpus]
         left -= sum(streamed)
-        return Placement(resident, cpu, left, self.target, tuple(map(CardTokens, kept, streamed)))
+        return Placement(resident, cpu, left, self.target, tuple(map(GpuTier, kept, streamed)))
 
     @property
     def retrieved_entries(self) -> int:
@@ -204,12 +220,12 @@ class Placement:
     cpu_tokens: int  # the next ones, attended by the CPU
     streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
     shape: ModelShape
-    cards: tuple[CardTokens, ...] = ()  # between the CPU's and the last ones: of each other GPU
+    gpus: tuple[GpuTier, ...] = ()  # between the CPU's and the last ones: of each other GPU
 
     @property
     def resident_bytes(self) -> int:
         """On all GPUs together."""
-        others = sum(card.resident_tokens for card in self.cards)
+        others = sum(gpu.resident_tokens for gpu in self.gpus)
         return (self.resident_tokens + others) * self.shape.token_bytes
 
     @property
@@ -219,7 +235,7 @@ class Placement:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that cross all links together for every pass."""
-        others = sum(card.streamed_tokens for card in self.cards)
+        others = sum(gpu.streamed_tokens for gpu in self.gpus)
         return (self.streamed_tokens + others) * self.shape.token_bytes
 
 
@@ -267,7 +283,10 @@ def available(config: Config, small_model: bool) -> Config:
 
 
 def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
-    """What one GPU holds with so many tokens of the context resident there."""
+    """What one GPU holds with so many tokens of the context resident there.
+
+    On the first one, resident KV takes the place of what only the prefill needs, where it must.
+    """
     target, store = request.target, request.config.store
     memory = {
         "resident_kv": resident * target.token_bytes,
@@ -283,7 +302,10 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
     queries = request.longest_draft + 1
     newest = (store.page + queries) * target.token_bytes
     newest += queries * target.layers * target.heads * target.head_dim * target.dtype.itemsize
-    return memory | _computing_memory(request) | {"newest_tokens": newest}
+    memory |= _computing_memory(request) | {"newest_tokens": newest}
+    if resident:
+        memory["prefill"] = max(0, memory["prefill"] - request.late_tokens(resident) * target.token_bytes)
+    return memory
 
 
 def _gpu_reserve(gpu: Gpu) -> int:
@@ -333,7 +355,7 @@ def _computing_memory(request: PlanRequest) -> Memory:
             chunks = (request.context + request.new_tokens) // config.retrieval.chunk
             memory["scores"] = chunks * target.layers * target.kv_heads * SCORE_BYTES
             # What a pass keeps of them until its layer ends.
-            memory["scores"] += Weighed.MOST * target.heads * chunks * SCORE_BYTES
+            memory["scores"] += SAMPLED_QUERIES * target.heads * chunks * SCORE_BYTES
     # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
     # of the chunks of it that are packed into pages and written.
     attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim

@@ -66,12 +66,17 @@ class Plan:
         return self.predicted.ms_per_token if self.predicted else inf
 
     @property
+    def late_resident_tokens(self) -> int:
+        """How many of the first GPU's resident tokens are loaded after the prefill."""
+        return 0 if self.request.in_place else self.request.late_tokens(self.placement.resident_tokens)
+
+    @property
     def gpus(self) -> list[Memory]:
         """What each GPU holds."""
         if self.request.in_place:
             return []
         placement = self.placement
-        kept = placement.resident_tokens, *(card.resident_tokens for card in placement.cards)
+        kept = placement.resident_tokens, *(gpu.resident_tokens for gpu in placement.gpus)
         return [gpu_memory(self.request, number, tokens) for number, tokens in enumerate(kept)]
 
     @property
@@ -104,9 +109,10 @@ class Plan:
                 "resident_tokens": placement.resident_tokens,
                 "streamed_tokens": placement.streamed_tokens,
                 "ring_buffers": store.ring_buffers,
-                "segment_tokens": store.segment_tokens,
+                "segment_tokens": request.segment_tokens,
                 "cpu_attended_tokens": placement.cpu_tokens,
-                "other_gpus": [asdict(card) for card in placement.cards],
+                "late_resident_tokens": self.late_resident_tokens,
+                "other_gpus": [asdict(gpu) for gpu in placement.gpus],
                 "mlp_blocks_elsewhere": request.elsewhere,
             },
             "memory": {"gpus": self.gpus, "host": self.host},

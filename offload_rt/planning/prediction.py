@@ -17,11 +17,23 @@ from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
-from offload_rt.planning.placement import SCORE_BYTES, Placement, PlanRequest
+from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape
 
 GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
-EXCHANGE_MS = 0.04  # a layer: what goes to the CPU or another GPU and comes back, besides the bytes
+EXCHANGE_MS = 0.15
+"""A layer's queries to the CPU or another GPU and the results back: two threads are woken, and kernels cross
+the link between its copies. An estimate that no GPU has confirmed."""
+LAYER_KERNELS = 45
+"""Kernels of one decoder layer over a bounded cache, whose launches `launch_ms` is measured of."""
+SEGMENT_CALLS = 14
+"""CUDA calls for a streamed segment: three kernels, four copies with a kernel each, three events."""
+MASKED_ATTENTION_SHARE = 0.5
+"""Share of the memory rate that masked attention reaches over a few thousand entries. An estimate."""
+CHOOSING_NS = 10
+"""Choosing chunks on the host, for each score of a layer and KV head: 7 to 22 ns on one core of a server."""
+GATHER_SHARE = 0.7
+"""Share of the link's rate at which a kernel gathers chunks from page-locked memory. An estimate."""
 # Of rejections, those whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
 # books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
 RUNNER_UP_HITS = 0.5
@@ -132,7 +144,10 @@ class Predictor:
         elsewhere = self.request.elsewhere if shape is self.target else 0
         reading = self.processor.read_ms(shape.step_bytes)
         products = max(reading, self.processor.compute_ms(2 * queries * shape.step_parameters))
-        busy = products + self._attention(shape, entries, queries) + elsewhere * EXCHANGE_MS
+        attending = self._attention(shape, entries, queries)
+        if not self.request.in_place:
+            attending /= MASKED_ATTENTION_SHARE
+        busy = products + attending + elsewhere * EXCHANGE_MS
         graphed = graph and not (elsewhere or self.request.in_place)
         launching = shape.layers * self.processor.launch_ms
         return Work(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
@@ -173,7 +188,7 @@ class Predictor:
     def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
         """A pass over the full cache with a draft behind the last token."""
         target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
-        dense = self.dense(queries)
+        dense = self.dense(queries) + Work(launch_ms=self._segment_launches(placement))
         if self.request.in_place:
             return PassTime(placement, drafted, dense, self._attention(target, self.request.context, queries))
         link = cpu = others = memory = ahead = 0.0
@@ -189,14 +204,21 @@ class Predictor:
         if placement.cpu_tokens:
             attending = self._cpu_attention(target, placement.cpu_tokens, queries)
             cpu = dense.ms + attending / (host.attention_beside_link if streamed else 1.0) + exchanges
-        for card, gpu in zip(placement.cards, gpus[1:], strict=True):
-            if card.tokens:
-                attending = self._gpu_attention(gpu, target, card.tokens, queries)
+        for tier, gpu in zip(placement.gpus, gpus[1:], strict=True):
+            if tier.tokens:
+                attending = self._gpu_attention(gpu, target, tier.tokens, queries)
                 others = max(others, dense.ms + attending + exchanges)
         if moved := streamed + placement.cpu_attended_bytes:
             memory = host.read_ms(moved) + layer
         own = self._attention(target, placement.resident_tokens + placement.streamed_tokens, queries)
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
+
+    def _segment_launches(self, placement: Placement) -> float:
+        """Launching what attends the streamed segments of a pass."""
+        if self.request.in_place:
+            return 0.0
+        segments = self.target.layers * -(-placement.streamed_tokens // self.request.segment_tokens)
+        return segments * SEGMENT_CALLS / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
         """The processor that decodes over so many tokens, wherever they come from."""
@@ -217,15 +239,19 @@ class Predictor:
         request, retrieval, target = self.request, self.config.retrieval, self.target
         entries = retrieval.budget * target.token_bytes
         copying = 2 * self.processor.read_ms(entries)
-        sending = 0.0 if request.in_place else entries / request.hardware.gpus[0].to_device_rate / 1e6
+        sending = 0.0
+        if not request.in_place:
+            sending = entries / (GATHER_SHARE * request.hardware.gpus[0].to_device_rate) / 1e6
         if request.refreshes_from_stream:
             # While a pass runs: but for what CPU and other GPUs attend, entries are in its stream.
-            apart = placement.cpu_tokens + sum(card.tokens for card in placement.cards)
+            apart = placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)
             return copying + apart / request.context * sending
-        chunk_bytes = target.layers * target.kv_heads * SCORE_BYTES
-        if retrieval.select == "mean_keys":
-            chunk_bytes = target.token_bytes // 2
-        scoring = self.host.read_ms(request.context // retrieval.chunk * chunk_bytes)
+        chunks = request.context // retrieval.chunk
+        scoring = self.host.read_ms(chunks * target.token_bytes // 2)
+        if retrieval.select != "mean_keys":
+            values = chunks * target.layers * target.kv_heads
+            # Chosen where the scores are: on a GPU for all layers at once, on the host sorted layer by layer.
+            scoring = values * CHOOSING_NS / 1e6 if request.in_place else 0.0
         return scoring + copying + sending
 
     def refresh_share(self, tokens: float) -> float:

@@ -1,28 +1,30 @@
-"""Attention over one segment of keys at a time, and the exact merge of such partial results.
+"""Attention over one segment of keys at a time, by the kernel that suits the device.
 
-Attention over a long context is a sum over places: partial outputs merge exactly through their
-log-sum-exp, wherever the keys lay. Shapes in this file, for one sequence:
+Shapes in this package, for one sequence:
 
-    queries `[heads, query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`, or without
-    pages; out `[heads, query, head_dim]`, lse `[heads, query]` in float32 (float64 for float64 queries).
+    queries `[heads, query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`;
+    out `[heads, query, head_dim]`, lse `[heads, query]` in float32 (float64 for float64 queries).
 
-`heads` is a multiple of `kv_heads`; query head h reads key head h // (heads / kv_heads). Grouped heads
-are folded into the query length, so keys and values are never repeated in memory.
+`heads` is a multiple of `kv_heads`; query head h reads key head h // (heads / kv_heads). Grouped heads are
+folded into the query length, so keys and values are never repeated in memory: a backend takes queries
+`[kv_heads, folded_query, head_dim]`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cpu_kv import head_major
+from offload_rt.attention import fused
+from offload_rt.attention.mass import Sample
 from offload_rt.native import Kernel, load_kernel
-from offload_rt.weighing import Weighed
 
 _HALVES = (torch.float16, torch.bfloat16)
 CORES_FOR_THE_GPU = 3  # of the threads that run a pass, draft, and choose chunks meanwhile
@@ -33,16 +35,20 @@ class AttentionBackend(ABC):
     """One way to compute attention on folded heads."""
 
     name: str
-    weighed_tokens = 4096  # whose scores are in memory at a time
+    operators: Any = fused  # `combine`, `chunk_mass_` and `add_mass_`
 
     @abstractmethod
-    def __call__(
+    def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Out and lse `[kv_heads, folded_query]`.
+        """Attention over disjoint parts of a segment, to be combined.
 
-        Queries `[kv_heads, folded_query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`;
-        a mask as `mask` prepares it, None: every key is seen.
+        Args:
+            mask: as `mask` prepares it; None: every key is seen.
+
+        Returns:
+            `[parts, kv_heads, folded_query, head_dim]` and their log-sum-exp `[parts, kv_heads,
+            folded_query]`.
         """
 
     @abstractmethod
@@ -50,34 +56,22 @@ class AttentionBackend(ABC):
         """Square causal attention: queries `[heads, n, head_dim]` over as many keys, not folded."""
 
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """An additive mask `[folded_query, tokens]` as calls with queries of `dtype` take it."""
+        """Prepares an additive mask `[folded_query, tokens]` for calls with queries of `dtype`."""
         return mask
 
-    def weighed(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int, weighed: Weighed
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Out, lse, and how much the weighed queries attend to every `unit` tokens.
+    def parts_with_units(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, sample: Sample, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`parts` where every key is seen, and the units of its attention mass where they cost nothing more.
 
-        A unit is a part of a page. The last are `[kv_heads, weighed_query, units]` in float32; a query's are
-        one in all. By one more product, over keys that are there anyway.
+        Returns:
+            Units `[kv_heads, sampled_query, chunks]`, relative to the log-sum-exp of the only part; or None.
         """
-        out, lse = self(queries, keys, values, scale, None)
-        # Scaled before the product, whose sums may be more than float16 holds.
-        asking, asked = scale * weighed.rows(queries), weighed.rows(lse)[..., None]
-        tokens = max(unit, self.weighed_tokens // unit * unit)
-        columns = []
-        for part in keys.split(tokens, dim=2):
-            rows = [
-                ((asking @ pages.mT).to(lse.dtype) - asked).exp_().unflatten(-1, (-1, unit)).sum(-1)
-                for pages in part.split(max(1, tokens // part.shape[2]))
-            ]
-            columns.append(torch.cat(rows))
-        units = torch.cat(columns, dim=-1).permute(1, 2, 0, 3).flatten(2)
-        return out, lse, units.float()
+        return *self.parts(queries, keys, values, scale, None), None
 
 
 class _TorchBackend(AttentionBackend):
-    """By an op for batches `[batch, heads, tokens, head_dim]` that knows no pages."""
+    """An op of torch for batches `[batch, heads, tokens, head_dim]`, which knows no pages."""
 
     @abstractmethod
     def _dense(
@@ -85,21 +79,16 @@ class _TorchBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         """Out and lse `[batch, heads, query]`."""
 
-    def __call__(
+    def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        # Each page is a batch entry, and their results merge. Where that would be larger than the keys, the
-        # pages are put side by side first.
+        # Each page is a batch entry. Where results would be larger than the keys, the pages are put side by
+        # side first.
         pages, _, tokens, _ = keys.shape
         if pages > 1 and (mask is not None or queries.shape[1] > tokens):
             keys, values = head_major(keys)[None], head_major(values)[None]
             pages = 1
-        out, lse = self._dense(queries.expand(pages, -1, -1, -1), keys, values, scale, mask, causal=False)
-        if pages == 1:
-            return out[0], lse[0]
-        total = lse.logsumexp(0)
-        weights = (lse - total).exp()[..., None]
-        return (out.to(lse.dtype) * weights).sum(0).to(out.dtype), total
+        return self._dense(queries.expand(pages, -1, -1, -1), keys, values, scale, mask, causal=False)
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         # Key heads become the batch and their query heads the heads, with stride 0 on the keys: a causal
@@ -133,26 +122,28 @@ class TorchCpuBackend(_TorchBackend):
         )
         return found
 
-    def __call__(
+    def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if keys.numel() == 0:  # torch's kernel divides by zero there, and the process dies of it
             wide = torch.promote_types(queries.dtype, torch.float32)
-            return torch.zeros_like(queries), queries.new_full(queries.shape[:2], -torch.inf, dtype=wide)
-        with _torch_threads(self.threads):
-            out, lse = super().__call__(queries, keys, values, scale, mask)
+            return torch.zeros_like(queries)[None], queries.new_full(
+                (1, *queries.shape[:2]), -torch.inf, dtype=wide
+            )
+        with torch_threads(self.threads):
+            outs, lses = super().parts(queries, keys, values, scale, mask)
         if mask is not None:
             # It says 0 for the log-sum-exp of a query that sees nothing: merged, such a part would count.
-            lse.masked_fill_(torch.isneginf(mask).all(-1), -torch.inf)
-        return out, lse
+            lses.masked_fill_(torch.isneginf(mask).all(-1), -torch.inf)
+        return outs, lses
 
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        with _torch_threads(self.threads):
+        with torch_threads(self.threads):
             return super().causal(queries, keys, values, scale)
 
 
 @contextmanager
-def _torch_threads(count: int | None) -> Iterator[None]:
+def torch_threads(count: int | None) -> Iterator[None]:
     """torch computes with `count` threads for the calling thread within."""
     before = torch.get_num_threads()
     if count is None or count == before:
@@ -179,30 +170,35 @@ class NativeCpuBackend(TorchCpuBackend):
         super().__init__(threads)
         self._kernel = kernel
 
-    def __call__(
+    def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if self._kernel.fits(queries, keys, values):
-            return self._kernel.attend(queries, keys, values, scale, mask, self.threads)
-        return super().__call__(queries, keys, values, scale, mask)
+            out, lse = self._kernel.attend(queries, keys, values, scale, mask, self.threads)
+            return out[None], lse[None]
+        return super().parts(queries, keys, values, scale, mask)
 
-    def weighed(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int, weighed: Weighed
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def parts_with_units(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, sample: Sample, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         kernel = self._kernel
-        if not (kernel.fits(queries, keys, values) and kernel.fits_units(keys, unit)):
-            return super().weighed(queries, keys, values, scale, unit, weighed)
-        rows = queries.shape[1] // weighed.period * weighed.count
-        units = torch.empty(len(queries), rows, len(keys) * keys.shape[2] // unit)
-        every = (weighed.period, weighed.step)
-        return *kernel.attend(queries, keys, values, scale, None, self.threads, units, *every), units
+        if not (kernel.fits(queries, keys, values) and kernel.fits_units(keys, chunk)):
+            return super().parts_with_units(queries, keys, values, scale, sample, chunk)
+        sampled = queries.shape[1] // sample.period * sample.count
+        units = torch.empty(len(queries), sampled, len(keys) * keys.shape[2] // chunk)
+        every = (sample.period, sample.step)
+        out, lse = kernel.attend(queries, keys, values, scale, None, self.threads, units, *every)
+        return out[None], lse[None], units
 
 
 class TorchCudaBackend(_TorchBackend):
     """torch's fused kernels for CUDA: flash without a mask in 16 bits, else the memory-efficient one."""
 
     name = "torch-cuda"
+    operators = torch.ops.offload_rt
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
+    _masked_page = 128  # tokens
+    _unseen: ClassVar = {torch.float16: -6e4}
 
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
@@ -212,17 +208,33 @@ class TorchCudaBackend(_TorchBackend):
                 queries, keys, values, 0.0, causal, False, scale=scale
             )
             return out, lse
-        bias = None if mask is None else mask.expand(1, keys.shape[1], -1, -1)
+        bias = None if mask is None else mask.expand(len(keys), keys.shape[1], -1, -1)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             queries, keys, values, bias, True, 0.0, causal, scale=scale
         )
         return out, lse[..., : queries.shape[2]]  # the kernel pads lse to a multiple of 32
 
+    def parts(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        pages, _, tokens, _ = keys.shape
+        if mask is None or pages > 1 or tokens % self._masked_page or tokens == self._masked_page:
+            return super().parts(queries, keys, values, scale, mask)
+        # The kernel gives each key head one thread block a tile of queries, and a draft has few queries: 8 to
+        # 32 blocks on a GPU of 128 multiprocessors. As pages, the keys are split among far more of them.
+        keys, values = (
+            side[0].unflatten(1, (-1, self._masked_page)).transpose(0, 1) for side in (keys, values)
+        )
+        mask = mask.unflatten(1, (-1, self._masked_page)).transpose(0, 1)[:, None]
+        return self._dense(queries.expand(len(keys), -1, -1, -1), keys, values, scale, mask, causal=False)
+
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         rows, columns = mask.shape
         padded = -(-columns // self._mask_alignment) * self._mask_alignment
         bias = mask.new_zeros(rows, padded, dtype=dtype)[:, :columns]
-        return bias.copy_(mask)
+        # Finite: of a page that is masked completely the kernel would make NaN. Its log-sum-exp is so low
+        # then that nothing of it is left where pages are combined.
+        return bias.copy_(mask.clamp(min=self._unseen.get(dtype, -1e30)))
 
 
 class FlashAttnBackend(TorchCudaBackend):
@@ -276,6 +288,7 @@ def cpu_share_backend(device: torch.device) -> AttentionBackend:
 
 @cache
 def _cuda_backend(device: torch.device) -> AttentionBackend:
+    fused.use_triton()
     torch_backend = TorchCudaBackend()
     try:
         flash = FlashAttnBackend()
@@ -304,7 +317,7 @@ def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
     stream = torch.cuda.current_stream(device)
     for _ in range(10):
         start.record(stream)
-        attend(backend, queries, keys, keys, 128**-0.5)
+        backend.parts(queries, keys, keys, 128**-0.5, None)
         end.record(stream)
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -317,63 +330,14 @@ def fold(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.reshape(kv_heads, heads // kv_heads * n, dim)
 
 
-def unfold(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Undoes `fold` on an attention result."""
-    kv_heads, folded, dim = out.shape
-    n = kv_heads * folded // heads
-    return out.reshape(heads, n, dim), lse.reshape(heads, n)
+def unfold(out: Tensor, heads: int) -> Tensor:
+    """Undoes `fold` on what belongs to folded queries `[kv_heads, folded_query, …]`."""
+    return out.reshape(heads, out.shape[0] * out.shape[1] // heads, *out.shape[2:])
 
 
 def folded_mask(backend: AttentionBackend, mask: Tensor, queries: Tensor, kv_heads: int) -> Tensor:
-    """An additive mask `[query, tokens]`, the same for every head, as `attend` takes it.
+    """An additive mask `[query, tokens]`, the same for every head, as an `AttentionSum` takes it.
 
     Made once a pass, for all layers.
     """
     return backend.mask(mask.repeat(len(queries) // kv_heads, 1), queries.dtype)
-
-
-def attend(
-    backend: AttentionBackend,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of `queries` over one segment; see the top of the file for shapes.
-
-    Args:
-        mask: from `folded_mask`; None: every key is seen.
-    """
-    if keys.dim() == 3:
-        keys, values = keys[None], values[None]
-    heads, kv_heads = len(queries), keys.shape[1]
-    return unfold(*backend(fold(queries, kv_heads), keys, values, scale, mask), heads)
-
-
-def attend_weighed(
-    backend: AttentionBackend, queries: Tensor, keys: Tensor, values: Tensor, scale: float, unit: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend` without a mask, and weights of a few queries (`Weighed.of`); see `AttentionBackend.weighed`.
-
-    Keys and values have pages.
-    """
-    heads, kv_heads, weighed = len(queries), keys.shape[1], Weighed.of(queries.shape[1])
-    out, lse, units = backend.weighed(fold(queries, kv_heads), keys, values, scale, unit, weighed)
-    return *unfold(out, lse, heads), units
-
-
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint segments, from the (out, lse) of each.
-
-    Sums in float32 or wider and returns out in the dtype of the parts.
-    """
-    out, lse = parts[0]
-    if len(parts) == 1:
-        return out, lse
-    dtype = out.dtype
-    out = out.to(lse.dtype)
-    for part, part_lse in parts[1:]:
-        out = torch.lerp(out, part.to(lse.dtype), torch.sigmoid(part_lse - lse)[..., None])
-        lse = torch.logaddexp(lse, part_lse)
-    return out.to(dtype), lse

@@ -1,0 +1,245 @@
+"""Page-locked host memory as kernels see it: small data crosses the link without a copy engine.
+
+A copy engine runs one copy after another, so a few bytes may wait behind a bulk copy. A kernel that reads or
+writes page-locked memory directly does not: its accesses cross the link between the engine's packets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import dlpack
+
+
+class _DLTensor(ctypes.Structure):
+    """A `DLManagedTensor` of DLPack, whose first field is the tensor itself."""
+
+    _fields_: ClassVar[Any] = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+_CUDA, _UNSIGNED = 2, 1  # DLPack's numbers of the device type and of the element type
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+def device_view(memory: Tensor, device: torch.device) -> Tensor:
+    """Returns page-locked host memory as a tensor of a CUDA device, of the same shape and dtype.
+
+    Kernels of that device read and write it over the link. ``memory`` is contiguous and must outlive the view
+    and every kernel that uses it: the view does not keep it alive. `copy_` between the view and memory of the
+    device would use a copy engine again; elementwise kernels, gathers and reductions do not.
+    """
+    # DLPack says which device the tensor belongs to. The CUDA array interface leaves that to the driver,
+    # which names the device that was current when the memory was locked: wrong for a second GPU.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = memory.data_ptr(), memory.nbytes, index
+    if key not in _described:
+        _described[key] = _DLTensor(
+            data=memory.data_ptr(),
+            device_type=_CUDA,
+            device=index,
+            dimensions=1,
+            code=_UNSIGNED,
+            bits=8,
+            lanes=1,
+            shape=(ctypes.c_int64 * 1)(memory.nbytes),
+            strides=(ctypes.c_int64 * 1)(1),
+        )
+    capsule = _new_capsule(ctypes.addressof(_described[key]), b"dltensor", None)
+    view: Tensor = dlpack.from_dlpack(capsule)
+    return view.view(memory.dtype).view(memory.shape)
+
+
+_described: dict[tuple[int, int, int], _DLTensor] = {}
+"""By address, size and device. torch keeps a description's address as long as the tensor: they are kept."""
+
+
+class MappedBuffer:
+    """Page-locked bytes that the host and the kernels of one device share.
+
+    Attributes:
+        host, device: the bytes as either of them sees them.
+        used: the end of the kernels that use the content; the host overwrites it after that.
+    """
+
+    def __init__(self, host: Tensor, device: Tensor):
+        self.host = host
+        self.device = device
+        self.used = torch.cuda.Event(blocking=True)
+
+    @classmethod
+    def allocate(cls, byte_count: int, device: torch.device, count: int = 1) -> list[MappedBuffer]:
+        """Returns ``count`` buffers of one allocation."""
+        with torch.inference_mode(False):  # else they would be writable in that mode alone
+            host = torch.empty(count, byte_count, dtype=torch.uint8, pin_memory=True)
+            return [cls(*one) for one in zip(host, device_view(host, device), strict=True)]
+
+    def mark_used(self) -> None:
+        """Records the end of the kernels enqueued so far in the device's current stream."""
+        self.used.record(torch.cuda.current_stream(self.device.device))
+
+
+class SmallCopies:
+    """Copies of small tensors between the host and one device, made by kernels; from any thread.
+
+    What is larger than `MOST_BYTES` goes through a copy engine.
+    """
+
+    MOST_BYTES = 2**16
+    BUFFERS = 32
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffers = deque(MappedBuffer.allocate(self.MOST_BYTES, device, self.BUFFERS))
+
+    def to_device(self, source: Tensor) -> Tensor:
+        """Copies a host tensor to the device; the host does not wait, and ``source`` may change at once."""
+        if source.nbytes > self.MOST_BYTES:
+            return source.pin_memory().to(self._device, non_blocking=True)
+        buffer = self._take()
+        try:
+            buffer.host[: source.nbytes].copy_(_bytes(source))
+            there = computed_copy(buffer.device[: source.nbytes].view(source.dtype))
+            buffer.mark_used()
+        finally:
+            self._buffers.append(buffer)
+        return there.view(source.shape)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies tensors of the device to the host, which waits once, for the current stream alone."""
+        if sum(_padded(tensor.nbytes) for tensor in tensors) > self.MOST_BYTES:
+            copies = [
+                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
+            torch.cuda.current_stream(self._device).synchronize()
+            return copies
+        buffer = self._take()
+        try:
+            start = 0
+            for tensor in tensors:
+                place = buffer.device[start : start + tensor.nbytes].view(tensor.dtype)
+                computed_copy(tensor, out=place.view(tensor.shape))
+                start += _padded(tensor.nbytes)
+            buffer.mark_used()
+            buffer.used.synchronize()
+            copied = buffer.host[:start].clone()
+        finally:
+            self._buffers.append(buffer)
+        read, start = [], 0
+        for tensor in tensors:
+            read.append(copied[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            start += _padded(tensor.nbytes)
+        return read
+
+    def _take(self) -> MappedBuffer:
+        """Takes the buffer used longest ago; there are far more of them than threads."""
+        buffer = self._buffers.popleft()
+        buffer.used.synchronize()
+        return buffer
+
+
+def computed_copy(source: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copies by an elementwise kernel: `copy_` and `clone` of contiguous memory use a copy engine."""
+    kind = _integers(source.dtype)
+    copied = torch.bitwise_or(source.view(kind), 0, out=None if out is None else out.view(kind))
+    return copied.view(source.dtype)
+
+
+def _integers(dtype: torch.dtype) -> torch.dtype:
+    """The integers of that size: to add nothing to them changes no bit."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _padded(byte_count: int) -> int:
+    """Rounded up, so that what follows is aligned for every dtype."""
+    return -(-byte_count // 16) * 16
+
+
+class PeerCopies:
+    """Copies of tensors from one device to another, enqueued by any thread.
+
+    Small ones go through page-locked memory that both devices map: a kernel of the source writes it, one of
+    the destination reads it. The driver would lead them through the host too where GPUs have no peer access
+    (GeForce), but with the copy engines, which have bulk copies to make. Large ones are left to the driver.
+    """
+
+    MOST_BYTES = 2**20
+    BUFFERS = 4
+
+    def __init__(self, source: torch.device, destination: torch.device):
+        self._lock = threading.Lock()
+        self._source, self._destination = source, destination
+        with torch.inference_mode(False):
+            self._host = torch.empty(self.BUFFERS, self.MOST_BYTES, dtype=torch.uint8, pin_memory=True)
+            views = [device_view(self._host, device) for device in (source, destination)]
+        self._buffers = deque((*pair, torch.cuda.Event()) for pair in zip(*views, strict=True))
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor`` on the destination.
+
+        It is read in the current stream of its device, and there for what the destination's current stream
+        computes next. The host does not wait.
+        """
+        sending = torch.cuda.current_stream(self._source)
+        receiving = torch.cuda.current_stream(self._destination)
+        if tensor.nbytes > self.MOST_BYTES:
+            return torch.empty_like(tensor, device=self._destination).copy_(tensor, non_blocking=True)
+        with self._lock:
+            written, read, emptied = self._buffers.popleft()
+            size = tensor.nbytes
+            sending.wait_event(emptied)
+            computed_copy(tensor, out=written[:size].view(tensor.dtype).view(tensor.shape))
+            arrived = torch.cuda.Event()
+            arrived.record(sending)
+            receiving.wait_event(arrived)
+            there = computed_copy(read[:size].view(tensor.dtype))
+            emptied.record(receiving)
+            self._buffers.append((written, read, emptied))
+        return there.view(tensor.shape)
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the bytes of tensors of one device, one after the other, to be copied at once."""
+    padding = [
+        tensor.new_zeros(_padded(tensor.nbytes) - tensor.nbytes, dtype=torch.uint8) for tensor in tensors
+    ]
+    pieces = [
+        piece for tensor, rest in zip(tensors, padding, strict=True) for piece in (_bytes(tensor), rest)
+    ]
+    return torch.cat(pieces)
+
+
+def unpacked(data: Tensor, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Returns views of bytes that `packed` has put together, by their shapes and dtypes."""
+    tensors, start = [], 0
+    for shape, dtype in like:
+        size = math.prod(shape) * dtype.itemsize
+        tensors.append(data[start : start + size].view(dtype).view(tuple(shape)))
+        start += _padded(size)
+    return tensors

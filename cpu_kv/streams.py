@@ -1,0 +1,63 @@
+"""The CUDA streams of this process: one set for each device, whoever uses it.
+
+torch hands out 32 streams of a priority in turn. If every engine asked for its own, some of them would soon
+share a stream, and a copy would wait for a graph that has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceStreams:
+    """The streams of one device besides its default stream, on which drafts are computed.
+
+    Attributes:
+        to_device: bulk copies from the host.
+        to_host: copies to the host.
+        urgent: copies from the host that are awaited, so that they need not queue behind bulk copies.
+        verification: passes over the full cache, at high priority.
+        capture: warm-up and capture of CUDA graphs.
+        remote: attention over the KV that this device holds for another one.
+    """
+
+    to_device: torch.cuda.Stream
+    to_host: torch.cuda.Stream
+    urgent: torch.cuda.Stream
+    verification: torch.cuda.Stream
+    capture: torch.cuda.Stream
+    remote: torch.cuda.Stream
+
+
+_lock = threading.Lock()
+_streams: dict[torch.device, DeviceStreams] = {}
+_followers: dict[tuple[torch.cuda.Stream, torch.device], torch.cuda.Stream] = {}
+
+
+def device_streams(device: torch.device) -> DeviceStreams:
+    """Returns the streams of a CUDA device, which are made when they are first asked for."""
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    with _lock:
+        if device not in _streams:
+            plain, urgent = (
+                [torch.cuda.Stream(device, priority=p) for _ in range(n)] for p, n in ((0, 4), (-1, 2))
+            )
+            to_device, to_host, capture, remote = plain
+            _streams[device] = DeviceStreams(to_device, to_host, urgent[0], urgent[1], capture, remote)
+        return _streams[device]
+
+
+def follower(stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on another device that computes for `stream` alone.
+
+    A pass that waits for its link must not hold up a draft, so each stream has a follower of its own.
+    """
+    with _lock:
+        if (stream, device) not in _followers:
+            _followers[stream, device] = torch.cuda.Stream(device)
+        return _followers[stream, device]
