@@ -16,6 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cpu_kv.streams import finish_devices
+
 # Linux 6.11 to 6.13 refuse to lock more than 2 GiB at a time, and drivers have limits of their own.
 PIECE_BYTES = 2**28
 """Slabs are page-locked in pieces of this size, to CUDA an allocation each: no copy may cross two of them."""
@@ -29,8 +31,8 @@ def _register_with_cuda(address: int, size: int) -> int:
 
 
 def _unregister_with_cuda(address: int) -> int:
-    runtime = torch.cuda.cudart()
-    return int(runtime.cudaHostUnregister(address))
+    finish_devices()  # kernels may still read the memory where it lies
+    return int(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 @dataclass(frozen=True)

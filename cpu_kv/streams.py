@@ -52,6 +52,14 @@ def device_streams(device: torch.device) -> DeviceStreams:
         return _streams[device]
 
 
+def finish_devices() -> None:
+    """Blocks the host until every device that has such streams has done what was enqueued."""
+    with _lock:
+        devices = list(_streams)
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
 def follower(stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
     """Returns the stream on another device that computes for `stream` alone.
 

@@ -9,14 +9,17 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference_attention import ReferenceBackend, attend, causal_mask, merge
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_kv import head_major
+from offload_rt.attention import fused
 from offload_rt.attention.backends import (
     AttentionBackend,
     FlashAttnBackend,
@@ -278,6 +281,29 @@ def test_keys_are_read_where_they_lie(made: Made, dtype: torch.dtype, device: to
     assert_close(attend(ready(made), q, slab[0, :, 100:400], slab[1, :, 100:400], SCALE), q, k, v)
 
 
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor that operations make has."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **kwargs or {})
+        for one in results if isinstance(results, tuple) else (results,):
+            if isinstance(one, Tensor) and not func.is_view:
+                self.count = max(self.count, one.numel())
+        return results
+
+
+def test_attention_mass_copies_no_keys() -> None:
+    """They lie between values, and would be copied for a product with all pages at once."""
+    kv = torch.randn(16, 2, 4, 128, 64)
+    queries, reference = torch.randn(4, 2, 64), torch.zeros(4, 2)
+    units = torch.empty(4, 2, 16 * 128 // 8)
+    with Largest() as made:
+        fused.chunk_mass_(units, queries, kv[:, 0], reference, 0.1, 2, 1)
+    assert 0 < made.count <= kv[0, 0].numel()
+
+
 @BACKENDS
 def test_other_scales(made: Made, dtype: torch.dtype, device: torch.device) -> None:
     q, k, v = random_parts(4, 2, 3, 50, dtype, device, seed=2)
@@ -297,6 +323,32 @@ def test_merging_pieces_of_very_different_weight(offset: float) -> None:
     heavier, weight = (near[0], near[1]) if offset < 0 else (far[0], far[1] + offset)
     torch.testing.assert_close(out, heavier)
     torch.testing.assert_close(lse, weight)
+
+
+@BACKENDS
+@pytest.mark.parametrize("tokens", [128, 384, 500])
+def test_pages_that_are_masked_completely_count_for_nothing(
+    made: Made, dtype: torch.dtype, device: torch.device, tokens: int
+) -> None:
+    """A masked segment of whole pages is split at every 128 keys on a GPU; some query sees one part alone."""
+    q, k, v = random_parts(4, 2, 5, tokens, dtype, device, seed=3)
+    mask = torch.zeros(5, tokens, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    mask[0, :-3] = -torch.inf  # nothing but the end of the last page
+    mask[1, 1:] = -torch.inf
+    mask[2, 128:260] = -torch.inf
+    mask[3, ::2] = -torch.inf
+    backend = ready(made)
+    found = attend(backend, q, k, v, SCALE, folded(backend, mask, q, k))
+    assert_close(found, q, k, v, mask)
+
+
+@pytest.mark.gpu
+def test_a_long_masked_segment_is_split_among_the_multiprocessors() -> None:
+    backend = TorchCudaBackend()
+    q, k, v = random_parts(4, 2, 5, 1024, torch.float16, torch.device("cuda"), seed=4)
+    mask = folded(backend, torch.zeros(5, 1024, device="cuda"), q, k)
+    outs, _ = backend.parts(fold(q, 2), k[None], v[None], SCALE, mask)
+    assert len(outs) == 8
 
 
 def test_folding_is_undone() -> None:

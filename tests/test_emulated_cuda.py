@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -120,6 +121,27 @@ def test_a_graph_computes_what_stands_there_when_it_is_replayed() -> None:
     made.fill_(3)
     graph.replay()
     assert doubled.tolist() == [6.0] * 8
+
+
+def test_two_devices_share_nothing_but_events() -> None:
+    here, there = (torch.ones(4, device=torch.device("cuda", index)) for index in (0, 1))
+    with pytest.raises(RuntimeError, match="same device"):
+        here + there
+    with torch.cuda.device(1):
+        current = torch.zeros(1, device="cuda").device.index
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_device()))
+        thread.start()
+        thread.join()
+    assert (current, seen) == (1, [0]), "each thread has a current device of its own"
+    here.add_(1)
+    made, other = torch.cuda.Event(), torch.cuda.Stream(1)
+    made.record(torch.cuda.current_stream(0))
+    with torch.cuda.stream(other):
+        copied = here.to(there.device, non_blocking=True)
+        other.wait_event(made)
+    torch.cuda.synchronize(1)
+    assert copied.device == there.device and copied.tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("missing", ["copies", "compute", "results"])

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from emulated_gpu import EMULATED, GPUS
 from recording import RecordingCapture
 from reference_attention import ReferenceBackend
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
@@ -20,7 +21,7 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.graphs import GraphedModel
+from offload_rt.graphs import CudaCapture, GraphedModel
 from offload_rt.layers import LayerPlan
 from offload_rt.model import CausalModel
 from offload_rt.parts import Output, Part
@@ -352,6 +353,42 @@ def test_where_a_capture_fails_everything_runs_as_it_comes() -> None:
             assert torch.equal(graphed.run(byte_ids(count, start=step)), expected)
     assert capture.replayed <= 3  # before it failed
     assert notices == ["the/model: no CUDA graphs, which makes drafting slower: no graph today"]
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream_and_the_memory_pool_as_they_were() -> None:
+    capture, stream = CudaCapture(torch.device("cuda")), torch.cuda.current_stream()
+    made = torch.ones(8, device="cuda")
+
+    def waits() -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            made.sum().item()  # not allowed there: the capture is invalid
+        return made + 1, made + 2
+
+    with pytest.raises(RuntimeError):
+        capture(waits)
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    if EMULATED:
+        assert not GPUS.open_pools
+    assert (made + 1).tolist() == [2.0] * 8
+    replay, (one, other) = CudaCapture(torch.device("cuda"))(lambda: (made + 1, made + 2))
+    made.fill_(5)
+    replay()
+    assert one.tolist() == [6.0] * 8 and other.tolist() == [7.0] * 8
+
+
+def test_nothing_is_captured_while_a_pass_runs() -> None:
+    """A capture would hold the pass up; the shape is captured when it recurs afterwards."""
+    capture = RecordingCapture()
+    plain, graphed, model = twins("llama", capture)
+    running = True
+    model.pass_running = lambda: running
+    for step in range(GraphedModel.RARE + 3):
+        assert torch.equal(graphed.run(byte_ids(1, start=step)), plain.run(byte_ids(1, start=step)))
+    assert capture.captured == 0
+    running = False
+    assert torch.equal(graphed.run(byte_ids(1)), plain.run(byte_ids(1)))
+    assert capture.captured == 1
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:

@@ -46,7 +46,7 @@ from offload_rt.session import Session
 from offload_rt.toml import config_names
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
-SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48)]
+SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48), Tiers(64, 48, late_resident_tokens=32)]
 """Of 149 tokens."""
 BY_CARDS = [
     Tiers(16, 32, (GpuTier(32, 16),)),
@@ -68,7 +68,7 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         link=link_to(device),
         other_links=[link_to(other_card(device)) for _ in shares.gpus],
     )
-    if shares.gpus:
+    if shares.gpus or shares.late_resident_tokens:
         plan = llm._engine._plan
         llm._engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
     return llm
@@ -138,7 +138,29 @@ def check_tokens(
 
 
 @DEVICES
-@pytest.mark.parametrize("shares", [*SHARES[::3], BY_CARDS[0]])
+def test_resident_tokens_fill_the_memory_of_the_prefill(
+    device: torch.device, plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the prompt is read 32 tokens of each layer are resident, and 64 from there on."""
+    loaded: list[tuple[int, int]] = []
+    load_late = FullCache.load_late
+
+    def noted(full: FullCache) -> None:
+        before = full.resident_bytes
+        load_late(full)
+        loaded.append((before, full.resident_bytes))
+
+    monkeypatch.setattr(FullCache, "load_late", noted)
+    with small_llm(device, "retrieval", Tiers(64, 48, late_resident_tokens=32)) as llm:
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens or device == CUDA
+        assert loaded == [(32 * 512, 64 * 512)]  # bytes of a token in all layers
+        assert llm.rerun(PARAMS).tokens == llm.plain(PARAMS).tokens
+        assert len(llm.generate(PROMPT[:20], SamplingParams(max_tokens=3)).tokens) == 3
+        assert loaded[1:] == [(16 * 512, 16 * 512)], "a short text has nothing to load"
+
+
+@DEVICES
+@pytest.mark.parametrize("shares", [*SHARES[:4:3], BY_CARDS[0]])
 def test_random_interrupts(device: torch.device, shares: Tiers) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
     rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 60))

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_kv import PageLocking, SlabAllocator
+from cpu_kv import CudaLink, PageLocking, SlabAllocator
+from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.pinned import PIECE_BYTES, pieces
 
 
@@ -287,6 +288,21 @@ def test_a_forgotten_allocator_unlocks_its_slabs() -> None:
     del allocator
     gc.collect()
     assert not driver.registered
+
+
+@pytest.mark.gpu
+def test_memory_is_unlocked_after_the_kernels_that_read_it() -> None:
+    device = torch.device("cuda", 0)
+    link = CudaLink(device)
+    allocator = SlabAllocator(True, pytest.fail)
+    slab = allocator.allocate((4096,), torch.int32).result()
+    slab.fill_(1)
+    torch.cuda._sleep(10**7)
+    read = computed_copy(device_view(slab, device))
+    allocator.release(slab)
+    slab.fill_(2)
+    assert bool((read == 1).all())
+    link.close()
 
 
 @pytest.mark.gpu

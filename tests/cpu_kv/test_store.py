@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_gpu import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -310,3 +311,36 @@ def test_byte_counts() -> None:
     assert layout.means_bytes(17, None, False) == 0
     assert layout.means_bytes(17, 8, False) == 2 * layout.token_bytes // 2, "mean keys of chunks"
     assert layout.means_bytes(33, 8, True) == (4 + 2 * 2) * layout.token_bytes // 2, "of pages, values too"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", [0, 1])
+def test_kernels_of_a_device_read_page_locked_kv_where_it_lies(index: int) -> None:
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs a second device")
+    device, kv = torch.device("cuda", index), torch.randn(2, 2, 2, 70, 8)
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, page_size=16)
+    with PagedKVStore(layout, pin=True, slab_tokens=32) as store:
+        sequence = store.new_sequence()
+        for layer, (keys, values) in enumerate(kv):
+            sequence.append(layer, keys, values)
+        used = GPUS.counters.copies_to_device
+        for layer in range(2):
+            views = sequence.device_views(layer, 5, 66, device)
+            assert views is not None and all(part.device == device for pair in views for part in pair)
+            found = [
+                torch.cat([part.transpose(0, 1).flatten(1, 2) + 0 for part in side], 1)
+                for side in zip(*views, strict=True)
+            ]
+            torch.cuda.synchronize(device)
+            assert all(
+                torch.equal(one.cpu(), side[:, 5:66]) for one, side in zip(found, kv[layer], strict=True)
+            )
+        assert GPUS.counters.copies_to_device == used
+        assert sequence.device_views(0, 5, 66, torch.device("cpu")) is None
+        with pytest.raises(ValueError, match="70 are present"):
+            sequence.device_views(0, 5, 71, device)
+    with PagedKVStore(layout, pin=False) as store:
+        sequence = store.new_sequence()
+        sequence.append(0, *kv[0])
+        assert sequence.device_views(0, 0, 70, device) is None

@@ -1,0 +1,107 @@
+"""Small data crosses the link by kernels that read and write page-locked memory, not by a copy engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated_gpu import EMULATED, GPUS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_kv.mapped import MappedBuffer, PeerCopies, SmallCopies, computed_copy, device_view, packed, unpacked
+
+DTYPES = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INDICES = [0, pytest.param(1, marks=pytest.mark.skipif("torch.cuda.device_count() < 2"))]
+
+
+def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
+
+
+def engines_used() -> int:
+    return GPUS.counters.copies_to_device + GPUS.counters.copies_to_host
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=5))
+def test_packed_tensors_are_unpacked_as_they_were(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    tensors = [values(dtype, *shape) for dtype, shape in kinds]
+    data = packed(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    found = unpacked(data, [(tensor.shape, tensor.dtype) for tensor in tensors])
+    assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_host_and_kernels_share_memory(dtype: torch.dtype, index: int) -> None:
+    """Whichever device is current: the view belongs to the one that was asked for."""
+    device = torch.device("cuda", index)
+    memory = torch.empty(3, 5, dtype=dtype, pin_memory=True)
+    memory.copy_(values(dtype, 3, 5))
+    there = device_view(memory, device)
+    assert there.device == device and there.shape == memory.shape and there.dtype == dtype
+    before, used = memory.clone(), engines_used()
+    read = computed_copy(there)
+    computed_copy(values(dtype, 3, 5).zero_().to(device), out=there)
+    torch.cuda.synchronize(device)
+    if EMULATED:
+        assert engines_used() == used + 1, "the zeros alone came by a copy engine"
+    assert torch.equal(read.cpu(), before) and not memory.any()
+
+
+@pytest.mark.gpu
+def test_the_host_overwrites_a_buffer_only_after_its_kernels() -> None:
+    (buffer,) = MappedBuffer.allocate(16, torch.device("cuda"))
+    buffer.host.fill_(1)
+    torch.cuda._sleep(10**7)
+    read = computed_copy(buffer.device)
+    buffer.mark_used()
+    buffer.used.synchronize()
+    buffer.host.fill_(2)
+    torch.cuda.synchronize()
+    assert read.tolist() == [1] * 16
+
+
+@pytest.mark.gpu
+def test_small_copies_use_no_copy_engine_and_large_ones_do() -> None:
+    copies, used = SmallCopies(torch.device("cuda")), engines_used()
+    sources = [values(dtype, 7, 3) for dtype in DTYPES]
+    there = []
+    for source in sources:
+        expected = source.clone()
+        there.append((copies.to_device(source), expected))
+        source.zero_()  # which the caller may do at once
+    found = copies.to_host([tensor for tensor, _ in there])
+    assert all(torch.equal(one, expected) for one, (_, expected) in zip(found, there, strict=True))
+    assert not EMULATED or engines_used() == used
+    large = values(torch.float32, SmallCopies.MOST_BYTES)
+    (back,) = copies.to_host([copies.to_device(large)])
+    assert torch.equal(back, large) and (not EMULATED or engines_used() == used + 2)
+
+
+@pytest.mark.gpu
+def test_more_small_copies_than_buffers_disturb_one_another_never() -> None:
+    copies = SmallCopies(torch.device("cuda"))
+    there = [copies.to_device(torch.full((9,), number)) for number in range(3 * copies.BUFFERS)]
+    assert [int(one.sum()) for one in there] == [9 * number for number in range(len(there))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("torch.cuda.device_count() < 2")
+def test_between_two_devices() -> None:
+    """More at a time than there are buffers, in the streams that are current, small and large."""
+    here, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    copies, used = PeerCopies(here, other), engines_used()
+    stream = torch.cuda.Stream(other)
+    with torch.cuda.stream(stream):
+        sources = [torch.full((5, 8), float(number), device=here) for number in range(3 * copies.BUFFERS)]
+        there = [copies.copy(source) for source in sources]
+        assert not EMULATED or engines_used() == used
+        large = torch.arange(copies.MOST_BYTES, device=here)
+        there.append(copies.copy(large))
+        sums = [one.double().sum() for one in there]
+    stream.synchronize()
+    assert all(one.device == other for one in there)
+    expected = [40.0 * number for number in range(len(sources))] + [float(sum(range(len(large))))]
+    assert [one.item() for one in sums] == expected

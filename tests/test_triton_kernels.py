@@ -1,0 +1,153 @@
+"""The Triton kernels against float64, and against the plain form of each operator.
+
+Where there is no GPU, Triton's interpreter runs them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from emulated_gpu import EMULATED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available() and not EMULATED
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+pytest.importorskip("triton")
+
+from offload_rt.attention import fused, triton_kernels  # noqa: E402
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+INF = float("inf")
+WIDE = settings(derandomize=True, deadline=None, max_examples=25)
+DTYPES = st.sampled_from([torch.float16, torch.float32] + ON_GPU * [torch.bfloat16])
+
+
+def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+class Draw:
+    """Random tensors, some of them views with gaps."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(dtype).to(DEVICE)
+
+
+@WIDE
+@given(
+    dtype=DTYPES,
+    pages=st.integers(1, 40),
+    rows=st.integers(1, 5),
+    dim=st.sampled_from([16, 64, 96]),
+    masked=st.integers(0, 40),
+    summed=st.booleans(),
+    offset=st.sampled_from([0.0, 60.0, -60.0]),
+)
+def test_merging(
+    dtype: torch.dtype, pages: int, rows: int, dim: int, masked: int, summed: bool, offset: float
+) -> None:
+    """Of pages, the first `masked` ones of row 0 are masked completely, all of them perhaps."""
+    draw, heads = Draw(pages), 2
+    parts, lses = draw(pages, heads, rows, dim, dtype=dtype), draw(pages, heads, rows) * 3
+    lses[:masked, :, 0] = -INF
+    parts[:masked, :, 0] = 0
+    before = (draw(heads, rows, dim), draw(heads, rows) + offset) if summed else ()
+    out, lse = triton_kernels.combine(parts, lses, *before)
+    every = lses.double() if not before else torch.cat([lses, before[1][None]]).double()
+    values = parts.double() if not before else torch.cat([parts.double(), before[0][None].double()])
+    total = every.logsumexp(0)
+    weights = (every - total).exp().nan_to_num(nan=0.0)
+    close(out, (values * weights[..., None]).sum(0), dtype)
+    close(lse, total, dtype)
+    plain = fused.combine(parts, lses, *before)
+    close(out, plain[0], dtype)
+    close(lse, plain[1], dtype)
+
+
+MASS = given(
+    dtype=DTYPES,
+    pages=st.integers(1, 3),
+    tokens=st.sampled_from([16, 48, 128]),
+    chunk=st.sampled_from([8, 16]),
+    group=st.integers(1, 3),
+    count=st.integers(1, 9),
+    step=st.integers(1, 3),
+    summed=st.booleans(),
+)
+
+
+@WIDE
+@MASS
+def test_attention_mass_of_chunks(
+    dtype: torch.dtype, pages: int, tokens: int, chunk: int, group: int, count: int, step: int, summed: bool
+) -> None:
+    """By sampled queries, over keys that lie between values, alone and beside a merge."""
+    draw, heads, dim, scale = Draw(tokens + pages), 2, 32, 0.2
+    step = min(step, count)
+    queries, kv = (
+        draw(heads, group * count, dim, dtype=dtype),
+        draw(pages, 2, heads, tokens, dim, dtype=dtype),
+    )
+    keys, reference = kv[:, 0], draw(heads, group * count) + 2
+    chunks = pages * tokens // chunk
+    units = torch.full((heads, group * -(-count // step), chunks + 2), torch.nan, device=DEVICE)
+    asked: tuple[Any, ...] = (queries, keys, reference, scale, count, step)
+    if summed:
+        parts, lses = draw(2, heads, group * count, dim, dtype=dtype), draw(2, heads, group * count)
+        before = draw(heads, group * count, dim), draw(heads, group * count)
+        merged = triton_kernels.combine_with_mass_(units[:, :, 1:-1], parts, lses, *before, *asked)
+        for one, plain in zip(merged, fused.combine(parts, lses, *before), strict=True):
+            close(one, plain, dtype)
+    else:
+        triton_kernels.chunk_mass_(units[:, :, 1:-1], *asked)
+    sampled = [g * count + (count - 1) % step + at for g in range(group) for at in range(0, count, step)]
+    scores = scale * queries[:, sampled].double() @ keys.transpose(0, 1).flatten(1, 2).double().mT
+    wanted = (scores - reference[:, sampled, None].double()).exp().unflatten(2, (chunks, chunk)).sum(3)
+    close(units[:, :, 1:-1], wanted, dtype)
+    assert units[:, :, :: chunks + 1].isnan().all(), "nothing beside it is written"
+
+
+@WIDE
+@given(
+    chunks=st.sampled_from([1, 7, 1500]),
+    group=st.integers(1, 3),
+    count=st.integers(1, 9),
+    step=st.integers(1, 3),
+    together=st.booleans(),
+)
+def test_attention_mass_is_added_up(chunks: int, group: int, count: int, step: int, together: bool) -> None:
+    draw, heads = Draw(chunks), 2
+    step = min(step, count)
+    sampled = group * -(-count // step)
+    units = draw(heads, 1 if together else sampled, chunks).abs()
+    reference, lse = draw(heads, group * count), draw(heads, group * count) + 1
+    scores = draw(heads, chunks + 3)
+    expected = scores.clone()
+    arguments = (units, reference, lse, 0.8, count, step)
+    triton_kernels.add_mass_(scores[:, 1:-2], *arguments)
+    fused.add_mass_(expected[:, 1:-2], *arguments)
+    close(scores, expected, torch.float32)
+
+
+def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton_kernels.check(DEVICE)
+    right = triton_kernels.combine
+    for wrong in (
+        lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
+        lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),
+    ):
+        monkeypatch.setattr(triton_kernels, "combine", wrong)
+        with pytest.raises(RuntimeError, match="a kernel differs from its plain form by"):
+            triton_kernels.check(DEVICE)
