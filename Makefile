@@ -1,4 +1,5 @@
-# Everything runs in .venv, which the first target that needs it sets up.
+# Everything runs in .venv, which the first target that needs it sets up. An environment that exists is used
+# as it is, and nothing is installed, with `make gpu BIN=/path/to/env/bin INSTALLED=`.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -11,7 +12,7 @@ endif
 SHAPES := llama2-7b llama3.1-8b qwen2.5-7b
 RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 
-.PHONY: install demo test lint bench bench-peers gpu clean
+.PHONY: install demo test lint bench bench-peers gpu gpu-quick clean
 
 install: $(INSTALLED)
 
@@ -48,13 +49,17 @@ $(PEERS)/installed: bench/peers-requirements.txt constraints.txt
 	  llama-cpp-python==0.3.36
 	touch $@
 
+# What matters first, in ten minutes and without a download.
+gpu-quick: $(INSTALLED)
+	$(BIN)/python -m bench gpu --quick --out bench/results/gpu-quick.jsonl
+
 # Every piece runs, whatever fails before it.
 gpu: $(INSTALLED)
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no CUDA device here")'
+	@$(BIN)/python -c 'import sys; from offload_rt.machine.cuda import no_cuda_device; sys.exit(no_cuda_device())'
 	@failed=; for piece in \
+	    'bench gpu --out bench/results/gpu-checks.jsonl' \
 	    'pytest -m gpu' \
 	    'offload_rt doctor --refresh --json bench/results/doctor-gpu.json' \
-	    'bench gpu --out bench/results/gpu-checks.json' \
 	    $(foreach shape,$(SHAPES), \
 	    'bench offload $(RANDOM_ON_CUDA):$(shape) --out bench/results/offload-$(shape)-gpu.jsonl' \
 	    'bench prediction-accuracy bench/results/offload-$(shape)-gpu.jsonl') \

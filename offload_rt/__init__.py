@@ -1,6 +1,7 @@
 """Lossless generation from very long prompts, with the full KV cache paged in CPU memory."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from offload_rt.errors import UsageError
@@ -18,6 +19,9 @@ __all__ = ["LLM", "GenerationResult", "SamplingParams", "TokenEvent", "TokenStre
 
 def __getattr__(name: str) -> object:
     """The API, imported when it is first asked for: torch takes seconds, and a usage error needs none."""
+    if name == "__version__":
+        found = importlib.metadata.distributions(name="offload-rt")
+        return next((one.version for one in found), "not installed")  # used from a checkout
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {"LLM": "api", "TokenStream": "streams"}

@@ -7,11 +7,11 @@ SIGTERM; 141 the reader of stdout is gone.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import offload_rt
 from offload_rt.commands import datastore, demo, doctor, generate, plan, search_skips
 from offload_rt.commands.exits import run_program
 from offload_rt.errors import UsageError
@@ -57,8 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    version = importlib.metadata.version("offload-rt")
-    parser.add_argument("--version", action="version", version=f"offload-rt {version}")
+    parser.add_argument("--version", action="version", version=f"offload-rt {offload_rt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         command.add_parser(commands)

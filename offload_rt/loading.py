@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from offload_rt.errors import UsageError, first_line
+from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
 from offload_rt.remote_mlp import spread
 
@@ -47,11 +48,8 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"device {name}: this torch sees no CUDA device; use --device cpu, or install a CUDA build of "
-            "torch and check nvidia-smi"
-        )
+    if missing := no_cuda_device():
+        raise UsageError(f"device {name}: {missing}; or use --device cpu")
     number, count = int(card[1]) if card else torch.cuda.current_device(), torch.cuda.device_count()
     if number >= count:
         raise UsageError(f"device {name}: this torch sees {count} CUDA devices, counted from 0")

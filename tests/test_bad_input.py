@@ -120,8 +120,8 @@ TABLE = [
     (f"{OWN} --prompt a --top-k -1", "top-k -1 is out of range"),
     (f"{OWN} --prompt a --seed -1", "seed -1 is out of range"),
     (f"{OWN} --prompt a --stop ''", "a stop string is empty"),
-    (f"{OWN} --prompt a --device cuda", "device cuda: this torch sees no CUDA device"),
-    (f"{OWN} --prompt a --device cuda:0,cuda:1", "device cuda:0: this torch sees no CUDA device"),
+    (f"{OWN} --prompt a --device cuda", "finds no CUDA device"),
+    (f"{OWN} --prompt a --device cuda:0,cuda:1", "device cuda:0: torch"),
     # Prompts.
     ("generate abc", "'abc'; a prompt is given with --prompt"),
     ("generate --prompt ''", "--prompt: the prompt is empty"),

@@ -1,16 +1,16 @@
-"""`bench gpu`: its runner, and what can be told of its checks without a CUDA device. No time is checked."""
+"""`bench gpu`: its runner, and its checks on the emulated device. No time of a clock is checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import multiprocessing
 import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,26 +18,36 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_gpu import EMULATED, GPUS, PINNED
 from test_bench_offload import SMALLER, TINY_KEYS, Inside, copies, times
 
 import bench.__main__ as command_line
-from bench import gpu, machine, prediction_accuracy, runner, side_by_side, worker
+from bench import (
+    gpu,
+    gpu_checks,
+    gpu_engine_checks,
+    machine,
+    prediction_accuracy,
+    runner,
+    side_by_side,
+    worker,
+)
 from bench.cases import CASES
-from bench.gpu import Given
+from bench.gpu_checks import TINY, Given
 from bench.random_models import SHAPES
 from bench.rounds import Recorded
 from bench.studies import Row
 from bench.systems import ours
-from cpu_kv import CpuLink, PacedLink, PageLocking, SlabAllocator
-from cpu_kv.link import CopyRecord, Pairs
-from offload_rt.graphs import GraphedModel
+from cpu_kv import PacedLink
+from offload_rt.attention.backends import TorchCudaBackend
+from offload_rt.caches.remote import GpuAttention
+from offload_rt.graphs import CudaCapture, GraphedModel
 from offload_rt.loading import load_model
 from offload_rt.machine import doctor
 from offload_rt.machine.hardware import Hardware, named_hardware
 
 CPU = torch.device("cpu")
 GIB = 2**30
-GIVEN = Given(CPU, False, Path())
 
 # ------------------------------------------------------------------------------------------------ the runner
 
@@ -53,60 +63,83 @@ def dies(given: Given) -> Iterator[Row]:
 
 
 FOUND: dict[str, Callable[[Given], Any]] = {
-    "first": lambda given: [{"rate": 2.5}, {"quick": given.quick}],
+    "first": lambda given: [{"rate": 2.5}, {"sizes": given.sizes.name}],
     "full": full,
     "dies": dies,
     "hangs": lambda given: time.sleep(60),
-    "wrong": lambda given: [{"error": "the result is wrong"}],
-    "last": lambda given: [{"folder": given.folder.name}],
+    "wrong": lambda given: [{"failed": "the result is wrong"}, {"failed": "another too"}, {"rate": 1}],
+    "alone": lambda given: [{"skipped": "there is one GPU"}],
+    "last": lambda given: [{"cases": [{"rate": 1}], "rate": 3.5}],
 }
 
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where results go of checks that take the place of all; their processes are copies of this one."""
+    limited = dataclasses.replace(TINY, limit_s=2)
+    monkeypatch.setattr(gpu, "TINY", limited)
     monkeypatch.setattr(gpu, "CHECKS", FOUND)
-    monkeypatch.setattr(gpu, "LIMIT_S", 2)
     monkeypatch.setattr(gpu, "PROCESSES", multiprocessing.get_context("fork"))
     monkeypatch.setattr(gpu, "choose_device", lambda name: CPU)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return tmp_path / "checks.json"
+    monkeypatch.setattr(gpu, "no_cuda_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return tmp_path / "checks.jsonl"
 
 
-def test_whatever_fails_the_others_run_and_all_is_written_as_it_is_done(
+def read(path: Path) -> tuple[Row, list[Row]]:
+    head, *rows = map(json.loads, path.read_text().splitlines())
+    return head, rows
+
+
+def test_whatever_fails_the_others_run_and_a_line_is_written_when_a_check_is_done(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written: list[int] = []
-    write = gpu.report.write_json
-    monkeypatch.setattr(
-        gpu.report, "write_json", lambda path, found: (write(path, found), written.append(len(found["rows"])))
-    )
-    assert command_line.main(["gpu", "--out", str(out)]) == 1
-    rows = json.loads(out.read_text())["rows"]
+    monkeypatch.setitem(FOUND, "first", lambda given: [{"lines": len(read(out)[1])}])
+    monkeypatch.setitem(FOUND, "last", lambda given: [{"lines": len(read(out)[1])}])
+    assert command_line.main(["gpu", "--tiny", "--out", str(out)]) == 1
+    head, rows = read(out)
+    assert head["command"] == "python -m bench gpu --tiny --out checks.jsonl"
+    assert head["versions"]["torch"] == torch.__version__ and head["versions"]["kernel"] == platform.release()
+    assert head["machine"]["cores"] > 0 and head["sizes"]["name"] == "tiny"
+    written = [row.pop("lines") for row in rows if "lines" in row]
+    assert written == [0, len(FOUND) - 1], "all lines before it, when it runs"
+    assert all(row.pop("seconds") >= 0 for row in rows)
+    out_of_memory = rows[1].pop("why")[0]
     assert re.fullmatch(
-        r"torch.OutOfMemoryError: CUDA out of memory. \(test_bench_gpu.py:\d+\)", rows[3].pop("error")
+        r"torch.OutOfMemoryError: CUDA out of memory. \(test_bench_gpu.py:\d+\)", out_of_memory
     )
     assert rows == [
-        {"check": "first", "rate": 2.5},
-        {"check": "first", "quick": False},
-        {"check": "full", "rate": 0.5},
-        {"check": "full"},
-        {"check": "dies", "rate": 1.5},
-        {"check": "dies", "error": "its process ended with 7"},
-        {"check": "hangs", "error": "not done after 2 s"},
-        {"check": "wrong", "error": "the result is wrong"},
-        {"check": "last", "folder": out.parent.name},
+        {"check": "first", "status": "ok"},
+        {"check": "full", "status": "failed", "rate": 0.5},
+        {"check": "dies", "status": "failed", "why": ["its process ended with 7"], "rate": 1.5},
+        {"check": "hangs", "status": "failed", "why": ["not done after 2 s"]},
+        {"check": "wrong", "status": "failed", "why": ["the result is wrong", "another too"], "rate": 1},
+        {"check": "alone", "status": "skipped", "why": ["there is one GPU"]},
+        {"check": "last", "status": "ok"},
     ]
-    assert written == list(range(1, len(rows) + 1))
     *lines, last = capsys.readouterr().out.splitlines()
-    assert lines[0] == "first: rate 2.5" and len(lines) == len(rows)
-    assert json.loads(last) == {"checks": 6, "failed": ["full", "dies", "hangs", "wrong"]}
+    assert [line.split()[:2] for line in lines] == [[row["status"], f"{row['check']}:"] for row in rows]
+    assert json.loads(last) == {
+        "ok": ["first", "last"],
+        "failed": ["full", "dies", "hangs", "wrong"],
+        "skipped": ["alone"],
+    }
 
 
-def test_some_checks_and_a_quick_look(out: Path) -> None:
-    assert command_line.main(["gpu", "--only", "last,first", "--quick", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["check"] for row in rows] == ["last", "first", "first"] and rows[2]["quick"]
+def test_some_checks_and_a_quick_look(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["gpu", "--only", "last,alone,first", "--quick", "--out", str(out)]) == 0
+    _, rows = read(out)
+    assert [row["check"] for row in rows] == ["last", "alone", "first"] and rows[2]["sizes"] == "quick"
+    shown = capsys.readouterr().out.splitlines()[0]
+    assert "rate 3.5" in shown and "cases" not in shown
+
+
+def test_results_go_to_a_file_by_default(out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu.inputs, "RESULTS", tmp_path / "results")
+    assert command_line.main(["gpu", "--only", "first"]) == 0
+    assert command_line.main(["gpu", "--only", "first", "--quick"]) == 0
+    names = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert names == ["gpu-checks.jsonl", "gpu-quick.jsonl"]
 
 
 def test_mistakes_are_told_in_a_line(
@@ -115,243 +148,269 @@ def test_mistakes_are_told_in_a_line(
     for given, message in (
         (["--only", "first,second", "--out", str(out)], "'second' is none of first, full, dies, hangs"),
         (["--out", str(out.parent)], "is a folder"),
-        (["--out", str(out)], "torch sees no CUDA device"),
+        (["--out", str(out)], "bench gpu: torch finds none"),
     ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda found="CUDA" not in message: found)
+        missing = "torch finds none" if "torch" in message else None
+        monkeypatch.setattr(gpu, "no_cuda_device", lambda missing=missing: missing)
         assert command_line.main(["gpu", *given]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1 and not out.exists()
 
 
-def test_the_help_lists_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_every_check_in_its_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["gpu", "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name, check in gpu.CHECKS.items():
-        assert any(
-            line.split(maxsplit=1) == [name, getattr(check, "func", check).__doc__] for line in lines
-        ), name
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    told = [line for line in lines if line and line[0] in gpu.CHECKS]
+    assert told == [[name, check.__doc__] for name, check in gpu.CHECKS.items()]
 
 
-# -------------------------------------------------------------------------------------- a card and its link
+# ---------------------------------------------------------------------- the checks, on the emulated device
+
+emulated = pytest.mark.skipif(not EMULATED, reason="of the emulated device alone")
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "IDLE_S", 0.0)
-    monkeypatch.setattr(machine, "read_rate", lambda device: 10.0)
-
-
-def test_versions_tell_the_kernel() -> None:
-    (row,) = gpu.versions(GIVEN)
-    assert (row["kernel"], row["torch"]) == (platform.release(), torch.__version__)
-
-
-def test_a_slab_is_locked_where_as_much_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpu_kv.pinned.PIECE_BYTES", 2**18)
-    monkeypatch.setattr(gpu, "GIB", 2**20)  # so that a quick look locks 2**18 and 2**19 bytes
-    locked: list[int] = []
-
-    def register(address: int, size: int) -> int:
-        locked.extend([address] if size <= 2**18 else [])
-        return int(size > 2**18)
-
-    def unregister(address: int) -> int:
-        locked.remove(address)
-        return 0
-
-    quick = dataclasses.replace(GIVEN, quick=True)
-    idle, *rows = gpu.registration(quick, PageLocking(register, unregister))
-    assert idle["how"] == "idle" and idle["launches"] > 0
-    assert [(row["how"], row["locked_bytes"]) for row in rows] == [
-        ("slab", 2**18),
-        ("at once", 2**18),
-        ("slab", 2**19),
-        ("at once", 0),
-    ]
-    assert all(row["longest_launch_ms"] >= row["launch_ms"] > 0 for row in rows)
-    assert not locked
-
-
-class Point:
-    """An event that happens once somebody has waited for it."""
-
-    def __init__(self, before: tuple[Point, ...] = ()) -> None:
-        self.before, self.passed = before, False
-
-    def wait(self) -> None:
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        for point in self.before:
-            point.synchronize()
-        self.passed = True
-
-    def done(self) -> bool:
-        return self.passed
-
-
-class NotingLink(CpuLink):
-    """Notes what it is asked to copy; a byte takes a second to the device and two to the host."""
-
-    urgent_last = False  # an urgent copy waits for all that were asked for before it
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[bool, Any, int]] = []
-        self.point = Point()  # that the device passes some cycles later
-        self._copies: list[Point] = []
-        self._records: list[CopyRecord] = []
-
-    def copy(self, pairs: Pairs, after: Any = None, *, to_host: bool = False, urgent: bool = False) -> Point:
-        super().copy(pairs)
-        size = sum(source.nbytes for _, source in pairs)
-        self.asked.append((to_host, after, len(pairs)))
-        self._records.append(CopyRecord(to_host, size, 1.0, 1.0 + size * (2 if to_host else 1)))
-        self._copies.append(Point(tuple(self._copies) if urgent and self.urgent_last else ()))
-        return self._copies[-1]
-
-    def record_event(self) -> Point:
-        return Point()
-
-    def record(self) -> None:
-        self._records = []
-
-    def recorded(self) -> list[CopyRecord]:
-        records, self._records = self._records, []
-        return records
+def found(name: str) -> Row:
+    """What a check finds: its figures, and under `failed` what is wrong."""
+    figures: Row = {"failed": []}
+    for row in gpu.CHECKS[name](Given(torch.device("cuda", 0), TINY)):
+        figures["failed"] += [row.pop("failed")] if "failed" in row else []
+        figures |= row
+    return figures
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> NotingLink:
-    """A link over 256 bytes, of which a MiB has one."""
-    noting = NotingLink()
-    here = torch.arange(512, dtype=torch.int).to(torch.uint8).view(2, 256)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A small GPU, as the planner and the checks see it; a tiny model; calls as the device counts them."""
+    random_model = gpu_engine_checks.random_model
+
+    def usable(
+        home: torch.device, loaded: int = 0, progress: Any = None, cards: Sequence[Any] = ()
+    ) -> Hardware:
+        measured = named_hardware("rtx4090", 1 + len(cards))
+        gpus = tuple(dataclasses.replace(one, memory_bytes=GIB) for one in measured.gpus)
+        return dataclasses.replace(measured, gpus=gpus)
 
     @contextmanager
-    def linked(device: torch.device) -> Iterator[Any]:
-        there = torch.full_like(here, 255)
-        yield noting, lambda cycles: noting.point, here, there
-        assert torch.equal(there[0, :1], here[0, :1]), "what is sent arrives"
+    def launches() -> Iterator[Counter[str]]:
+        before, calls = dataclasses.replace(GPUS.counters), Counter[str]()
+        yield calls
+        calls["cudaGraphLaunch"] = GPUS.counters.graphs - before.graphs
+        calls["cudaLaunchKernel"] = GPUS.counters.kernels - before.kernels
 
-    monkeypatch.setattr(gpu, "linked", linked)
-    monkeypatch.setattr(gpu, "MIB", 1)
-    return noting
-
-
-def test_rates_of_copies_by_size_and_direction(link: NotingLink) -> None:
-    assert list(gpu.copies(GIVEN)) == [
-        {"piece_bytes": piece, "to_host": to_host, "gb_s": pytest.approx(1e-9 / (2 if to_host else 1))}
-        for piece in (1, 64)
-        for to_host in (False, True)
-    ]
-    assert link.asked == [
-        (to_host, link.point, 256 // piece)
-        for piece in (1, 64)
-        for to_host in (False, True)
-        for _ in range(gpu.REPEATS)
-    ]
-
-
-@pytest.mark.parametrize("urgent_last", [False, True])
-def test_an_urgent_copy_that_waits_for_blocked_ones_is_an_error(link: NotingLink, urgent_last: bool) -> None:
-    link.urgent_last = urgent_last
-    blocked, running = gpu.overtaking(GIVEN)
-    # The urgent ones wait for nothing.
-    assert [after for _, after, _ in link.asked] == [link.point] * 4 + [None] * 6
-    assert blocked["overtook"] == running["overtook"] == (not urgent_last)
-    assert ("error" in blocked) == urgent_last and "error" not in running
-
-
-@pytest.mark.parametrize("fired", [False, True])
-def test_a_queue_of_copies_behind_an_event(link: NotingLink, fired: bool) -> None:
-    link.point.passed = fired
-    idle, row = gpu.queue(GIVEN)
-    assert link.asked == [(False, link.point, 5000)]
-    assert (idle["copies"], row["copies"], row["enqueued_before_event"]) == (0, 5000, not fired)
-    assert row["longest_launch_ms"] > 0
-
-
-def test_checks_over_a_link_have_memory_on_both_sides_and_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[int] = []
-    monkeypatch.setattr(gpu, "CudaLink", lambda device: NotingLink())
-    monkeypatch.setattr(gpu, "LINK_BYTES", 2**10)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: torch.Stream(CPU))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    with gpu.linked(CPU) as (_, later, here, there):
-        assert here.shape == there.shape == (2, 2**10) and not later(7).done()
-    assert slept == [7]
-    refusing = PageLocking(lambda address, size: 2, lambda address: 0)
-    monkeypatch.setattr(gpu, "SlabAllocator", lambda pin, warn: SlabAllocator(pin, warn, refusing))
-    with pytest.raises(RuntimeError, match="page-lock"), gpu.linked(CPU):
-        pass
-
-
-def test_attention_is_held_against_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "HEADS", ((4, 2),))
-    monkeypatch.setattr(gpu, "HEAD_DIM", 64)
-    monkeypatch.setattr(gpu, "least_seconds", lambda work, device: 0.5)
-    quick = dataclasses.replace(GIVEN, quick=True)
-    rows = list(gpu.attention(quick))
-    assert [(row["layout"], row["queries"], row["dtype"]) for row in rows] == [
-        (layout, count, dtype)
-        for dtype in ("torch.bfloat16", "torch.float16")
-        for count in (1, 17, 64)
-        for layout in ("resident", "segments", "pages")
-    ]
-    for row in rows:
-        assert "error" not in row and row["chosen"]
-        assert row["gb_s"] == pytest.approx(2 * 16_384 * 2 * 64 * 2 / 0.5 / 1e9)
-        assert row["share_of_rate"] == pytest.approx(row["gb_s"] / 10)
-    attended = gpu.attended
+    monkeypatch.setitem(SHAPES, "tiny", SMALLER)
+    # The emulation does not know `with torch.device(…)`.
     monkeypatch.setattr(
-        gpu, "attended", lambda backend, asked, parts, scale: attended(backend, asked, parts[:1], scale)
+        gpu_engine_checks, "random_model", lambda name, home, dtype: random_model(name, CPU, dtype).to(home)
     )
-    wrong = [row["layout"] for row in gpu.attention(quick) if "error" in row]
-    assert set(wrong) == {"segments"}, "half of the keys"
+    monkeypatch.setattr(gpu_engine_checks, "usable_hardware", usable)
+    monkeypatch.setattr(gpu_engine_checks, "launches", launches)
+    monkeypatch.setattr("offload_rt.engine.usable_hardware", usable)
+    monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
+    monkeypatch.setattr(gpu_checks.triton_kernels, "check", lambda home: None)
+    schedule, GPUS.schedule = GPUS.schedule, "late"
+    yield
+    torch.cuda.synchronize()
+    GPUS.schedule = schedule
+    GPUS.copies.clear()
 
 
-# ------------------------------------------------------------------------------------------------ the engine
+ORDER = (
+    ("registration", {"gpus", "attention", "triton", "lock_s", "to_device_gb_s", "to_host_gb_s"}),
+    ("overtaking", {"urgent_ms", "default_stream_ms", "urgent_overtook"}),
+    ("attention", {"backend", "triton", "largest_error", "shares_of_rate", "cases"}),
+    ("graphs", {"launches_a_round", "calls_a_round"}),
+    ("planned", {"peak_gib", "planned_gib", "ms_per_token", "planned_ms_per_token", "prefill_s"}),
+    ("streamed", {"share_of_pinned", "gap_ms_a_round", "ms_per_token", "streamed_tokens"}),
+    ("cpu-share", {"to_next_queries_ms", "attention_ms", "cpu_tokens"}),
+    ("drafting", {"alone_ms", "beside_stream_ms", "read_ms", "copy_gb_s"}),
+    ("two-gpus", {"exchange_ms", "equal_tokens", "tokens"}),
+)
+
+
+@pytest.mark.gpu
+@emulated
+def test_all_checks_run_in_their_order(device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PROCESSES", multiprocessing.get_context("fork"))
+    path = tmp_path / "out.jsonl"
+    assert command_line.main(["gpu", "--tiny", "--out", str(path)]) == 0
+    _, rows = read(path)
+    assert [row["check"] for row in rows] == [name for name, _ in ORDER]
+    for row, (_, names) in zip(rows, ORDER, strict=True):
+        assert row["status"] == "ok" and names <= set(row), row
+    by_name = {row["check"]: row for row in rows}
+    assert by_name["streamed"]["streamed_tokens"] == 192 and by_name["planned"]["streamed_tokens"] == 0
+    assert by_name["cpu-share"]["cpu_tokens"] == 48
+    assert by_name["graphs"]["calls_a_round"]["cudaGraphLaunch"] > 1
+    assert by_name["two-gpus"]["equal_tokens"] == by_name["two-gpus"]["tokens"] == TINY.new_tokens
+    assert by_name["two-gpus"]["other_cards_tokens"] > 0
+
+
+@pytest.mark.gpu
+@emulated
+def test_every_process_is_kept_to_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(gpu, "CHECKS", {"look": lambda given: [{"kept": list(fractions)}]})
+    told: dict[str, Callable[..., Any]] = {
+        "set_per_process_memory_fraction": lambda share, home: fractions.append(share),
+        "get_device_properties": lambda home: SimpleNamespace(total_memory=96 * GIB),
+    }
+    for name, tell in told.items():
+        monkeypatch.setattr(torch.cuda, name, tell)
+    sent: list[Row] = []
+    monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    gpu._check("look", TINY, SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    assert sent == [{"kept": [0.25, 0.25]}]
+
+
+@pytest.mark.gpu
+@emulated
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_copy_engine_that_serves_bulk_copies_alone_is_a_failure(
+    device: None, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In virtual time: without the kernels between pieces, small copies wait for 64 MiB and more."""
+    GPUS.schedule = "engine"
+    if broken:
+        monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: tensor)
+    figures = found("overtaking")
+    assert (figures["urgent_ms"] > 1) == (figures["default_stream_ms"] > 1) == broken
+    assert len(figures["failed"]) == 2 * broken
+    assert broken or figures["urgent_overtook"]
+
+
+@pytest.mark.gpu
+@emulated
+@pytest.mark.parametrize("broken", ["refused", "torn"])
+def test_memory_that_kernels_cannot_use_is_a_failure(
+    device: None, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "refused":
+        monkeypatch.setattr(PINNED, "register", lambda *given: 2)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *given: 2))
+        monkeypatch.setattr(gpu_checks, "measure_link", lambda *given: (1.0, 1.0, Links()))
+    else:
+        computed = gpu_checks.computed_copy
+        monkeypatch.setattr(gpu_checks, "computed_copy", lambda one, out=None: computed(one.flip(0), out=out))
+    (failure,) = found("registration")["failed"]
+    assert ("page-lock" if broken == "refused" else "other bytes") in failure
+
+
+@dataclasses.dataclass
+class Links:
+    pinned: bool = False
+
+
+@pytest.mark.gpu
+@emulated
+@pytest.mark.parametrize("broken", ["triton", "mask", "half"])
+def test_wrong_attention_is_a_failure(device: None, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differs(home: str) -> None:
+        raise RuntimeError("a kernel differs from its plain form by 2")
+
+    if broken == "triton":
+        monkeypatch.setattr(gpu_checks.triton_kernels, "check", differs)
+    elif broken == "mask":  # of a page that is masked completely, the kernel makes NaN
+        monkeypatch.setattr(TorchCudaBackend, "mask", lambda backend, mask, dtype: mask.to(dtype))
+    else:
+        attended = gpu_checks.attended
+        halves = lambda parts: [tuple(one[: len(one) // 2] for one in pair) for pair in parts]  # noqa: E731
+        monkeypatch.setattr(
+            gpu_checks,
+            "attended",
+            lambda backend, asked, parts, scale: attended(backend, asked, halves(parts), scale),
+        )
+    figures = found("attention")
+    (failure,) = figures["failed"]
+    wrong = {one["layout"] for one in figures["cases"] if not one["off"] < gpu_checks.ALLOWED_ERROR}
+    if broken == "triton":
+        assert failure == "Triton kernels: RuntimeError: a kernel differs from its plain form by 2"
+        assert not wrong
+    elif broken == "mask":
+        assert wrong == {"masked"} and "in 3 cases" in failure
+    else:
+        assert wrong == {"resident", "segments", "pages"} and "differs from float64" in failure
+
+
+@pytest.mark.gpu
+@emulated
+@pytest.mark.parametrize("broken", ["capture", "silent"])
+def test_a_round_without_graphs_is_a_failure(
+    device: None, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(capture: CudaCapture, step: Callable[[], Any]) -> Any:
+        raise RuntimeError("no graph today")
+
+    if broken == "capture":
+        monkeypatch.setattr(CudaCapture, "__call__", refuse)
+    else:
+        monkeypatch.setattr(GraphedModel, "LONGEST", 0)
+    failures = found("graphs")["failed"]
+    assert failures[-1] == "no CUDA graph was launched" and len(failures) == 1 + (broken == "capture")
+    assert broken == "silent" or "no graph today" in failures[0]
+
+
+@pytest.mark.gpu
+@emulated
+def test_memory_beyond_the_plan_is_a_failure(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda home: 3 * GIB)
+    figures = found("planned")
+    assert figures["peak_gib"] == 3.0
+    assert figures["planned_gib"] == pytest.approx(
+        sum(figures["planned_parts_gib"].values()) - figures["planned_parts_gib"]["reserve"]
+    )
+    (failure,) = figures["failed"]
+    assert failure.startswith("the peak is 3.00 GiB")
+
+
+@pytest.mark.gpu
+@emulated
+def test_the_next_queries_are_those_of_the_same_pass(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = {"pass": [(0.0, 1.0), (2.0, 3.0)], "cpu": [(0.1, 0.2), (0.3, 0.4), (2.1, 2.2), (2.5, 2.6)]}
+    monkeypatch.setattr(gpu_engine_checks, "on_lane", lambda run, lane: lanes[lane])
+    figures = found("cpu-share")
+    assert figures["to_next_queries_ms"] == pytest.approx(200)
+    assert figures["longest_to_next_queries_ms"] == pytest.approx(300)
+    assert figures["attention_ms"] == pytest.approx(100)
+
+
+@pytest.mark.gpu
+@emulated
+@pytest.mark.parametrize("broken", [None, "copy engines", "merging"])
+def test_two_gpus(device: None, broken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "copy engines":
+        GPUS.schedule = "engine"
+        monkeypatch.setattr(gpu_engine_checks.PeerCopies, "MOST_BYTES", 4096)
+        monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: tensor)
+    elif broken == "merging":
+        finish = GpuAttention.finish
+        monkeypatch.setattr(
+            GpuAttention,
+            "finish",
+            lambda remote, started: [-finish(remote, started)[0], *finish(remote, started)[1:]],
+        )
+    else:
+        GPUS.schedule = "engine"
+    figures = found("two-gpus")
+    assert (figures["exchange_ms"] > 1) == (broken == "copy engines")
+    assert (figures["equal_tokens"] < figures["tokens"]) == (broken == "merging")
+    assert len(figures["failed"]) == (broken is not None)
+
+
+def test_one_gpu_skips_the_check_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert list(gpu.CHECKS["two-gpus"](Given(CPU, TINY))) == [{"skipped": "there is one GPU"}]
+
+
+# ------------------------------------------------------------------------------ `bench offload`, and figures
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """A tiny model on a card that a processor and a paced link stand for."""
+    """A tiny model on a GPU that a processor and a paced link stand for."""
     measured = named_hardware("rtx4090")
-    card = dataclasses.replace(measured.gpus[0], memory_bytes=GIB)
-    hardware = dataclasses.replace(measured, gpus=(card,))
     monkeypatch.setitem(SHAPES, "tiny", SMALLER)
-    monkeypatch.setattr(gpu, "SHAPE", "tiny")
-    monkeypatch.setattr(gpu, "ON_CUDA", TINY_KEYS)
-    monkeypatch.setattr(gpu, "NEW_TOKENS", 14)
-    monkeypatch.setattr(gpu, "usable_hardware", lambda device, loaded: hardware)
-    monkeypatch.setattr(gpu, "cap", lambda gib, device: None)
-    monkeypatch.setattr(gpu, "CudaLink", lambda device: PacedLink(1e9))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * GIB)
-    return hardware
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_text_is_read_and_continued(
-    small: Hardware, streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What an engine would plan on a card.
-    monkeypatch.setattr(gpu, "ON_CUDA", TINY_KEYS | {"offload.resident_tokens": 192})
-    given = dataclasses.replace(GIVEN, folder=tmp_path)
-    read, found, calls = gpu.text(given, 200, streamed=streamed)
-    assert (read["context"], read["peak_gib"], read["reserved_gib"]) == (200, 3, 4) and read["prefill_s"] > 0
-    *parts, total = (size for name, size in read.items() if name.startswith("planned_"))
-    assert 0 < total == pytest.approx(sum(parts) - read["planned_reserve_gib"])
-    assert found["resident_tokens"] == (0 if streamed else 192)
-    kv = 192 * 2 * 2 * 2 * 16 * 2 / 1e9  # 2 layers of 2 key heads of 16
-    assert (found["gb_a_round"] >= kv) == streamed and found["verdict_ms"] > 0
-    assert found["copy_gb_s"] == pytest.approx(1.0)
-    assert found["share_of_pinned"] == pytest.approx(1 / small.gpus[0].to_device_rate)
-    with gzip.open(tmp_path / calls["trace"]) as written:
-        assert json.load(written)["traceEvents"]
+    card = dataclasses.replace(measured.gpus[0], memory_bytes=GIB)
+    return dataclasses.replace(measured, gpus=(card,))
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -422,9 +481,9 @@ def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pyte
         return doctor.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
 
     assert usable() == 80 + 1 + 3, "free, reserved and not handed out, loaded"
-    gpu.cap(24.0, "cuda:0")
+    worker.cap(24.0, "cuda:0")
     assert usable() == 24 - 5 + 1 + 3
-    gpu.cap(200.0, "cuda:0")
+    worker.cap(200.0, "cuda:0")
     assert shares == [1.0, 0.25, 1.0]
 
 
@@ -436,25 +495,12 @@ def test_what_a_run_says_of_its_link() -> None:
         copy for at, gap in enumerate(gaps) for copy in copies((at, at + 0.1), (at + 0.1 + gap, at + 0.8))
     ]
     carried = [dataclasses.replace(copy, byte_count=10**9) for copy in carried]
-    found = gpu.carried(Recorded(rounds, [], [*carried, *copies((0.15, 0.5), to_host=True)]), pinned=4.0)
+    found = gpu_engine_checks.carried(
+        Recorded(rounds, [], [*carried, *copies((0.15, 0.5), to_host=True)]), pinned=4.0
+    )
     assert found["copy_gb_s"] == pytest.approx(8 / (4 * 0.8 - sum(gaps)))
     assert found["share_of_pinned"] == pytest.approx(found["copy_gb_s"] / 4)
     assert found["longest_gap_ms"] == pytest.approx(600)
     assert found["gap_ms_a_round"] == pytest.approx((1300 + 3 * 200) / 4)
     assert found["gb_a_round"] == 2.0
-    assert gpu.carried(Recorded(rounds, [], []), pinned=4.0)["longest_gap_ms"] == 0
-
-
-@pytest.mark.usefixtures("small")
-def test_a_middle_step_that_cannot_be_recorded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "STEPS", 1)
-    monkeypatch.setattr(gpu, "ENTRIES", 64)
-    (found,) = gpu.graphs(GIVEN)
-    assert set(found) == {"bound_ms", "graph_1_ms", "graph_4_ms", "eager_1_ms", "eager_4_ms"}
-    graphed = gpu.GraphedModel
-
-    def refuse(step: Callable[[], torch.Tensor]) -> Any:
-        raise RuntimeError("no graph today")
-
-    monkeypatch.setattr(gpu, "GraphedModel", lambda *given: graphed(*given, capture=refuse))
-    assert "no graph today" in gpu.graphs(GIVEN)[0]["error"]
+    assert gpu_engine_checks.carried(Recorded(rounds, [], []), pinned=4.0)["longest_gap_ms"] == 0

@@ -15,6 +15,7 @@ from machine_cases import HEALTHY, assert_positive, changed
 from machine_cases import tiny as tiny  # a fixture
 
 from offload_rt import cli
+from offload_rt.commands.doctor import table
 from offload_rt.devices import CACHE_FOLDER
 from offload_rt.errors import UsageError
 from offload_rt.machine import advice, doctor
@@ -185,7 +186,10 @@ def test_copies_are_given_back_and_serve_the_processors_measurement(
         ({"hardware.gpus.0.to_host_rate": 12.0}, ["12.0 GB/s of the 31.5"]),
         ({"links.0.pinned": False, "hardware.gpus.0.to_device_rate": 5.0}, ["page-locked", "ulimit -l"]),
         ({"cards.0.power_limit_watts": 200.0}, ["200 W of 450 W", "nvidia-smi -i 0000:01:00.0 -pl 450"]),
-        ({"cards.0.device": None, "hardware.gpus": (), "links": ()}, ["cannot use NVIDIA", "CUDA"]),
+        (
+            {"cards.0.device": None, "hardware.gpus": (), "links": (), "no_cuda_device": "torch says why"},
+            ["cannot use NVIDIA GeForce RTX 4090: torch says why"],
+        ),
         ({"load_average": 9.0}, ["load average was 9.0 on 32", "--refresh"]),
         ({"host.governor": "powersave"}, ["governor powersave", "cpupower"]),
         ({"host.governor": "powersave", "host.energy_preference": "power"}, ["preference: power"]),
@@ -241,7 +245,7 @@ def test_the_command_prints_and_writes(
         "PCIe 4 ×8 while copying; the card can do 4 ×16",
         "25.0 GB/s; both ways 20.5",
         "26.5 GB/s; both ways 21.5",
-        "attention flash-attn",
+        "attention flash-attn; Triton kernels run",
         "python 3.12.1, torch 2.13.0, transformers 5.23.0, flash-attn 2.8.0, driver 580.1",
         "a note",
     ):
@@ -253,6 +257,14 @@ def test_the_command_prints_and_writes(
     (warning,) = written.pop("warnings")
     assert "×8" in warning
     assert written == json.loads(json.dumps(NARROW.to_json()))
+
+
+@pytest.mark.parametrize("why", [None, "ModuleNotFoundError: No module named 'triton'"])
+def test_the_kernels_that_run_are_told(why: str | None) -> None:
+    report = changed(HEALTHY, {"cards.0.triton": why, "cards.0.attention": "torch-cuda"})
+    shown = " ".join(" ".join(table(report)).split())
+    runs = "run" if why is None else f"do not run ({why})"
+    assert f"attention torch-cuda; Triton kernels {runs} " in shown
 
 
 def test_quiet(inspected: list[bool], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
+import offload_rt
 from bench.cases import text_config
 from bench.recorded_text import Text
 from bench.rounds import draw, figures
@@ -57,7 +57,7 @@ class Ours:
         if setup.draft is None and uses_small_model([config]):
             raise ValueError(f"{name} needs a draft: --draft FOLDER")
         given = "".join(f", {key} = {value}" for key, value in setup.settings.items())
-        self.label = f"offload-rt {importlib.metadata.version('offload-rt')}, {name}{given}"
+        self.label = f"offload-rt {offload_rt.__version__}, {name}{given}"
         held = f"synthetic acceptance {setup.acceptance:g}" if setup.acceptance is not None else None
         self.notes: tuple[str, ...] = () if held is None else (held,)
         self._config, self._setup, self._text = config, setup, shared_text(setup)

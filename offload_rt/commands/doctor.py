@@ -66,6 +66,9 @@ def table(report: Report) -> Iterator[str]:
     for gpu, link, card in zip(report.hardware.gpus, report.links, report.cards, strict=False):
         yield ""
         yield from _section(f"GPU {card.device}", _gpu_rows(gpu, link, card))
+    if report.no_cuda_device is not None and not report.cards:  # else it is a warning
+        yield ""
+        yield from _section("GPU", {"none": report.no_cuda_device})
     versions = report.versions.items()
     rows: Rows = {
         "measured": f"{report.measured_at}, load average {report.load_average:.2f}",
@@ -129,11 +132,15 @@ def _gpu_rows(gpu: Gpu, link: LinkFigures, card: Card) -> Rows:
         "memory read": f"{gpu.memory_rate:,.0f} GB/s",
         "matrix products": f"{gpu.compute_rate:,.0f} TFLOP/s bf16",
         "launch of a layer": f"{gpu.launch_ms:.3f} ms",
-        "attention": card.attention,
+        "attention": None if card.attention is None else f"{card.attention}; {_triton(card)}",
         "NUMA node": None if card.numa_node is None else str(card.numa_node),
         "performance state": None if state is None else f"P{state}",
         "power limit": None if watts is None else f"{watts:.0f} W",
     }
+
+
+def _triton(card: Card) -> str:
+    return "Triton kernels run" if card.triton is None else f"Triton kernels do not run ({card.triton})"
 
 
 def _gib(size: int) -> str:

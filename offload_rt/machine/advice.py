@@ -36,15 +36,12 @@ def warnings(report: Report) -> tuple[str, ...]:
 
 
 def _of_cards(report: Report) -> Iterator[str]:
-    hardware, versions = report.hardware, report.versions
+    hardware = report.hardware
     for gpu, link, card in zip(hardware.gpus, report.links, report.cards, strict=False):
         yield from (f"GPU {card.device}: {warning}" for warning in _of_card(gpu, link, card))
     if report.cards and not hardware.gpus:
-        yield (
-            f"torch {versions['torch']} cannot use {', '.join(card.name for card in report.cards)}; install a"
-            " build of torch for CUDA that fits the driver (pytorch.org), and see that CUDA_VISIBLE_DEVICES"
-            " does not hide it"
-        )
+        names = ", ".join(card.name for card in report.cards)
+        yield f"torch cannot use {names}: {report.no_cuda_device}"
 
 
 def _of_card(gpu: Gpu, link: LinkFigures, card: Card) -> Iterator[str]:

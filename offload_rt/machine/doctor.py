@@ -17,6 +17,7 @@ from offload_rt.devices import CACHE_FOLDER, available_memory, cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
 from offload_rt.machine import measuring
+from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.machine.inventory import (
     Card,
@@ -45,6 +46,7 @@ class Report:
     cards: tuple[Card, ...]  # all graphics cards; those of `hardware.gpus` first
     versions: dict[str, str | None]  # of the software that the rates depend on, by name; None: not there
     notices: tuple[str, ...]  # what to know about the figures
+    no_cuda_device: str | None = None  # why torch finds none; None: it does
 
     def to_json(self) -> dict[str, object]:
         return {"format": FORMAT, **asdict(self)}
@@ -79,7 +81,8 @@ def inspect(refresh: bool = False, on_progress: Progress | None = None) -> Repor
     free = replace(kept.host, memory_bytes=host.available_bytes, lockable_bytes=lockable)
     gpus = (replace(gpu, memory_bytes=card.free_bytes) for gpu, card in zip(kept.gpus, cards, strict=False))
     measured |= {"hardware": replace(kept, host=free, gpus=tuple(gpus))}
-    return Report(**measured, host=host, cards=cards, versions=versions, notices=tuple(failures))
+    facts: dict[str, Any] = {"host": host, "cards": cards, "versions": versions}
+    return Report(**measured, **facts, notices=tuple(failures), no_cuda_device=no_cuda_device())
 
 
 def usable_hardware(

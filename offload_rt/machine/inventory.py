@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cpu_kv.pinned import PageLocking
 from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.fused import use_triton
 from offload_rt.devices import available_memory, memory_limit
 from offload_rt.native import SWITCH, load_kernel
 
@@ -71,6 +72,7 @@ class Card:
     power_limit_watts: float | None = None  # what it may draw
     power_default_watts: float | None = None  # what it came with
     attention: str | None = None  # the backend that attends on it (see `attention.choose_backend`)
+    triton: str | None = None  # why the Triton kernels do not run on it; None: they do
 
 
 def read_host() -> HostFacts:
@@ -111,7 +113,8 @@ def read_cards() -> tuple[Card, ...]:
         card = listed.pop(uuid, None) or Card(torch.cuda.get_device_name(device), uuid)
         free, total = torch.cuda.mem_get_info(device)  # free is what torch's own context leaves
         backend = choose_backend(torch.device("cuda", device)).name
-        seen.append(replace(card, device=device, total_bytes=total, free_bytes=free, attention=backend))
+        card = replace(card, device=device, attention=backend, triton=use_triton())
+        seen.append(replace(card, total_bytes=total, free_bytes=free))
     return (*seen, *listed.values())
 
 
@@ -120,6 +123,8 @@ def read_versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
         "transformers": _version("transformers"),
         "flash_attn": _version("flash_attn"),
         "driver": _ask("nvmlSystemGetDriverVersion"),

@@ -1,0 +1,227 @@
+"""The checks of `python -m bench gpu` that run the engine or a model, with random weights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from bench import machine
+from bench.gpu_checks import BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
+from bench.random_models import random_model, random_prompt
+from bench.recorded_text import Text
+from bench.report import Row
+from bench.rounds import Recorded, busy, figures, length, on_lane
+from cpu_kv import CudaLink, Event
+from cpu_kv.mapped import PeerCopies
+from cpu_kv.streams import device_streams
+from offload_rt.attention.backends import choose_backend
+from offload_rt.caches.base import NewTokens
+from offload_rt.caches.streaming import StreamingCache
+from offload_rt.config import Config
+from offload_rt.graphs import GraphedModel
+from offload_rt.host import to_host
+from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine.hardware import GIB
+from offload_rt.machine.measuring import seconds
+from offload_rt.model import CausalModel
+from offload_rt.parts import Part
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import plan
+from offload_rt.planning.shapes import from_config
+from offload_rt.toml import load_config
+
+NOTHING_RESIDENT = {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
+HELD = 0.92  # acceptance of drafts, by coins: weights are random
+CALL = re.compile(r"cu(da)?[A-Z]")  # of CUDA's runtime or, by Triton, of its driver; no kernel
+ROOM = 128  # for what a run decodes
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A random prompt that a random model has read."""
+
+    text: Text
+    config: Config
+    request: PlanRequest
+    captures: Sequence[str]  # notices of captures that failed
+    prefill_s: float
+
+    def run(self, tokens: int) -> Recorded:
+        return self.text.run(self.config, tokens, HELD)[1]
+
+
+@contextmanager
+def opened(given: Given, context: int, keys: Mapping[str, object]) -> Iterator[Opened]:
+    """Reads a prompt of `context` tokens, and warms up."""
+    device, sizes = given.device, given.sizes
+    config, captures = load_config("retrieval", {**sizes.config, **keys}), list[str]()
+    target = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, captures.append)
+    hardware = usable_hardware(device, target.weight_bytes)
+    shape = from_config(target.module.config, target.dtype, sizes.shape)
+    request = PlanRequest(shape, None, config, context, ROOM, hardware)  # as the engine makes it
+    with closing(Text(target, None, CudaLink(device), config, context + ROOM)) as text:
+        torch.cuda.reset_peak_memory_stats(device)
+        prefill_ms = text.read([random_prompt(shape.vocabulary, context)])
+        found = Opened(text, config, request, captures, prefill_ms / 1e3)
+        found.run(sizes.new_tokens)
+        yield found
+
+
+def graphs(given: Given) -> Iterator[Row]:
+    """Counts launches a round; fails where no CUDA graph is captured and replayed."""
+    with opened(given, given.sizes.short, {}) as text:
+        yield from ({"failed": notice} for notice in text.captures)
+        with launches() as calls:
+            run = text.run(given.sizes.new_tokens)
+        a_round = {name: times / len(run.rounds) for name, times in calls.most_common()}
+        launched = sum(times for name, times in a_round.items() if "Launch" in name)
+        yield {"launches_a_round": launched, "calls_a_round": a_round}
+        if not calls["cudaGraphLaunch"]:
+            yield {"failed": "no CUDA graph was launched"}
+
+
+@contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """Counts the calls of CUDA's runtime, by name, until the block ends."""
+    calls = Counter[str]()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        yield calls
+    calls.update(one.name for one in profiler.events() or () if CALL.match(one.name))
+
+
+def planned(given: Given) -> Iterator[Row]:
+    """Decodes 32K tokens as planned, ms a token beside the plan's; fails where memory exceeds the plan."""
+    device = given.device
+    with opened(given, given.sizes.planned, {}) as text:
+        memory = {name: size / GIB for name, size in plan(text.request).gpus[0].items()}
+        expected = plan(replace(text.request, same_model_acceptance=HELD)).check()
+        yield {"planned_ms_per_token": expected.ms_per_token} | told(text, given)
+        peak = torch.cuda.max_memory_allocated(device) / GIB
+        allowed = sum(memory.values())
+        yield {"peak_gib": peak, "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
+        yield {"planned_gib": allowed - memory["reserve"], "planned_parts_gib": memory}
+        if peak > allowed:
+            yield {"failed": f"the peak is {peak:.2f} GiB, {allowed:.2f} with the reserve were planned"}
+
+
+def streamed(given: Given) -> Iterator[Row]:
+    """Decodes 128K tokens, all streamed: share of the link's rate, gaps a round, ms a token."""
+    with opened(given, given.sizes.streamed, NOTHING_RESIDENT) as text:
+        yield told(text, given)
+
+
+def told(text: Opened, given: Given) -> Row:
+    """Runs; returns where the KV lies, what the rounds took, and the use of the link."""
+    run = text.run(given.sizes.new_tokens)
+    rate = text.request.hardware.gpus[0].to_device_rate
+    return {"prefill_s": text.prefill_s} | text.text.placed | figures(run) | carried(run, rate)
+
+
+def carried(run: Recorded, pinned: float) -> Row:
+    """What the link carried to the device, and its gaps.
+
+    Args:
+        pinned: GB/s of page-locked copies to the device alone.
+    """
+    times, rounds = busy(run.copies), len(run.rounds)
+    gigabytes = sum(one.byte_count for one in run.copies if not one.to_host) / 1e9
+    gaps = [1e3 * (after - before) for (_, before), (after, _) in pairwise(times)]
+    rate = gigabytes / (length(times) or 1.0)
+    found = {"gb_a_round": gigabytes / rounds, "copy_gb_s": rate, "share_of_pinned": rate / pinned}
+    return found | {"longest_gap_ms": max(gaps, default=0.0), "gap_ms_a_round": sum(gaps) / rounds}
+
+
+def cpu_share(given: Given) -> Iterator[Row]:
+    """Lets the CPU attend a quarter of 32K tokens: ms from its end to the next layer's queries."""
+    context, page = given.sizes.planned, load_config("retrieval", given.sizes.config).store.page
+    keys = {"offload.resident_tokens": 0, "offload.cpu_tokens": context // 4 // page * page}
+    with opened(given, context, keys) as text:
+        run = text.run(given.sizes.new_tokens)
+        yield text.text.placed | figures(run)
+    exchanges, attending = list[float](), on_lane(run, "cpu")
+    for start, end in on_lane(run, "pass"):
+        layers = [one for one in attending if start <= one[0] <= end]
+        exchanges += [1e3 * (after - before) for (_, before), (after, _) in pairwise(layers)]
+    yield {"attention_ms": median(1e3 * (end - start) for start, end in attending)}
+    yield {"to_next_queries_ms": median(exchanges), "longest_to_next_queries_ms": max(exchanges)}
+
+
+@torch.inference_mode()
+def drafting(given: Given) -> Iterator[Row]:
+    """Times a drafted token alone and beside a stream."""
+    device, sizes, entries = given.device, given.sizes, given.sizes.drafted_entries
+    model = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, lambda notice: None)
+    layout, backend = model.kv_layout(), choose_backend(device)
+    # To a pass all bounded caches are alike, and this one needs no full cache behind it.
+    cache = StreamingCache(layout, model.rotary_frequencies, sinks=4, window=entries - 4, backend=backend)
+    model.prepare(cache, (1,), None)
+    CausalModel.forward(model, [Part(cache, NewTokens.chain(entries), 1)])
+    cache.commit(range(entries))
+    cache.settle()
+
+    def step() -> None:
+        (output,) = model.forward([Part(cache, NewTokens.chain(1), 1)])
+        to_host(output.logits)
+        cache.commit([0])
+        cache.keep([])
+
+    step()
+    yield {"read_ms": model.weight_bytes / machine.read_rate(device) / 1e6}
+    yield {"alone_ms": 1e3 * median(seconds(step) for _ in range(sizes.steps))}
+    with linked(device) as (link, bulk):
+        link.record()
+        under_way, spent = list[Event](), list[float]()
+        for _ in range(sizes.steps):
+            under_way = [one for one in under_way if not one.done()]
+            under_way += [bulk() for _ in range(16 - len(under_way))]  # 1 GiB: longer than a step
+            spent.append(1e3 * seconds(step))
+        copies = link.recorded()
+    carried_s = length(busy(copies))
+    yield {"beside_stream_ms": median(spent), "copy_gb_s": len(copies) * BULK_BYTES / carried_s / 1e9}
+
+
+def two_gpus(given: Given) -> Iterator[Row]:
+    """Compares tokens with one GPU's; fails if an exchange beside busy links takes more than 1 ms."""
+    if torch.cuda.device_count() < 2:
+        yield {"skipped": "there is one GPU"}
+        return
+    device = given.device
+    other = next(one for number in range(2) if (one := torch.device("cuda", number)) != device)
+    there, back = PeerCopies(device, other), PeerCopies(other, device)
+    queries = torch.randn(32, 17, HEAD_DIM, dtype=torch.bfloat16, device=device)
+
+    def exchange() -> None:
+        with torch.cuda.stream(device_streams(other).remote):
+            back.copy(there.copy(queries))
+
+    with linked(device) as (_, ours), linked(other) as (_, theirs):
+        ms, _ = behind([ours, theirs], torch.cuda.current_stream(device), exchange)
+    yield {"exchange_ms": ms}
+    if ms > LONGEST_WAIT_MS:
+        yield {"failed": f"queries and results took {ms:.1f} ms there and back behind bulk copies"}
+    # In float32, in which no two logits are as good as equal: bfloat16 rounds them to halves.
+    config = load_config("retrieval", {**given.sizes.config, **NOTHING_RESIDENT})
+    prompt, found = random_prompt(1000, given.sizes.short), list[Any]()
+    for others in ((), (other,)):
+        target = CausalModel(random_model("tiny", device, torch.float32), "tiny")
+        links = [CudaLink(one) for one in others]
+        with closing(
+            Text(target, None, CudaLink(device), config, len(prompt) + ROOM, other_links=links)
+        ) as text:
+            text.read([prompt])
+            (result,), _ = text.run(config, given.sizes.new_tokens)
+            found.append(result.tokens)
+            yield text.placed
+    equal = sum(one == other for one, other in zip(*found, strict=True))
+    yield {"equal_tokens": equal, "tokens": len(found[0])}
+    if equal < len(found[0]):
+        yield {"failed": f"with two GPUs {len(found[0]) - equal} of {len(found[0])} tokens are others"}
