@@ -19,17 +19,17 @@ from torch import Tensor
 
 from bench import needles
 from bench.report import Row
-from bench.texts import Texts, passed, recompose
+from bench.texts import Texts, passed, recompose, take
 from cpu_kv import head_major
 from offload_rt.attention.backends import fold, folded_mask
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import chunk_scores, retrieval
+from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.sampling import Sampler
-from offload_rt.session import Session
 from offload_rt.toml import load_config
 
 DEPTHS = 5  # of the passages
@@ -59,7 +59,7 @@ class ExactTopKCache:
     """
 
     def __init__(self, full: FullCache, budget: int, whole: int = 0) -> None:
-        self.held = HeldTokens()
+        self.held = SpeculativeTokens()
         self._full, self._budget, self._whole = full, budget, whole
 
     @property
@@ -98,15 +98,15 @@ class ExactTopKCache:
         """Nothing to do, as in `keep`."""
 
 
-def count_prompt(session: Session) -> None:
+def count_prompt(sequence: TokenSequence) -> None:
     """Counts what the text's own queries attended to, as H2O does: `ROUND` of them behind each page."""
-    full, length, page = session.full, session.full.verified_length, session.full.layout.page_size
+    full, length, page = sequence.full, sequence.full.verified_length, sequence.full.layout.page_size
     assert full.scores is not None
     full.scores.values.zero_()
     for at in range(page, length - ROUND, page):
         full.start_from(at)
-        passed(session.verifier, session.tokens[at : at + ROUND], 1)
-    full.rewind()
+        passed(sequence.verifier, sequence.tokens[at : at + ROUND], 1)
+    full.rewind(length)
 
 
 Keys = dict[str, object]
@@ -127,19 +127,20 @@ CACHES: dict[str, Keys] = {
 """Small caches by keys of a configuration; refreshed every round where it does not say otherwise."""
 
 
-def small_cache(session: Session, kind: str, budget: int) -> Cache:
+def small_cache(sequence: TokenSequence, kind: str, budget: int) -> Cache:
     """One of `CACHES` with so many entries, at the end of the text and kept up from its full cache."""
-    full, retrieval = session.full, session.planned.retrieval
+    full, retrieval = sequence.full, sequence.planned.retrieval
     keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
     keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
     keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
-    recompose(session, load_config("retrieval", keys | CACHES[kind]))
+    recompose(sequence, load_config("retrieval", keys | CACHES[kind]))
     if CACHES[kind] is PLAIN:
         return ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE))
     (cache,) = full.derived
     if kind == HEAVY_HITTERS:
         assert isinstance(cache, RetrievedCache)
-        count_prompt(session)
+        count_prompt(sequence)
+        assert full.last_queries is not None
         cache.fill(full.last_queries)
     return cache
 
@@ -154,13 +155,13 @@ TABLE_1 = {
 
 
 @torch.inference_mode()
-def acceptance(session: Session, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
+def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
     """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what has been read.
 
     Their count is a multiple of `ROUND`.
     """
-    cache = small_cache(session, kind, budget)
-    full, small = session.verifier, replace(session.verifier, cache=cache)
+    cache = small_cache(sequence, kind, budget)
+    full, small = sequence.verifier, replace(sequence.verifier, cache=cache)
     probs = Sampler(temperature=1.0).probs
     found = []
     for at in range(0, len(tokens), ROUND):
@@ -194,19 +195,19 @@ def small_caches(study: Texts) -> list[Row]:
         for name, tokens in study.books.items():
             read, after = tokens[:length], tokens[length : length + positions]
             what = f"{name}: acceptance after {length} tokens"
-            with study.session(what, read, positions, "retrieval") as session:
-                session.prefill()
+            with study.sequence(what, read, positions, "retrieval") as sequence:
+                take(sequence, read)
                 for kind in kinds:
-                    books[kind].append(acceptance(session, after, *kind))
+                    books[kind].append(acceptance(sequence, after, *kind))
             depths = min(DEPTHS, length // (2 * (needles.PASSAGE + needles.SPACING)))
             planted, hidden = needles.plant(tokens, length, depths, 1, study.alphabet, generator)
             what = f"{name}: passages in {length} tokens"
-            with study.session(what, planted, needles.PASSAGE, "retrieval") as session:
-                session.prefill()
+            with study.sequence(what, planted, needles.PASSAGE, "retrieval") as sequence:
+                take(sequence, planted)
                 # What follows the last token of a passage is no part of it.
                 asked = slice(needles.CUE, -1)
                 for kind, passage in product(kinds, hidden):
-                    passages[kind].append(acceptance(session, passage, *kind)[asked])
+                    passages[kind].append(acceptance(sequence, passage, *kind)[asked])
         for kind, budget in kinds:
             values = torch.stack(books[kind, budget])
             period = STRIDE if kind == RETRIEVAL_STRIDE else ROUND

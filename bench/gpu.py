@@ -31,10 +31,10 @@ from bench.report import Row
 from bench.worker import cap
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
-from offload_rt.loading import choose_device
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.inventory import read_versions
 from offload_rt.machine.measuring import CPU
+from offload_rt.model.loading import choose_device
 
 PROCESSES = get_context("spawn")
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"

@@ -27,13 +27,13 @@ from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import Config
-from offload_rt.graphs import GraphedModel
 from offload_rt.host import to_host
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.measuring import seconds
-from offload_rt.model import CausalModel
-from offload_rt.parts import Part
+from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.parts import Part
+from offload_rt.model.runner import CausalModel
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 from offload_rt.planning.shapes import from_config

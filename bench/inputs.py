@@ -14,7 +14,7 @@ from offload_rt.commands.generate import add_overrides
 from offload_rt.commands.prompts import BUILT_IN, built_in, file_text
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
-from offload_rt.loading import DEMO, DEVICES, DTYPES, demo_model
+from offload_rt.model.loading import DEMO, DEVICES, DTYPES, demo_model
 
 T = TypeVar("T")
 

@@ -20,9 +20,8 @@ from bench.needles import needle
 from bench.report import Row
 from bench.studies import Part, Study
 from bench.texts import Texts
-from offload_rt.model import CausalModel
-from offload_rt.prefill import prefill
-from offload_rt.session import Session
+from offload_rt.engine.prefill import prefill
+from offload_rt.engine.sequence import TokenSequence
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
 """Lengths of prompts with one end, as divisors of the longest."""
@@ -62,8 +61,8 @@ def loss(study: Texts) -> list[Row]:
     for name, tokens in study.books.items():
         for window in windows:
             prompt = window_of(tokens[:context], window, study.tokenizer.bos_token_id)
-            with study.session(f"{name}: loss after {window} tokens", prompt) as session:
-                found[window].append(token_losses(session))
+            with study.sequence(f"{name}: loss after {window} tokens", prompt) as sequence:
+                found[window].append(token_losses(sequence, prompt))
 
     def row(prompt: int, start: int, losses: Tensor, change: Tensor | None) -> Row:
         by_text = losses.nanmean(1).tolist()
@@ -87,11 +86,10 @@ def of_change(change: Tensor | None) -> Row:
 
 
 @torch.inference_mode()
-def token_losses(session: Session) -> Tensor:
+def token_losses(sequence: TokenSequence, tokens: Sequence[int]) -> Tensor:
     """Loss in nats of all tokens but the first one, while they are read: `[tokens - 1]`, float64, CPU."""
-    model, tokens = session.verifier.model, session.tokens[:-1]
-    assert isinstance(model, CausalModel)
-    hidden = prefill(model, session.full, tokens, session.config.prefill.chunk, outputs=True)
+    model = sequence.target
+    hidden = prefill(model, sequence.full, tokens, sequence.config.prefill.chunk, outputs=True)
     assert hidden is not None
     before = hidden[:, :-1].split(HEAD_SLICE, dim=1)
     after = torch.tensor(tokens[1:], device=model.device).split(HEAD_SLICE)

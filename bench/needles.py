@@ -9,8 +9,8 @@ from statistics import fmean
 import torch
 
 from bench.report import Row
-from bench.texts import Texts, passed
-from offload_rt.session import Session
+from bench.texts import Texts, passed, take
+from offload_rt.engine.sequence import TokenSequence
 
 PASSAGE = 32  # random tokens
 CUE = 8  # of them are repeated at the end of the prompt; the others are to follow
@@ -35,9 +35,9 @@ def needle(study: Texts) -> list[Row]:
             continue
         for name, tokens in study.books.items():
             prompt, passages = plant(tokens, length, DEPTHS, each, alphabet, generator)
-            with study.session(f"{name}: needles in {length} tokens", prompt) as session:
-                session.prefill()
-                scores.append(recall(session, passages, each))
+            with study.sequence(f"{name}: needles in {length} tokens", prompt) as sequence:
+                take(sequence, prompt)
+                scores.append(recall(sequence, passages, each))
         by_depth = {f"{at / (DEPTHS - 1):g}": fmean(one) for at, one in enumerate(zip(*scores, strict=True))}
         rows.append({"context": length, "passages": each, "chance": 1 / len(alphabet)} | by_depth)
     return rows
@@ -78,7 +78,7 @@ def plant(
 
 
 @torch.inference_mode()
-def recall(session: Session, passages: Sequence[Sequence[int]], each: int) -> list[float]:
+def recall(sequence: TokenSequence, passages: Sequence[Sequence[int]], each: int) -> list[float]:
     """By depth, the share of the passages' tokens after their cue that the model's argmax gives.
 
     The prompt must have been read. Each passage is cued behind the prompt, and its true tokens are forced.
@@ -88,8 +88,8 @@ def recall(session: Session, passages: Sequence[Sequence[int]], each: int) -> li
     """
     right = []
     for passage in passages:
-        logits = passed(session.verifier, passage[:-1], PASSAGE - CUE).logits
+        logits = passed(sequence.verifier, passage[:-1], PASSAGE - CUE).logits
         right.append(int((logits.argmax(-1).cpu() == torch.tensor(passage[CUE:])).sum()))
-    session.full.abandon()
+    sequence.full.abandon()
     asked = each * (PASSAGE - CUE)
     return [sum(right[at : at + each]) / asked for at in range(0, len(right), each)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
@@ -19,18 +20,25 @@ from bench.acceptance import CACHES, small_caches
 from bench.inputs import say, size
 from bench.report import Row
 from bench.studies import Part, Study
-from bench.texts import Texts, passed, recompose
+from bench.texts import Texts, passed, recompose, take
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
 from offload_rt.config import uses_small_model
+from offload_rt.context import Context
 from offload_rt.drafting.compose import open_datastore
+from offload_rt.drafting.expectations import (
+    DRAFT_LENGTHS,
+    LATER_CHOICES,
+    ceiling,
+    expected_speedup,
+    expected_tokens,
+)
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import Plan
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.expectations import DRAFT_LENGTHS, LATER_CHOICES, ceiling, expected_speedup, expected_tokens
-from offload_rt.layers import LayerPlan
-from offload_rt.loading import DEMO
-from offload_rt.results import SamplingParams
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.loading import DEMO
+from offload_rt.results import GenerationResult, SamplingParams
 from offload_rt.toml import load_config
 
 BUDGET_SHARE = 32
@@ -56,23 +64,23 @@ class Continued(Texts):
         own = {"speculation.levels": levels, "retrieval.refresh": "every"}
         return self.keys(own) | {"speculation.gamma2": depth}
 
-    def llm(self, context: int | None = None, *, linked: bool = True) -> LLM:
-        """An LLM that has read the beginning of the text, for every composition to go on from.
+    @contextmanager
+    def read(self, context: int | None = None, *, linked: bool = True) -> Iterator[Context]:
+        """The beginning of the text, for every composition to go on from.
 
         Args:
             linked: its KV lies behind the paced link.
         """
         config = "retrieval" if self.draft is None else "triforce"
         link = PacedLink(self.sizes.rate * 1e9) if linked else None
-        llm = LLM.from_models(self.target, self.draft, self.tokenizer, config, self.keys(), link=link)
         prompt = self.tokens[: context or self.sizes.context]
-        llm.generate(prompt, SamplingParams(max_tokens=2, seed=0, ignore_eos=True))
-        return llm
+        with LLM.from_models(self.target, self.draft, self.tokenizer, config, self.keys(), link=link) as llm:
+            yield llm.read(prompt)
 
     def measured(
-        self, llm: LLM, overrides: Mapping[str, object], config: str = "retrieval", **given: Any
+        self, context: Context, overrides: Mapping[str, object], config: str = "retrieval", **given: Any
     ) -> Row:
-        """Of a text of each seed, from the end of the prompt that was read last.
+        """Of a continuation of each seed.
 
         `error` is the standard error of `tokens_per_pass`, over the texts.
 
@@ -82,7 +90,7 @@ class Continued(Texts):
         params = SamplingParams(self.sizes.temperature, max_tokens=self.sizes.new_tokens, ignore_eos=True)
         seeds = range(1, self.sizes.seeds + 1)
         each = (replace(params, **given, seed=seed) for seed in seeds)
-        results = [llm.rerun(one, config, overrides) for one in each]
+        results = [continued(context, one, config, overrides) for one in each]
         yields = [len(one.tokens) / one.rounds for one in results]
         rounds = sum(one.rounds for one in results)
         proposed = sum(one.timings.draft_n for one in results)
@@ -95,10 +103,19 @@ class Continued(Texts):
             "ms_per_token": median(1e3 / one.timings.predicted_per_second for one in results),
         }
 
-    def plain_ms(self, llm: LLM) -> float:
+    def plain_ms(self, context: Context) -> float:
         """ms a token of plain decoding."""
-        result = llm.rerun(SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True), "plain", self.keys())
-        return 1e3 / result.timings.predicted_per_second
+        params = SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True)
+        return 1e3 / continued(context, params, "plain", self.keys()).timings.predicted_per_second
+
+
+def continued(
+    context: Context, params: SamplingParams, config: str, overrides: Mapping[str, object]
+) -> GenerationResult:
+    """Continues a context, which is afterwards as it was."""
+    result = context.generate((), params, config, overrides)
+    context.rewind(result.prompt_tokens)
+    return result
 
 
 PLAIN_TOKENS = 16
@@ -130,14 +147,14 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
     @wraps(variants)
     def measure(study: Continued) -> list[Row]:
         rows = []
-        with study.llm() as llm:
+        with study.read() as context:
             for one in variants(study):
                 overrides = study.keys(one.overrides)
                 if study.draft is None and uses_small_model([load_config(one.config, overrides)]):
                     continue
                 say(one.label)
-                plain_ms = study.plain_ms(llm)
-                row = study.measured(llm, overrides, one.config, **one.sampling)
+                plain_ms = study.plain_ms(context)
+                row = study.measured(context, overrides, one.config, **one.sampling)
                 over = {"over_plain": plain_ms / row["ms_per_token"], "paper": one.paper}
                 rows.append({"variant": one.label} | row | over)
         return rows
@@ -238,14 +255,14 @@ def ceilings(study: Continued) -> list[Row]:
     longest, rows = study.sizes.context, list[Row]()
     for context in (longest // 4, longest // 2, longest):
         say(f"ceiling at {context} tokens")
-        with study.llm(context) as llm:
-            deep = study.measured(llm, study.keys() | {"speculation.gamma2": DEPTH})
-            pass_ms = study.plain_ms(llm)
+        with study.read(context) as text:
+            deep = study.measured(text, study.keys() | {"speculation.gamma2": DEPTH})
+            pass_ms = study.plain_ms(text)
             token_ms = deep["draft_ms_per_pass"] / deep["proposed_per_pass"]
             accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
             expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
             best = max(expected, key=expected.__getitem__)
-            found = study.measured(llm, study.keys() | {"speculation.gamma2": best})
+            found = study.measured(text, study.keys() | {"speculation.gamma2": best})
         row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
         row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
         row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
@@ -273,12 +290,12 @@ def shapes(study: Continued) -> list[Row]:
     """
     rows: list[Row] = []
     alpha: float | None = None
-    with study.llm() as llm:
+    with study.read() as context:
         for name in study.sizes.shapes:
             say(f"shape {name}")
             shape, _, rest = name.partition("@")
             depth, _, source = rest.partition("+")
-            row = study.measured(llm, study.drafting(int(depth), draft=shape, merge=source))
+            row = study.measured(context, study.drafting(int(depth), draft=shape, merge=source))
             if not source and shape == "chain" and alpha is None:
                 alpha = acceptance_of(row["tokens_per_pass"], int(depth))
             known = alpha is not None and not source and shape.startswith(("chain", "sequoia"))
@@ -300,10 +317,12 @@ def layers(study: Continued) -> list[Row]:
     rows: list[Row] = []
     plans = [(name, flag, "chain", 8) for name in LAYERS for flag in (True, False)[: 1 + ("groups" in name)]]
     plans += [("groups:3", flag, tree, 5) for tree in GROWN for flag in (True, False)]
-    with study.llm(linked=False) as llm:
+    with study.read(linked=False) as context:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
-            found = study.measured(llm, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft))
+            found = study.measured(
+                context, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft)
+            )
             row: Row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
             row |= {key: found[key] for key in ("tokens_per_pass", "accepted")} | {"likeness": alike[name]}
             rows.append(row | {"draft_token_ms": found["draft_ms_per_pass"] / found["proposed_per_pass"]})
@@ -322,11 +341,11 @@ def _likeness(study: Continued) -> dict[str, float]:
     """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
     context, found = study.sizes.context, dict[str, Tensor]()
     read, probed = study.tokens[:context], study.tokens[context : context + PROBED]
-    with study.session("likeness of orders of layers", read, PROBED, "retrieval") as session:
-        session.prefill()
+    with study.sequence("likeness of orders of layers", read, PROBED, "retrieval") as sequence:
+        take(sequence, read)
         for name in LAYERS:
-            recompose(session, load_config("retrieval", study.drafting(PROBED, layers=name)))
-            drafter = session.verifier.drafter
+            recompose(sequence, load_config("retrieval", study.drafting(PROBED, layers=name)))
+            drafter = sequence.verifier.drafter
             assert isinstance(drafter, ModelDrafter)
             hidden = passed(drafter, probed, PROBED, hidden=True).hidden
             assert hidden is not None

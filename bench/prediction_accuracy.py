@@ -150,7 +150,7 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         if alone is None or late is None:
             return None
         predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])
-    cards, others = record.get("cards", 0), found.get("other_cards_tokens", 0)
+    cards, others = record.get("cards", 0), found.get("other_gpus_tokens", 0)
     placement = Placement(
         resident_tokens=int(found["resident_tokens"]),
         cpu_tokens=int(found["cpu_tokens"]),

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from offload_rt.devices import available_memory
 from offload_rt.errors import UsageError
-from offload_rt.loading import demo_model
 from offload_rt.machine.measuring import CPU
+from offload_rt.machine.memory import available_memory
+from offload_rt.model.loading import demo_model
 from offload_rt.planning.shapes import SHAPES as KNOWN
 from offload_rt.planning.shapes import ModelShape
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from bench.held import HeldVerifier
 from bench.rounds import Recorded, interval
+from bench.synthetic_acceptance import HeldVerifier
 from bench.systems import Prompt
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.engine import Engine
-from offload_rt.model import CausalModel
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import Continuation, TokenSequence
+from offload_rt.model.runner import CausalModel
+from offload_rt.output import OutputProcessor, finish
 from offload_rt.results import GenerationResult, SamplingParams
 from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.session import Continuation, Session
 from offload_rt.timeline import Timeline
-from offload_rt.writer import Writer, finish
 
 
 class Text:
@@ -52,16 +52,16 @@ class Text:
         self._recording = link if isinstance(link, RecordingLink) else None
         self._seeds = count()
         self._prompt: Prompt = ()
-        self.sessions: list[Session] = []
+        self.sequences: list[TokenSequence] = []
         self.close = self._engine.close
 
     @property
     def placed(self) -> dict[str, int]:
         """How many tokens of a text lie where, whole pages are streamed."""
-        page, tiers = self._engine.store.layout.page_size, self.sessions[0].tiers
+        page, tiers = self._engine.store.layout.page_size, self.sequences[0].tiers
         others = sum(gpu.tokens for gpu in tiers.gpus)
         placed = {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
-        placed |= {"other_cards_tokens": others} if others else {}
+        placed |= {"other_gpus_tokens": others} if others else {}
         streamed = (len(self._prompt[0]) - 1) // page * page - sum(placed.values())
         return placed | {"streamed_tokens": max(0, streamed)}
 
@@ -72,23 +72,26 @@ class Text:
     def read(self, prompt: Prompt) -> float:
         """Takes a prompt, if it is another one than before; returns ms of its prefill."""
         if prompt != self._prompt:
-            while self.sessions:
-                self._engine.close_session(self.sessions.pop())
+            while self.sequences:
+                self._engine.close_sequence(self.sequences.pop())
             self._prompt = ()
             for left, text in zip(range(len(prompt), 0, -1), prompt, strict=True):
-                continuation = self._continuation(self._capacity - len(text))
-                self.sessions.append(self._engine.open(text, continuation, texts=left))
+                room = self._capacity - len(text)
+                self.sequences.append(self._engine.open(text, room, texts=left))
+                self._engine.begin(self.sequences[-1], None, self._continuation(room))
             self._prompt = prompt
-            self._ms = sum(session.prefill_ms for session in self.sessions)
+            self._ms = sum(sequence.read_ms for sequence in self.sequences)
             if self._recording is not None:
                 self._recording.record()
         return self._ms
 
     def begin(self, config: Config, new_tokens: int = 1, temperature: float = 0.0) -> float:
         """Back to the end of the prompt; returns ms in which the composition's caches took the prompt."""
-        for session in self.sessions:
-            session.rerun(self._engine.available(config), self._continuation(new_tokens, temperature))
-        return sum(session.prefill_ms for session in self.sessions)
+        settings = self._engine.available(config)
+        for sequence, prompt in zip(self.sequences, self._prompt, strict=True):
+            self._engine.rewind(sequence, len(prompt))
+            self._engine.begin(sequence, settings, self._continuation(new_tokens, temperature))
+        return sum(sequence.read_ms for sequence in self.sequences)
 
     def run(
         self, config: Config, new_tokens: int, held: float | None = None, temperature: float = 0.0
@@ -100,20 +103,20 @@ class Text:
         """
         self.begin(config, new_tokens, temperature)
         if held is not None:
-            for session in self.sessions:
-                session.verifier = HeldVerifier(session.verifier, held)
+            for sequence in self.sequences:
+                sequence.verifier = HeldVerifier(sequence.verifier, held)
         self._timeline.spans.clear()
         self._copies()
         params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
-        writers = [Writer(self._engine, one, params, None, self.notices) for one in self.sessions]
+        writers = [OutputProcessor(self._engine, one, params, None, self.notices) for one in self.sequences]
         try:
             finish(self._engine, writers)
             if failed := next((writer.error for writer in writers if writer.error), None):
                 raise failed
         finally:
-            for session in self.sessions:
-                self._engine.stop(session)  # the link would go on into a pass that nobody asks for
-        rounds = self.sessions[0].rounds
+            for sequence in self.sequences:
+                self._engine.stop(sequence)  # the link would go on into a pass that nobody asks for
+        rounds = self.sequences[0].rounds
         start, end = interval(rounds)
         copies = [copy for copy in self._copies() if start <= copy.end and copy.start <= end]
         recorded = Recorded(rounds, list(self._timeline.spans), copies)

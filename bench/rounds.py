@@ -11,8 +11,8 @@ from typing import Any
 from bench import cases, report
 from bench.report import Row
 from cpu_kv.link import CopyRecord
+from offload_rt.engine.controller import RoundTimes
 from offload_rt.errors import UsageError
-from offload_rt.pace import RoundTimes
 from offload_rt.timeline import Span
 
 PLAIN = "ours:plain"

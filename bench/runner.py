@@ -25,8 +25,8 @@ from bench import report
 from bench.cases import Named
 from bench.report import Row
 from bench.systems import Prompt, Setup
-from offload_rt.devices import available_memory
 from offload_rt.machine.hardware import GIB
+from offload_rt.machine.memory import available_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"

@@ -20,10 +20,10 @@ from bench.cases import CASES, GPU_MEMORY_GIB, IN_PLACE, Case, Named, Place, dec
 from bench.inputs import PAGE, PICTURE, say
 from bench.runner import Job
 from bench.systems import Setup
-from offload_rt.devices import cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
-from offload_rt.loading import check_same_tokens, choose_device, load_tokenizer
+from offload_rt.machine.memory import cache_folder
+from offload_rt.model.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.planning.shapes import find_shape
 from offload_rt.text import encode
 

@@ -18,12 +18,12 @@ from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.loading import choose_device, choose_dtype, load_model, load_tokenizer
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output
+from offload_rt.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
+from offload_rt.model.parts import Output
+from offload_rt.model.runner import CausalModel
 from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.session import Continuation, Session, Shared
 from offload_rt.text import encode
 from offload_rt.toml import load_config
 
@@ -32,27 +32,32 @@ READ_ON = ("acceptance", "policies", "layers")
 
 
 @contextmanager
-def session_over(
-    target: CausalModel, config: Config, tokens: Sequence[int], room: int = 0
-) -> Iterator[Session]:
-    """A session whose full cache holds all of `tokens` once it has read them, with room for `room` more.
+def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 0) -> Iterator[TokenSequence]:
+    """A sequence for a text of so many tokens, with room for `room` more; nothing has been read.
 
     Where `config` retrieves, all is kept that any small cache may choose by.
     """
     device, on_gpu = target.device, target.device.type == "cuda"
     config = config.having("retrieval.select", "mean_keys").having("retrieval.rest", True)
-    # A prompt's last token opens the first round and is not read: there is one more of them, and less room.
-    continuation = Continuation(Sampling(Sampler(), GeneratorDraws(0, device)), room - 1)
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
         shared = Shared(target, None, store, link, choose_backend(device))
-        with closing(Session(shared, config, [*tokens, 0], continuation)) as session:
-            yield session
+        runner = target.for_text(tokens, room + 1)
+        with closing(TokenSequence(shared, config, runner, tokens + room + 1)) as sequence:
+            yield sequence
 
 
-def recompose(session: Session, config: Config) -> None:
-    """Back to the end of the text, with the small caches of `config` over it."""
-    session.rerun(config, Continuation(session.verifier.sampling, session.room))
+def take(sequence: TokenSequence, tokens: Sequence[int]) -> None:
+    """Lets the full cache hold all of `tokens`, and the small ones of the sequence's config take them."""
+    sequence.read([*tokens, 0])  # a text's last token opens the first round and is not in the cache
+    recompose(sequence, sequence.planned)
+
+
+def recompose(sequence: TokenSequence, config: Config) -> None:
+    """Fills the small caches of `config` over the text as it is."""
+    room = sequence.full.sequence.reserved_tokens - len(sequence.tokens)
+    sampling = Sampling(Sampler(), GeneratorDraws(0, sequence.full.device))
+    sequence.begin(config, Continuation(sampling, max(1, room)))
 
 
 def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> Output:
@@ -124,13 +129,13 @@ class Texts:
         return load_config(name, dict(self.arguments.overrides))
 
     @contextmanager
-    def session(
+    def sequence(
         self, what: str, tokens: Sequence[int], room: int = 0, config: str = "plain"
-    ) -> Iterator[Session]:
-        """See `session_over`."""
+    ) -> Iterator[TokenSequence]:
+        """See `sequence_over`."""
         say(what)
         target = CausalModel(self.target, self.name)
-        with session_over(target, self.config(config), tokens, room) as session:
-            yield session
+        with sequence_over(target, self.config(config), len(tokens), room) as sequence:
+            yield sequence
         gc.collect()  # what transformers holds in cycles
         torch.cuda.empty_cache()

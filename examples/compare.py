@@ -11,8 +11,10 @@ prompt = Path(sys.argv[1]).read_text(encoding="utf-8")
 params = SamplingParams(temperature=0, max_tokens=64)
 
 with LLM(config="triforce") as llm:
-    result = llm.generate(prompt, params)
-    plain = llm.plain(params)  # the same prompt, over the KV that is already in memory
+    book = llm.read(prompt)
+    result = book.generate(params=params)
+    book.rewind(result.prompt_tokens)
+    plain = book.generate(params=params, config="plain")  # over the KV that is already in memory
 
 ratio = result.timings.predicted_per_second / plain.timings.predicted_per_second
 print(f"{ratio:.2f} times as fast as plain decoding; tokens equal: {result.tokens == plain.tokens}")

@@ -11,6 +11,7 @@ prompt = Path(sys.argv[1]).read_text(encoding="utf-8")
 params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, seed=1)
 
 with LLM() as llm:  # the embedded models; LLM("path/to/target", draft="path/to/draft") for your own
-    for event in llm.stream(prompt, params):
+    stream = llm.stream(prompt, params)
+    for event in stream:
         print(event.text, end="", flush=True)
-    print(f"\n{llm.last_result.timings.predicted_per_second:.1f} tokens/s")
+    print(f"\n{stream.result.timings.predicted_per_second:.1f} tokens/s")

@@ -9,12 +9,12 @@ from offload_rt.openmp import wait_passively
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
+    from offload_rt.context import Context, TokenStream
     from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
-    from offload_rt.streams import TokenStream
 
 wait_passively()
 
-__all__ = ["LLM", "GenerationResult", "SamplingParams", "TokenEvent", "TokenStream", "UsageError"]
+__all__ = ["LLM", "Context", "GenerationResult", "SamplingParams", "TokenEvent", "TokenStream", "UsageError"]
 
 
 def __getattr__(name: str) -> object:
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> object:
         return next((one.version for one in found), "not installed")  # used from a checkout
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"LLM": "api", "TokenStream": "streams"}
+    homes = {"LLM": "api", "Context": "context", "TokenStream": "context"}
     return getattr(importlib.import_module(f"offload_rt.{homes.get(name, 'results')}"), name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import cast, overload
 
@@ -14,12 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CudaLink, Link
 from offload_rt.config import AUTO, DATASTORE, Config, possible, uses_small_model
+from offload_rt.context import GREEDY, Context, Prompt, TokenStream
 from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.engine import Engine, ProgressReport
+from offload_rt.engine.engine import Engine, ProgressReport
+from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.graphs import GraphedModel
-from offload_rt.loading import (
+from offload_rt.machine.doctor import usable_hardware
+from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.loading import (
     DEMO,
     DEVICES,
     check_same_tokens,
@@ -29,28 +33,30 @@ from offload_rt.loading import (
     load_model,
     load_tokenizer,
 )
-from offload_rt.machine.doctor import usable_hardware
+from offload_rt.output import OutputProcessor, finish
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, ranked
 from offload_rt.planning.shapes import find_shape
-from offload_rt.results import GenerationResult, SamplingParams, check_params, is_batch, token_ids
+from offload_rt.results import (
+    GenerationResult,
+    SamplingParams,
+    check_params,
+    is_batch,
+    token_ids,
+    whole_number,
+)
 from offload_rt.sampling import GeneratorDraws
-from offload_rt.session import Continuation, Session
-from offload_rt.streams import KeptText, TokenStream
 from offload_rt.text import encode
 from offload_rt.toml import load_config, load_configs
-from offload_rt.writer import Writer, finish
 
 NO_DRAFT = "none"
-PLAIN = "plain"
-GREEDY = SamplingParams()
+ROOM = 2048
+"""New tokens that a context is planned for where nothing else is said."""
 SHORTEST_TEXT = 1024  # tokens: for no shorter one weights are spread over cards
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A target model, perhaps a draft model, and a composition of them. Threads that call it take turns.
+    """A target model, perhaps a draft model, and a composition of them. Threads may share it.
 
     Args:
         model: folder or hub id of the target; None: the embedded demo pair.
@@ -173,8 +179,6 @@ class LLM:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
         self._on_notice = on_notice
-        # Of a thread that makes a text, from before its prompt is read; asked for before the engine's lock.
-        self._turn = threading.RLock()
         _check_datastores(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
         with ExitStack() as refused:
             models = []
@@ -182,9 +186,9 @@ class LLM:
                 models.append(GraphedModel(*given, self._notice))
                 refused.callback(models[-1].restore)
             small = models[1] if draft is not None else None
-            self._engine = Engine(models[0], small, configs, link, on_progress, self._notice, other_links)
+            self.engine = Engine(models[0], small, configs, link, on_progress, self._notice, other_links)
             refused.pop_all()
-        self._kept = KeptText(self._engine)
+        self._streams: list[tuple[weakref.ref[TokenStream], TokenSequence]] = []
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
@@ -194,31 +198,39 @@ class LLM:
     @property
     def end_tokens(self) -> frozenset[int]:
         """The model's end-of-text tokens."""
-        module = self._engine.target.module
+        module = self.engine.target.module
         for source in (module.generation_config, module.config):
             ends = getattr(source, "eos_token_id", None)
             if ends is not None:
                 return frozenset([ends] if isinstance(ends, int) else ends)
         return frozenset()
 
-    @property
-    def last_result(self) -> GenerationResult:
-        """Of the newest text that has ended, also of one that was interrupted; a batch leaves none."""
-        self._kept.end_dropped()
-        if self._kept.result is None:
-            raise UsageError("nothing has been generated yet, but perhaps a batch")
-        return self._kept.result
-
-    def encode(self, text: str, last: int | None = None) -> list[int]:
+    def encode(self, text: str, last: int | None = None, *, special: bool = True) -> list[int]:
         """Token ids of a prompt.
 
         Args:
             last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
+            special: with the special tokens that the tokenizer puts around a text.
         """
         if self._tokenizer is None:
-            name = self._engine.target.name
+            name = self.engine.target.name
             raise UsageError(f"model {name} has no tokenizer: give the prompt as token ids")
-        return encode(self._tokenizer, text, last)
+        return encode(self._tokenizer, text, last, special=special)
+
+    def read(self, prompt: Prompt, room: int = ROOM) -> Context:
+        """Reads a text or token ids, once; the KV belongs to the context that is returned.
+
+        Args:
+            room: how many more tokens the context is planned for. It may grow beyond, where memory allows.
+
+        Raises:
+            UsageError: there is no room for it, beside the contexts that are open.
+        """
+        tokens, room = self.prompt_ids(prompt), whole_number("room", room)
+        with self.engine.lock:
+            self._close_dropped()
+            left = self.engine.target.max_positions - len(tokens)
+            return Context(self, self.engine.open(tokens, max(1, min(room, left))))
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -233,20 +245,19 @@ class LLM:
     ) -> GenerationResult | list[GenerationResult]:
         """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
 
-        The texts of a batch share every reading of the weights. Each has its own length, acceptance, stop and
-        seed; one that fails while they are continued ends alone, with `finish_reason` "error". An interrupt
-        ends all of them, and nothing is kept of a batch.
+        Short for `read`, `Context.generate` and `Context.close`. The texts of a batch share every reading of
+        the weights. Each has its own length, acceptance, stop and seed; one that fails while they are
+        continued ends alone, with `finish_reason` "error". An interrupt ends all of them.
 
         Args:
             params: for all prompts, or one for each.
         """
         if is_batch(prompt):
             return self._generate_all(cast(Sequence[Prompt], prompt), params)
-        with self._turn:
-            stream = self.stream(cast(Prompt, prompt), cast(SamplingParams, params))
-            deque(stream, maxlen=0)
-            assert stream.result is not None
-            return stream.result
+        stream = self.stream(cast(Prompt, prompt), cast(SamplingParams, params))
+        deque(stream, maxlen=0)
+        assert stream.result is not None
+        return stream.result
 
     def _generate_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -254,104 +265,68 @@ class LLM:
         wanted = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(wanted) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts but {len(wanted)} parameters: give one for each")
-        checked = [self._check_prompt(*one) for one in zip(prompts, wanted, strict=True)]
+        for one in wanted:
+            self._check_params(one)
+        wanted = [one.seeded() for one in wanted]
+        checked = [self.prompt_ids(one) for one in prompts]
         sizes = [(len(tokens), one.max_tokens) for tokens, one in zip(checked, wanted, strict=True)]
-        with self._turn, ExitStack() as closing:
-            self._make_room(sizes)
-            opened: dict[int, Writer] = {}
+        engine = self.engine
+        with engine.lock, ExitStack() as closing:
+            self._close_dropped()
+            engine.check_room(sizes)
+            opened: dict[int, OutputProcessor] = {}
             # The shortest first: what it leaves of its share of a GPU's memory is for the longer ones.
             for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
-                opened[at] = self._open(checked[at], wanted[at], texts=len(sizes) - len(opened))
-                closing.callback(self._engine.close_session, opened[at].session)
+                left = len(sizes) - len(opened)
+                sequence = engine.open(checked[at], wanted[at].max_tokens, texts=left)
+                closing.callback(engine.close_sequence, sequence)
+                engine.begin(sequence, None, self.continuation(wanted[at]))
+                opened[at] = self.writer(sequence, wanted[at])
             writers = [opened[at] for at in range(len(sizes))]
-            finish(self._engine, writers)
+            finish(engine, writers)
             return [writer.result() for writer in writers]
 
-    def _make_room(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Gives back the last text for others, each of so many tokens and new ones.
-
-        Raises:
-            UsageError: there is no room for them; then the last text stays.
-        """
-        self._kept.end_dropped()
-        self._engine.check_room(sizes, instead_of=self._kept.session)
-        self._kept.give_back()
-
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> TokenStream:
-        """Continues `prompt` token by token. Closing the iterator stops; `last_result` tells what stands.
+        """Continues `prompt` token by token. Closing the stream stops it; its `result` tells what stands.
 
-        Several streams may be open: each is a text of its own. The newest one that has ended is kept.
+        Several streams may be open: each is a text of its own.
         """
-        tokens = self._check_prompt(prompt, params)
-        with self._turn:
-            self._make_room([(len(tokens), params.max_tokens)])
-            return TokenStream(self._engine, self._open(tokens, params), self._kept)
+        self._check_params(params)
+        tokens, params, engine = self.prompt_ids(prompt), params.seeded(), self.engine
+        with engine.lock:
+            self._close_dropped()
+            sequence = engine.open(tokens, params.max_tokens)
+            with ExitStack() as failed:
+                failed.callback(engine.close_sequence, sequence)
+                engine.begin(sequence, None, self.continuation(params))
+                end = partial(engine.close_sequence, sequence)
+                # Nothing that the LLM holds may hold the stream: see `_close_dropped`.
+                stream = TokenStream(engine, self.writer(sequence, params), end)
+                self._streams.append((weakref.ref(stream), sequence))
+                failed.pop_all()
+            return stream
 
-    def _open(self, tokens: list[int], params: SamplingParams, texts: int = 1) -> Writer:
-        params = params.seeded()
-        session = self._engine.open(tokens, self._continuation(params), texts=texts)
-        return self._writer(session, params)
+    def _close_dropped(self) -> None:
+        """Closes the sequences of streams that nobody holds any more."""
+        held = []
+        for one, sequence in self._streams:
+            stream = one()
+            if stream is None:
+                self.engine.close_sequence(sequence)
+            elif stream.result is None:
+                held.append((one, sequence))
+        self._streams = held
 
-    def _writer(self, session: Session, params: SamplingParams) -> Writer:
-        return Writer(self._engine, session, params, self._tokenizer, self._notices)
+    # What a context asks of its LLM.
 
-    def rerun(
-        self,
-        params: SamplingParams = GREEDY,
-        config: str | None = None,
-        overrides: Mapping[str, object] = {},
-    ) -> GenerationResult:
-        """Decodes the last prompt again, over the KV that is still in the store; `last_result` stays.
+    def prompt_ids(self, prompt: Prompt, *, behind: bool = False) -> list[int]:
+        """Token ids of a prompt, checked.
 
         Args:
-            config: another composition; None: this LLM's own. Its prefill and store are those of the first
-                time, when the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
-            overrides: config values by full key, of a `config` that is named.
-
-        Returns:
-            A result whose `prompt_ms` is the time to fill the caches that the composition drafts with.
+            behind: it is appended to others, so that no beginning-of-text token goes before it.
         """
-        check_params(params)
-        with self._turn:
-            self._kept.end_dropped()
-            session = self._kept.session
-            if session is None:
-                raise UsageError("there is no prompt to decode again: generate first")
-            settings = session.planned
-            if config is None and overrides:
-                raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
-            if config is not None:
-                given = load_config(config, overrides)
-                _check_datastores([given], self._tokenizer, self._engine.target.vocabulary)
-                settings = self._engine.available(given)
-            self._engine.check_room([(session.prompt_tokens, params.max_tokens)], instead_of=session)
-            params = params.seeded()
-            session.rerun(settings, self._continuation(params))
-            writer = self._writer(session, params)
-            try:
-                finish(self._engine, [writer])
-            finally:
-                self._engine.stop(session)
-            if writer.error is not None:
-                raise writer.error
-            return writer.result()
-
-    def plain(self, params: SamplingParams = GREEDY) -> GenerationResult:
-        """Decodes the last prompt again, plainly."""
-        return self.rerun(params, PLAIN)
-
-    def _continuation(self, params: SamplingParams) -> Continuation:
-        assert params.seed is not None
-        draws = GeneratorDraws(params.seed, self._engine.target.device)
-        sampling = Sampling(params, draws, frozenset() if params.ignore_eos else self.end_tokens)
-        return Continuation(sampling, params.max_tokens)
-
-    def _check_prompt(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        target = self._engine.target
-        check_params(params)
-        if params.stop and self._tokenizer is None:
-            raise UsageError(f"model {target.name} has no tokenizer: stop strings cannot be used")
-        tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        target = self.engine.target
+        tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens or (isinstance(prompt, str) and not prompt):
             raise UsageError("the prompt is empty: give it at least one token")
         outside = next((t for t in tokens if not 0 <= t < target.vocabulary), None)
@@ -359,9 +334,37 @@ class LLM:
             raise UsageError(f"prompt token {outside} is outside the vocabulary of {target.vocabulary}")
         return tokens
 
+    def _check_params(self, params: SamplingParams) -> None:
+        check_params(params)
+        if params.stop and self._tokenizer is None:
+            name = self.engine.target.name
+            raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
+
+    def writer(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
+        """What turns the rounds of a text into events."""
+        return OutputProcessor(self.engine, sequence, params, self._tokenizer, self._notices, start)
+
+    def continuation(self, params: SamplingParams) -> Continuation:
+        """How a text is continued, by parameters that have a seed."""
+        self._check_params(params)
+        assert params.seed is not None
+        draws = GeneratorDraws(params.seed, self.engine.target.device)
+        sampling = Sampling(params, draws, frozenset() if params.ignore_eos else self.end_tokens)
+        return Continuation(sampling, params.max_tokens)
+
+    def composition(self, config: str | None, overrides: Mapping[str, object] = {}) -> Config | None:
+        """The composition of that name or file; None: the LLM's own."""
+        if config is None:
+            if overrides:
+                raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
+            return None
+        given = load_config(config, overrides)
+        _check_datastores([given], self._tokenizer, self.engine.target.vocabulary)
+        return self.engine.available(given)
+
     def close(self) -> None:
         """Gives memory back and leaves models as they were given. Idempotent."""
-        self._engine.close()
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.runner import CausalModel
 
 Cost = Callable[[int, int], float]
 """ms of a pass at a text of so many tokens, of so many new ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def write_json(option: str, path: Path, report: Mapping[str, object], indent: in
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside `path` to be written, which takes its place unless that fails."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{threading.get_native_id()}")
     try:
         yield partial
         partial.replace(path)

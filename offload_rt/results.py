@@ -115,7 +115,7 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Timings:
-    """Tokens and times in ms: `prompt` is the prefill, `draft_n` what was proposed to the target."""
+    """Tokens and times in ms: `prompt` is what was read, `draft_n` what was proposed to the target."""
 
     prompt_n: int = 0
     prompt_ms: float = 0.0
@@ -168,6 +168,8 @@ class GenerationResult:
     """A text and how it came about.
 
     Attributes:
+        start: length of the context, in tokens, before this call's prompt: `Context.rewind` takes it.
+        prompt_tokens: length of the context when generation began, the prompt included.
         tokens: generated ids, an end-of-text token included.
         text: their text, up to a stop string.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
@@ -181,6 +183,7 @@ class GenerationResult:
     device: str
     dtype: str
     seed: int | None
+    start: int
     prompt_tokens: int
     tokens: list[int]
     text: str
@@ -197,7 +200,13 @@ class GenerationResult:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `offload-rt generate --json` writes them."""
         values = asdict(self)
-        del values["plain_tokens"], values["notices"], values["error"], values["transfer"]["bytes_abandoned"]
+        del (
+            values["start"],
+            values["plain_tokens"],
+            values["notices"],
+            values["error"],
+            values["transfer"]["bytes_abandoned"],
+        )
         for level in values["levels"]:
             del level["rounds"]
         return values

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = None) -> list[int]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = None, *, special: bool = True
+) -> list[int]:
     """Token ids of a prompt.
 
     Args:
         last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
+        special: with the special tokens that the tokenizer puts around a text.
 
     Raises:
         UsageError: the text is no Unicode.
@@ -26,7 +29,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = Non
     except UnicodeEncodeError as error:
         said = f"character {error.start} is half of a surrogate pair; decode the text anew"
         raise UsageError(f"prompt {reprlib.repr(text)}: {said}") from None
-    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]  # no warning about long prompts
+    # Not verbose: no warning about long prompts.
+    tokens: list[int] = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
     return tokens if last is None else keep_last(tokens, last, tokenizer.bos_token_id)
 
 

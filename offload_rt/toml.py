@@ -7,6 +7,7 @@ came from, the key, the value and what is allowed.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -154,11 +155,25 @@ def _typed(key: str, value: object) -> object:
 
 
 def to_toml(config: Config) -> str:
-    """What of `config` differs from the defaults."""
-    import tomli_w
-
+    """Returns as TOML what of `config` differs from the defaults."""
     sections = {name: _changed(section) for name, section in vars(config).items() if name != "name"}
-    return tomli_w.dumps({name: changed for name, changed in sections.items() if changed})
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {_written(value)}\n" for key, value in changed.items())
+        for name, changed in sections.items()
+        if changed
+    )
+
+
+def _written(value: object) -> str:
+    """Returns a value as TOML writes it."""
+    if isinstance(value, str):
+        # A TOML string escapes what a JSON string does, and DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_written(each)}' for key, each in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _changed(part: Any) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 `output_probs` runs the program once for each path of choices, weighs what it puts out with the product of
 their probabilities, and so finds the distribution itself instead of samples from it. What is run is the real
-code: sessions, rounds, the verifiers, the drafters, the rules of acceptance, the driver that advances many
+code: sequences, rounds, the verifiers, the drafters, the rules of acceptance, the driver that advances many
 texts at once. Only what stands for a transformer is small: `TableModel`, whose logits are a fixed random
 function of the tokens it is shown, and caches that hold tokens in place of KV. The model sees the text
 through its cache alone, with the positions and ancestors that the verifier stated, so a wrong commit,
@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.base import NewTokens, Verified
-from offload_rt.caches.held import HeldTokens
+from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Order, Sampling, Verifier
-from offload_rt.heads import Head
-from offload_rt.layers import LayerPlan
-from offload_rt.pace import Pace
-from offload_rt.parts import Output, Part
-from offload_rt.passes import LevelStats, Outputs, Passed, Together
-from offload_rt.rounds import round_of
+from offload_rt.engine.controller import SpeculationController
+from offload_rt.engine.decode import decode_step
+from offload_rt.engine.sequence import Continuation, TokenSequence
+from offload_rt.model.draft_head import Head
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.scheduler import BatchRunner, LevelStats, Outputs, Passed
 from offload_rt.sampling import Draws, Sampler, choices
-from offload_rt.session import Continuation, Session
 from offload_rt.timeline import NO_TIMELINE
 from offload_rt.trees import ROOT, Tree
 
@@ -145,7 +145,7 @@ class TokenCache:
         self.view = view
         self.verified: list[Entry] = []
         self.speculative: list[Entry] = []
-        self.held = HeldTokens()
+        self.held = SpeculativeTokens()
         self.new: NewTokens | None = None
         self.pending: list[Entry] = []
         self.skipped = 0
@@ -448,8 +448,8 @@ class BackgroundAtOnce:
         return Begun()
 
 
-class Text(Session):
-    """A session whose caches hold tokens in place of KV, and whose pace learns nothing from its rounds."""
+class Text(TokenSequence):
+    """A sequence whose caches hold tokens in place of KV, and whose pace learns nothing from its rounds."""
 
     def __init__(
         self,
@@ -461,21 +461,21 @@ class Text(Session):
         clock: bool = True,
     ) -> None:
         self.timeline = NO_TIMELINE
-        self.tokens, self.prompt_tokens = list(prompt), len(prompt)
+        self.tokens, self.start = list(prompt), len(prompt)
         self.verifier = verifier
         self.full: Any = verifier.cache
         self.full.verified = list(enumerate(prompt[:-1]))
-        self.pace: Any = Pace(
+        self.controller: Any = SpeculationController(
             verifier, shape if shape.depth else None, ahead=ahead, step_down=False, clock=clock
         )
-        self.pace.observe = lambda *given: None
+        self.controller.observe = lambda *given: None
         self.ready, self.rounds, self._ended = None, [], False
         self._continuation = Continuation(verifier.sampling, max_tokens)
         self.take_prompt()
 
     @property
     def output(self) -> tuple[int, ...]:
-        return tuple(self.tokens[self.prompt_tokens :])
+        return tuple(self.tokens[self.start :])
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
@@ -498,7 +498,7 @@ def _frozen(value: Any) -> Hashable:
         if isinstance(value, Growth) and isinstance(value._verifier.cache, HeadStates):
             held["_states"] = value._verifier.cache  # of this draft alone
         return _frozen(held)
-    if isinstance(value, HeldTokens):
+    if isinstance(value, SpeculativeTokens):
         tokens = [held.known[at] if held.arrived else None for held, at in value._tokens]
         return (tuple(tokens), tuple(value.parents))
     if isinstance(value, TableModel | HeadModel | Sampling | LevelStats | FunctionType):
@@ -586,6 +586,6 @@ def joint_probs(
 def step(texts: Sequence[Text], thread: Any = None) -> None:
     """One round of the texts that go on; `thread` is that of their background passes."""
     going = [text for text in texts if not text.ended]
-    for result in Together([round_of(text) for text in going], thread).run():
+    for result in BatchRunner([decode_step(text) for text in going], thread).run():
         if isinstance(result, Exception):
             raise result

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload_rt.graphs import Results
+from offload_rt.model.cuda_graphs import Results
 
 
 def _address(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ A test file imports the fixtures that it uses.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +15,11 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from cpu_kv import CudaLink, Link, PacedLink
-from offload_rt import LLM, SamplingParams
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output, Part
-from offload_rt.passes import PassThread
+from offload_rt import LLM, Context, GenerationResult, SamplingParams
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.scheduler import PassThread
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
 PAGE = 16
@@ -49,9 +49,21 @@ def link_to(device: torch.device) -> Link:
     return CudaLink(device) if device.type == "cuda" else PacedLink(1e9)
 
 
-def other_card(device: torch.device) -> torch.device:
+def other_gpu(device: torch.device) -> torch.device:
     """The second card, where there is one: else the same."""
     return torch.device("cuda", 1) if device.type == "cuda" and torch.cuda.device_count() > 1 else device
+
+
+def again(
+    context: Context,
+    params: SamplingParams = PARAMS,
+    config: str | None = None,
+    overrides: Mapping[str, object] = {},
+) -> GenerationResult:
+    """Continues a context from its end, and rewinds it to there."""
+    result = context.generate((), params, config, overrides)
+    context.rewind(result.prompt_tokens)
+    return result
 
 
 def engine_overrides(**offload: object) -> dict[str, object]:

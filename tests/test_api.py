@@ -20,20 +20,23 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from small_engine import CONFIGS, SIZES
+from small_engine import CONFIGS, SIZES, again
 from small_engine import draft as draft  # a fixture
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from transformers import PreTrainedModel
 
 import offload_rt
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, devices, native, pace, passes, rounds, writer
+from offload_rt import LLM, SamplingParams, native, output
+from offload_rt.context import TokenStream
 from offload_rt.drafting import sources
-from offload_rt.engine import Engine
+from offload_rt.engine import controller, decode
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.machine import memory
+from offload_rt.model import scheduler
 from offload_rt.planning.prediction import Predictor, RoundTime
-from offload_rt.session import Session
-from offload_rt.streams import TokenStream
 
 ASCII = 128
 PROMPT = byte_ids(100, vocabulary=ASCII)
@@ -81,8 +84,9 @@ def test_auto_takes_what_is_predicted_to_be_fastest(
     with LLM.from_models(target, draft, overrides=SIZES) as llm:
         long, short = llm.generate([PROMPT, PROMPT[:20]], params)
         assert (long.config, short.config) == ("naive", "plain") and long.levels[0].name == "draft:streaming"
-        assert long.tokens == llm.generate(PROMPT, params).tokens
-        told = [notice for notice in llm.last_result.notices if notice.startswith("config auto: ")]
+        alone = llm.generate(PROMPT, params)
+        assert long.tokens == alone.tokens
+        told = [notice for notice in alone.notices if notice.startswith("config auto: ")]
         chosen = [re.match("config auto: ([a-z]+) [0-9.]+ ms a token", notice)[1] for notice in told]
         assert chosen == ["plain", "naive"], "the shortest text is read first, and a choice is told once"
     # Without a small model there is nothing to draft with it.
@@ -187,11 +191,7 @@ def test_what_are_no_params(make: Any) -> None:
             with pytest.raises(UsageError, match=re.escape(f"params {params!r}: give SamplingParams")):
                 llm.generate(prompt, params)
     with pytest.raises(UsageError, match="params None: give SamplingParams"):
-        llm.generate("a", PARAMS) and llm.rerun(None)
-    with pytest.raises(UsageError, match="overrides retrieval.budget: name the config that they are for"):
-        llm.rerun(PARAMS, overrides={"retrieval.budget": 512})
-    with pytest.raises(UsageError, match="config auto: stands for several"):
-        llm.rerun(PARAMS, "auto")
+        llm.read("a").generate((), None)
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))
 
 
@@ -237,32 +237,26 @@ def test_more_tokens_than_positions(make: Any) -> None:
 def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = tiny_target("llama", max_position_embeddings=10**7)
     with LLM.from_models(wide, config="plain", overrides={"store.slab_tokens": 256}) as llm:
-        before = llm.generate(byte_ids(20), SamplingParams(max_tokens=5))
-        reserved = llm._engine.store.reserved_bytes
-        monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+        short = SamplingParams(max_tokens=5)
+        kept = llm.read(byte_ids(20), 5)
+        before = again(kept, short).tokens
+        reserved = llm.engine.store.reserved_bytes
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
         # 1.25 KiB a token: 2 layers, 4 heads of 16, keys and values in float32, and 64 hidden states.
         with pytest.raises(
             UsageError, match=r"KV of 4000020 tokens needs 4\.8 GiB .* 1\.0 GiB are"
         ) as caught:
             llm.stream(byte_ids(20), SamplingParams(max_tokens=4_000_000))
         found = re.search(r"longest context that fits is (\d+) tokens", str(caught.value))
-        assert found is not None and int(found[1]) == (2**30 + reserved) // 1280
+        used = llm.engine.store.used_bytes
+        assert found is not None and int(found[1]) == (2**30 + reserved - used) // 1280
         # Nothing was taken, and what was there is still there.
-        assert llm._engine.store.reserved_bytes == reserved
-        assert llm.last_result == before
-        monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
-        assert llm.plain(SamplingParams(max_tokens=5)).tokens == before.tokens
-        # It takes the place of the text before, and needs no more than that.
-        llm.generate(byte_ids(170), SamplingParams(max_tokens=5))
-        assert llm.plain(SamplingParams(max_tokens=5)).tokens == llm.last_result.tokens
-
-
-def test_nothing_was_generated_yet(make: Any) -> None:
-    llm = make()
-    with pytest.raises(UsageError, match="nothing has been generated"):
-        _ = llm.last_result
-    with pytest.raises(UsageError, match="generate first"):
-        llm.plain()
+        assert llm.engine.store.reserved_bytes == reserved
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        assert again(kept, short).tokens == before
+        # What a closed text had is the next one's.
+        kept.close()
+        assert len(llm.generate(byte_ids(170), short).tokens) == 5
 
 
 # --- prompts
@@ -289,8 +283,8 @@ def test_a_prompt_is_text_or_tokens(make: Any, plain_tokens: list[int]) -> None:
 
 def test_long_prompts_keep_their_beginning_of_text(target: PreTrainedModel) -> None:
     class Tokenizer(SimpleNamespace):
-        def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
-            assert not verbose  # transformers would warn about its length
+        def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
+            assert not options["verbose"]  # transformers would warn about its length
             return {"input_ids": [1, *text.encode()]}
 
     tokenizer = Tokenizer(bos_token_id=1)
@@ -306,8 +300,8 @@ def test_long_prompts_keep_their_beginning_of_text(target: PreTrainedModel) -> N
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_stream_is_the_text(make: Any, plain_tokens: list[int], config: str) -> None:
     llm = make(config)
-    events = list(llm.stream(PROMPT, PARAMS))
-    result = llm.last_result
+    events = list(stream := llm.stream(PROMPT, PARAMS))
+    result = stream.result
     assert [event.token for event in events] == result.tokens == plain_tokens
     assert "".join(event.text for event in events) == result.text == bytes(plain_tokens).decode()
     assert result.finish_reason == "length"
@@ -341,8 +335,8 @@ def test_an_end_token_inside_a_draft_ends_the_text(
     try:
         llm = make(config)
         assert llm.end_tokens == {end, ASCII - 1}
-        events = list(llm.stream(PROMPT, PARAMS))
-        result = llm.last_result
+        events = list(stream := llm.stream(PROMPT, PARAMS))
+        result = stream.result
         assert result.tokens == plain_tokens[: index + 1] and result.finish_reason == "eos"
         # The end token has no text of its own.
         assert result.text == bytes(plain_tokens[:index]).decode() == "".join(e.text for e in events)
@@ -362,8 +356,8 @@ def test_a_stop_string_inside_a_draft_ends_the_text(
     index, _ = drafted_token
     stop = text[index : index + length]
     llm = make(config)
-    events = list(llm.stream(PROMPT, SamplingParams(max_tokens=60, stop=("never this", stop))))
-    result = llm.last_result
+    events = list(made := llm.stream(PROMPT, SamplingParams(max_tokens=60, stop=("never this", stop))))
+    result = made.result
     end = text.index(stop)
     assert result.text == text[:end] == "".join(event.text for event in events)
     assert result.finish_reason == "stop"
@@ -378,10 +372,11 @@ def test_a_stop_string_that_is_not_completed_stays_in_the_text(make: Any, plain_
 
 def test_a_text_that_fails_says_why(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("plain")
-    monkeypatch.setattr(llm._engine, "step", lambda sessions: [RuntimeError("the link broke")])
+    monkeypatch.setattr(llm.engine, "step", lambda sequences: [RuntimeError("the link broke")])
     with pytest.raises(RuntimeError, match="the link broke"):
-        llm.generate(PROMPT, PARAMS)
-    assert (llm.last_result.finish_reason, llm.last_result.error) == ("error", "the link broke")
+        list(stream := llm.stream(PROMPT, PARAMS))
+    assert (stream.result.finish_reason, stream.result.error) == ("error", "the link broke")
+    assert llm.engine.store.used_bytes == 0
 
 
 def test_times_are_those_of_rounds(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,11 +388,10 @@ def test_times_are_those_of_rounds(make: Any, monkeypatch: pytest.MonkeyPatch) -
         now += 1.0
         return now
 
-    monkeypatch.setattr("offload_rt.writer.perf_counter", clock)
-    llm = make("triforce")
-    for _ in llm.stream(PROMPT, PARAMS):
+    monkeypatch.setattr("offload_rt.output.perf_counter", clock)
+    for _ in (stream := make("triforce").stream(PROMPT, PARAMS)):
         now += 100.0
-    assert llm.last_result.timings.predicted_ms == 1e3 * llm.last_result.rounds
+    assert stream.result.timings.predicted_ms == 1e3 * stream.result.rounds
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -406,7 +400,7 @@ def test_a_closed_stream_is_an_interrupted_text(make: Any, plain_tokens: list[in
     stream = llm.stream(PROMPT, PARAMS)
     begun = [next(stream) for _ in range(4)]
     stream.close()
-    result = llm.last_result
+    result = stream.result
     assert result.finish_reason == "interrupted"
     assert result.tokens == plain_tokens[:4] == [event.token for event in begun]
     assert result.text == bytes(plain_tokens[:4]).decode()
@@ -420,33 +414,21 @@ def test_streams_in_turns_are_texts_of_their_own(make: Any, plain_tokens: list[i
     first, second = llm.stream(PROMPT, PARAMS), llm.stream(other_prompt, PARAMS)
     turns = [(a.token, b.token) for a, b in zip(first, second, strict=True)]
     assert turns == list(zip(plain_tokens, alone.tokens, strict=True))
-    assert llm.last_result.tokens == alone.tokens
+    assert second.result.tokens == alone.tokens and llm.engine.store.used_bytes == 0
 
 
 def test_a_stream_is_opened_in_the_middle_of_another(make: Any, plain_tokens: list[int]) -> None:
     llm, others = make(), byte_ids(70, start=500, vocabulary=ASCII)
+    expected = make("plain").generate(others, PARAMS).tokens
     first = llm.stream(PROMPT, PARAMS)
     begun = [next(first).token for _ in range(5)]
     second = llm.stream(others, PARAMS)
-    assert [*begun, *(event.token for event in first)] == plain_tokens == llm.last_result.tokens
-    assert llm.rerun(PARAMS).tokens == plain_tokens, "the newest that has ended"
-    written = [event.token for event in second]
-    assert llm.last_result.tokens == written == llm.plain(PARAMS).tokens
-    assert len(llm._engine._sessions) == 1
+    assert [*begun, *(event.token for event in first)] == plain_tokens == first.result.tokens
+    assert [event.token for event in second] == second.result.tokens == expected
+    assert llm.engine.store.used_bytes == 0
 
 
-def test_the_newest_text_that_has_ended_is_kept(make: Any, plain_tokens: list[int]) -> None:
-    llm = make()
-    abandoned = llm.stream(byte_ids(70, start=500, vocabulary=ASCII), PARAMS)
-    next(abandoned)
-    result = llm.generate(PROMPT, PARAMS)
-    abandoned.close()
-    assert llm.last_result == result
-    assert llm.rerun(PARAMS).tokens == plain_tokens == result.tokens
-    assert len(llm._engine._sessions) == 1
-
-
-@pytest.mark.parametrize("uses", [("generate", "generate", "plain"), ("generate", "stream", "stream")])
+@pytest.mark.parametrize("uses", [("generate", "generate", "read"), ("generate", "stream", "stream")])
 def test_threads_take_turns(make: Any, plain_tokens: list[int], uses: tuple[str, ...]) -> None:
     llm = make()
     found: list[object] = []
@@ -456,27 +438,28 @@ def test_threads_take_turns(make: Any, plain_tokens: list[int], uses: tuple[str,
             for _ in range(2):
                 if use == "stream":
                     found.append([event.token for event in llm.stream(PROMPT, PARAMS)])
+                elif use == "read":
+                    with llm.read(PROMPT) as text:
+                        found.append(text.generate((), PARAMS, "plain").tokens)
                 else:
-                    result = llm.plain(PARAMS) if use == "plain" else llm.generate(PROMPT, PARAMS)
-                    found.append(result.tokens)
+                    found.append(llm.generate(PROMPT, PARAMS).tokens)
         except Exception as error:
             found.append(error)
 
-    llm.generate(PROMPT, PARAMS)
     threads = [threading.Thread(target=work, args=(use,)) for use in uses]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert found == [plain_tokens] * 6
-    assert len(llm._engine._sessions) == 1
+    assert llm.engine.store.used_bytes == 0
 
 
 @pytest.mark.parametrize("link", [None, PacedLink(1e9)], ids=["in place", "link"])
-def test_a_stream_that_is_let_go_ends_with_the_next_call(
+def test_a_stream_that_is_let_go_is_closed_by_the_next_call(
     target: PreTrainedModel, plain_tokens: list[int], link: PacedLink | None
 ) -> None:
-    """Also where the garbage collector lets it go, in a thread that may wait for nothing."""
+    """Nothing is done while it is collected: that may be in any thread, which may wait for nothing."""
 
     class Tab:  # a cycle, as objects of user interfaces have
         def __init__(self, llm: LLM) -> None:
@@ -487,18 +470,18 @@ def test_a_stream_that_is_let_go_ends_with_the_next_call(
             return next(self.stream).token
 
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=link) as llm:
-        event = next(llm.stream(PROMPT, PARAMS))
-        assert llm.last_result.tokens == [event.token] == plain_tokens[:1]
-        assert llm.plain(PARAMS).tokens == plain_tokens
+        text_bytes = llm.engine.store.layout.token_bytes * len(PROMPT)
+        assert next(llm.stream(PROMPT, PARAMS)).token == plain_tokens[0]
+        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens and llm.engine.store.used_bytes == 0
         assert Tab(llm).show() == plain_tokens[0]
-        with llm._engine.lock:
+        with llm.engine.lock:
             collecting = threading.Thread(target=gc.collect)
             collecting.start()
             collecting.join(10)
             assert not collecting.is_alive()
-        assert llm.last_result.tokens == plain_tokens[:1]
-        assert len(llm._engine._sessions) == 1 and not llm._kept._dropped
+        assert llm.engine.store.used_bytes >= text_bytes
         assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+        assert llm.engine.store.used_bytes == 0
 
 
 def test_a_callback_may_use_the_llm(target: PreTrainedModel, plain_tokens: list[int]) -> None:
@@ -528,21 +511,21 @@ def test_a_callback_may_use_the_llm(target: PreTrainedModel, plain_tokens: list[
 
 
 @pytest.mark.parametrize(
-    ("step", "error"), [("prefill", KeyboardInterrupt), ("_compose", RuntimeError("no composition"))]
+    ("step", "error"), [("_read", KeyboardInterrupt), ("_compose", RuntimeError("no composition"))]
 )
 def test_a_text_that_cannot_begin_keeps_nothing(
     make: Any, step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make("plain")
     with monkeypatch.context() as patch:
-        patch.setattr(Session, step, Mock(side_effect=error))
+        patch.setattr(TokenSequence, step, Mock(side_effect=error))
         for _ in range(2):
             with pytest.raises((KeyboardInterrupt, RuntimeError)):
                 llm.generate(PROMPT, PARAMS)
-            assert llm._engine.store.used_bytes == 0
-            reserved = llm._engine.store.reserved_bytes
+            assert llm.engine.store.used_bytes == 0
+            reserved = llm.engine.store.reserved_bytes
     llm.generate(PROMPT, PARAMS)
-    assert llm._engine.store.reserved_bytes == reserved, "its pages were free"
+    assert llm.engine.store.reserved_bytes == reserved, "its pages were free"
 
 
 def test_a_second_interrupt_leaves_the_text(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,17 +536,18 @@ def test_a_second_interrupt_leaves_the_text(make: Any, monkeypatch: pytest.Monke
         patch.setattr(Engine, "stop", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             stream.close()
-    assert len(llm.last_result.tokens) == 1 and len(llm._engine._sessions) == 1
+    assert stream.result is not None and len(stream.result.tokens) == 1
+    assert llm.engine.store.used_bytes == 0, "its context is closed"
     stream.close()
-    assert stream.result is not None and stream.result.tokens == llm.last_result.tokens
 
 
 def test_a_stream_that_never_began_ends_as_any_other(make: Any, plain_tokens: list[int]) -> None:
     llm = make()
-    llm.stream(byte_ids(70, start=500, vocabulary=ASCII), PARAMS).close()
-    assert llm.last_result.tokens == [] and llm.last_result.finish_reason == "interrupted"
+    stream = llm.stream(byte_ids(70, start=500, vocabulary=ASCII), PARAMS)
+    stream.close()
+    assert stream.result.tokens == [] and stream.result.finish_reason == "interrupted"
     assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
-    assert len(llm._engine._sessions) == 1
+    assert llm.engine.store.used_bytes == 0
 
 
 def test_one_prompt_after_another_owes_nothing_to_the_first(make: Any) -> None:
@@ -630,9 +614,9 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     make: Any, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Left alone, so small a model does without drafts from the start: here it never ceases to reconsider.
-    monkeypatch.setattr(pace.StepDown, "begin", lambda *_: None)
-    monkeypatch.setattr(pace, "FIRST_BREAK", 4)
-    monkeypatch.setattr(pace, "LONGEST_BREAK", 4)
+    monkeypatch.setattr(controller.StepDown, "begin", lambda *_: None)
+    monkeypatch.setattr(controller, "FIRST_BREAK", 4)
+    monkeypatch.setattr(controller, "LONGEST_BREAK", 4)
     params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, seed=11)
     expected = make(config, step_down=True).generate(PROMPT, params)
     if config != "plain":
@@ -647,7 +631,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
             return now
 
         with monkeypatch.context() as patch:
-            for module in (rounds, passes, sources, writer):
+            for module in (decode, scheduler, sources, output):
                 patch.setattr(module, "perf_counter", wild)
             assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
 
@@ -665,32 +649,9 @@ def test_without_a_seed_one_is_drawn_and_told(make: Any) -> None:
     llm, params = make(), SamplingParams(temperature=1.5, max_tokens=30)
     first, second = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
     assert first.seed != second.seed and first.tokens != second.tokens
-    assert llm.rerun(replace(params, seed=first.seed)).tokens == first.tokens
+    assert llm.generate(PROMPT, replace(params, seed=first.seed)).tokens == first.tokens
     (member,) = llm.generate([PROMPT], params)
     assert llm.generate(PROMPT, replace(params, seed=member.seed)).tokens == member.tokens
-
-
-# --- once more, plainly
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_plain_decodes_the_same_prompt(make: Any, plain_tokens: list[int], config: str) -> None:
-    llm = make(config)
-    result = llm.generate(PROMPT, PARAMS)
-    plain = llm.plain(PARAMS)
-    assert plain.tokens == plain_tokens and plain.config == "plain"
-    assert (plain.timings.draft_n, plain.rounds) == (0, 60)
-    assert llm.last_result == result
-    assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
-
-
-def test_plain_draws_by_its_own_params(make: Any) -> None:
-    hot = SamplingParams(temperature=1.3, top_k=20, max_tokens=40, seed=5)
-    expected = make("plain").generate(PROMPT, hot).tokens
-    llm = make("retrieval")
-    llm.generate(PROMPT, PARAMS)
-    assert llm.plain(hot).tokens == expected
-    assert llm.plain(PARAMS).tokens == make("plain").generate(PROMPT, PARAMS).tokens
 
 
 # --- results
@@ -745,10 +706,10 @@ def test_close_gives_everything_back(target: PreTrainedModel, draft: PreTrainedM
     before = set(threading.enumerate())
     llm = LLM.from_models(target, draft, config="triforce", overrides=SIZES)
     llm.generate(PROMPT, PARAMS)
-    assert llm._engine.store.reserved_bytes > 0
+    assert llm.engine.store.reserved_bytes > 0
     llm.close()
     llm.close()
-    assert llm._engine.store.reserved_bytes == llm._engine.store.used_bytes == 0
+    assert llm.engine.store.reserved_bytes == llm.engine.store.used_bytes == 0
     assert set(threading.enumerate()) == before
 
 
@@ -760,15 +721,14 @@ def test_a_stream_that_outlives_its_llm_says_so(make: Any, plain_tokens: list[in
     llm.close()
     with pytest.raises(UsageError, match="this LLM is closed: make a new one"):
         tokens += (event.token for event in stream)
-    assert list(stream) == [] and llm.last_result.finish_reason == "interrupted"
-    assert tokens == plain_tokens[: len(tokens)] == llm.last_result.tokens
+    assert list(stream) == [] and stream.result.finish_reason == "interrupted"
+    assert tokens == plain_tokens[: len(tokens)] == stream.result.tokens
 
 
 def test_use_after_close(target: PreTrainedModel) -> None:
     with pytest.raises(ZeroDivisionError), LLM.from_models(target, config="plain", overrides=SIZES) as llm:
-        result = llm.generate(PROMPT, PARAMS)
+        llm.generate(PROMPT, PARAMS)
         raise ZeroDivisionError
-    for use in (llm.generate, llm.stream, lambda prompt: llm.plain()):
+    for use in (llm.generate, llm.stream, llm.read):
         with pytest.raises(UsageError, match="closed: make a new one"):
             use(PROMPT)
-    assert llm.last_result == result

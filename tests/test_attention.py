@@ -35,9 +35,9 @@ from offload_rt.attention.backends import (
 )
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, seen
-from offload_rt.caches.held import HeldTokens
+from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.openmp import WAIT_POLICY, wait_passively
-from offload_rt.verification import Tokens
+from offload_rt.rejection_sampling import Tokens
 
 DIM = 32
 SCALE = DIM**-0.5
@@ -142,7 +142,7 @@ def tree_mask(queries: int, seed: int, dtype: torch.dtype, device: torch.device)
     source = random.Random(seed)
     chain = source.randint(1, queries)
     parents = [source.randint(chain - 1, node - 1) for node in range(chain, queries)]
-    new = NewTokens.below(HeldTokens(), [*range(-1, chain - 1), *parents], [0] * queries)
+    new = NewTokens.below(SpeculativeTokens(), [*range(-1, chain - 1), *parents], [0] * queries)
     return new.mask(0, torch.empty(0, dtype=dtype, device=device))
 
 
@@ -370,7 +370,7 @@ def test_a_token_sees_its_ancestors(held: int, count: int, nearest: int) -> None
     """Parents are among the `nearest` tokens before a token, or its parent is the text."""
     source = random.Random(held + count + nearest)
     parents = [max(-1, token - source.randint(1, nearest)) for token in range(held + count)]
-    tokens = HeldTokens()
+    tokens = SpeculativeTokens()
     for parent in parents[:held]:
         tokens.add((Tokens([0]), 0), parent)
     new = NewTokens.below(tokens, parents[held:], [0] * count)

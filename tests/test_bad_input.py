@@ -159,7 +159,7 @@ TABLE = [
         "layers 'skip:30a': layer 30 does not exist in a model of 2 layers, 0 to 1",
     ),
     # Searches.
-    ("search-skips --trials 0", "'0' is not a whole number of at least 1"),
+    ("search-skips --minutes 0", "'0' is not a whole number of at least 1"),
     ("search-skips -n 0 -o F/new", "max-tokens 0 is out of range"),
     ("search-skips -o F", "is a folder; name a file in it"),
     ("search-skips -o F/empty.txt", "empty.txt: exists; name another file, or remove it"),

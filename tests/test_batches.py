@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, engine_overrides, passes_of
+from small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, again, engine_overrides, passes_of
 from small_engine import draft as draft  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, SamplingParams, rounds
+from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.model_drafter import ModelDrafter
-from offload_rt.engine import Engine
+from offload_rt.engine import decode
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.results import GenerationResult
-from offload_rt.session import Session
 
 PROMPTS = [PROMPT, byte_ids(70, start=500), byte_ids(1), byte_ids(37, start=900)]
 LENGTHS = (14, 6, 9, 12)
@@ -124,15 +125,15 @@ def test_a_member_that_fails_ends_alone(make: Any, cache: str, monkeypatch: pyte
     def broken(layer: int, *arguments: Any) -> torch.Tensor:
         raise MemoryError("no room for this text")
 
-    def breaking(engine: Engine, sessions: Sequence[Session]) -> list[Round | Exception]:
+    def breaking(engine: Engine, sequences: Sequence[TokenSequence]) -> list[Round | Exception]:
         nonlocal steps
         steps += 1
         if steps == 2:
-            drafter = sessions[0].verifier.drafter
+            drafter = sequences[0].verifier.drafter
             assert isinstance(drafter, ModelDrafter)
-            failing = sessions[0].full if cache == "full" else drafter.cache
+            failing = sequences[0].full if cache == "full" else drafter.cache
             monkeypatch.setattr(failing, "attend", broken)
-        return step(engine, sessions)
+        return step(engine, sequences)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", breaking)
@@ -149,7 +150,7 @@ def test_an_interrupt_ends_all_members(make: Any, monkeypatch: pytest.MonkeyPatc
     llm = make("retrieval")
     params = SamplingParams(max_tokens=12, seed=0)
     expected = llm.generate(PROMPTS, params)
-    calls, ahead = 0, rounds.draft_ahead
+    calls, ahead = 0, decode.draft_ahead
 
     def interrupted(*arguments: Any) -> Any:
         nonlocal calls
@@ -159,42 +160,39 @@ def test_an_interrupt_ends_all_members(make: Any, monkeypatch: pytest.MonkeyPatc
         return (yield from ahead(*arguments))
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "draft_ahead", interrupted)
+        patch.setattr(decode, "draft_ahead", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, params)
     assert [told(one) for one in llm.generate(PROMPTS, params)] == [told(one) for one in expected]
 
 
-def test_a_batch_gives_its_memory_back_and_that_of_the_text_before(make: Any) -> None:
+def test_a_batch_gives_its_memory_back(make: Any) -> None:
     llm, params = make("triforce"), SamplingParams(max_tokens=3)
-    llm.generate(PROMPT, params)
-    llm.generate(PROMPTS, params)
-    assert llm._engine.store.used_bytes == 0
-    with pytest.raises(UsageError, match="nothing has been generated yet, but perhaps a batch"):
-        _ = llm.last_result
-    with pytest.raises(UsageError, match="there is no prompt to decode again"):
-        llm.plain(params)
+    with llm.read(PROMPT) as text:
+        used = llm.engine.store.used_bytes
+        llm.generate(PROMPTS, params)
+        assert llm.engine.store.used_bytes == used > 0 and text.tokens == PROMPT
+    assert llm.engine.store.used_bytes == 0
 
 
 def test_room_for_a_batch_is_room_for_the_sum_of_its_texts(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM.from_models(target, config="plain") as llm:
-        kept = llm.generate(PROMPT, SamplingParams(max_tokens=3))
-        token_bytes = llm._engine.store.layout.token_bytes + llm._engine.target.hidden_size * 4
+    with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
+        token_bytes = llm.engine.store.layout.token_bytes + llm.engine.target.hidden_size * 4
         sizes = [(40, 10), (2, 8)]
-        monkeypatch.setattr("offload_rt.engine.available_memory", lambda: 60 * token_bytes)
+        monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 60 * token_bytes)
         texts, params = (
             [byte_ids(length) for length, _ in sizes],
             [SamplingParams(max_tokens=n) for _, n in sizes],
         )
         assert [len(one.tokens) for one in llm.generate(texts, params)] == [10, 8]
-        kept = llm.generate(PROMPT[:30], SamplingParams(max_tokens=3))
-        taken = llm._engine.store.reserved_bytes
-        monkeypatch.setattr("offload_rt.engine.available_memory", lambda: -taken)
-        with pytest.raises(UsageError, match="KV of 60 tokens .* of all texts together fit"):
-            llm.generate(texts, params)
-        assert llm.last_result == kept, "refused, a batch leaves the text before"
+        kept = llm.read(PROMPT[:30], 3)
+        expected = again(kept, SamplingParams(max_tokens=3)).tokens
+        monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
+        with pytest.raises(UsageError, match="KV of 420 tokens .* of all texts together fit"):
+            llm.generate([byte_ids(400), texts[1]], params)
+        assert again(kept, SamplingParams(max_tokens=3)).tokens == expected, "it leaves the text before"
 
 
 def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None:

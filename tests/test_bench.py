@@ -24,13 +24,13 @@ import bench.attention
 from bench import acceptance, inputs, machine, needles, report, studies, texts
 from bench.attention import CPU, AttentionCase, exact, measure
 from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
-from bench.texts import session_over
+from bench.texts import sequence_over
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams, native
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel
-from offload_rt.session import Session
+from offload_rt.model.runner import CausalModel
 from offload_rt.toml import load_config
 
 SMALL: dict[str, object] = {
@@ -74,17 +74,17 @@ def text(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def reading(target: PreTrainedModel, tokens: Sequence[int], room: int = 0) -> Iterator[Session]:
-    """A session that has read `tokens`, for any small cache."""
+def reading(target: PreTrainedModel, tokens: Sequence[int], room: int = 0) -> Iterator[TokenSequence]:
+    """A sequence that has read `tokens`, for any small cache."""
     config = load_config("retrieval", SMALL)
-    with session_over(CausalModel(target, "tiny"), config, tokens, room) as session:
-        session.prefill()
-        yield session
+    with sequence_over(CausalModel(target, "tiny"), config, tokens, room) as sequence:
+        sequence.prefill()
+        yield sequence
 
 
 @pytest.fixture
 def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the search for cycles behind every session, which takes longer than a tiny model does."""
+    """Without the search for cycles behind every sequence, which takes longer than a tiny model does."""
     monkeypatch.setattr(texts.gc, "collect", lambda: 0)
 
 
@@ -314,8 +314,8 @@ def test_a_loss_needs_no_text_behind_the_context(pair: tuple[str, str], text: Pa
 @pytest.mark.parametrize("length", [LONGROPE_BORDER, LONGROPE_BORDER + 1])
 def test_a_loss_is_told_of_the_rotation_of_a_text_of_this_length(length: int) -> None:
     target, tokens = tiny_target("phi3", seed=3), byte_ids(length)
-    with session_over(CausalModel(target, "tiny"), load_config("plain"), tokens) as session:
-        found = token_losses(session)
+    with sequence_over(CausalModel(target, "tiny"), load_config("plain"), tokens) as sequence:
+        found = token_losses(sequence)
     torch.testing.assert_close(found, transformers_losses(target, tokens), atol=1e-4, rtol=1e-4)
 
 
@@ -363,20 +363,20 @@ def test_recall_is_the_share_of_right_tokens(target: PreTrainedModel) -> None:
     right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
     asked = 2 * (needles.PASSAGE - needles.CUE)
     expected = [(right[0] + right[1]) / asked, (right[2] + right[3]) / asked]
-    with reading(target, prompt) as session:
-        assert needles.recall(session, passages, each=2) == pytest.approx(expected)
-        assert session.full.verified_length == 400
+    with reading(target, prompt) as sequence:
+        assert needles.recall(sequence, passages, each=2) == pytest.approx(expected)
+        assert sequence.full.verified_length == 400
     assert expected[0] > 0
 
 
 def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel) -> None:
     text = byte_ids(240)
-    with reading(target, text[:200], room=40) as session:
+    with reading(target, text[:200], room=40) as sequence:
         for kind in acceptance.CACHES:
-            whole, some = (acceptance.acceptance(session, text[200:], kind, budget) for budget in (256, 48))
+            whole, some = (acceptance.acceptance(sequence, text[200:], kind, budget) for budget in (256, 48))
             assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
             assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
-        keys = torch.cat([head_major(keys) for keys, _ in session.full.sequence.views(1, 0, 240)], 1)
+        keys = torch.cat([head_major(keys) for keys, _ in sequence.full.sequence.views(1, 0, 240)], 1)
     cache = DynamicCache(config=target.config)
     target(torch.tensor([text]), past_key_values=cache)
     torch.testing.assert_close(keys, cache.layers[1].keys[0], atol=1e-4, rtol=1e-4)
@@ -404,8 +404,8 @@ def test_acceptance_of_exact_top_k_against_transformers() -> None:
         layer = model.model.layers[0](hidden, attention_mask=full, position_embeddings=rotation)
         small = model.lm_head(model.model.norm(layer))[0, context:].softmax(-1)
         expected = torch.minimum(small, out.logits[0, context:].softmax(-1)).sum(-1)
-    with reading(model, text[:context], room=8) as session:
-        found = acceptance.acceptance(session, text[context:], acceptance.TOP_K, budget)
+    with reading(model, text[:context], room=8) as sequence:
+        found = acceptance.acceptance(sequence, text[context:], acceptance.TOP_K, budget)
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
     assert float(expected.mean()) < 0.99
 
@@ -421,10 +421,10 @@ def test_caches_are_refreshed_as_their_policy_says(
 
     monkeypatch.setattr(RetrievedCache, "fill", counted)
     text = byte_ids(512 + 256)
-    with reading(target, text[:512], room=256) as session:
+    with reading(target, text[:512], room=256) as sequence:
         refreshes.clear()
         for kind in (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE):
-            acceptance.acceptance(session, text[512:], kind, 256)
+            acceptance.acceptance(sequence, text[512:], kind, 256)
     # Once for the first round, then whenever it is due and read again.
     assert refreshes.count("every") == 256 // acceptance.ROUND
     assert refreshes.count("stride:128") == 256 // acceptance.STRIDE

@@ -41,10 +41,10 @@ from bench.systems import ours
 from cpu_kv import PacedLink
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
-from offload_rt.graphs import CudaCapture, GraphedModel
-from offload_rt.loading import load_model
 from offload_rt.machine import doctor
 from offload_rt.machine.hardware import Hardware, named_hardware
+from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
+from offload_rt.model.loading import load_model
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -204,7 +204,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(gpu_engine_checks, "usable_hardware", usable)
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
-    monkeypatch.setattr("offload_rt.engine.usable_hardware", usable)
+    monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
     monkeypatch.setattr(gpu_checks.triton_kernels, "check", lambda home: None)
     schedule, GPUS.schedule = GPUS.schedule, "late"
@@ -242,7 +242,7 @@ def test_all_checks_run_in_their_order(device: None, tmp_path: Path, monkeypatch
     assert by_name["cpu-share"]["cpu_tokens"] == 48
     assert by_name["graphs"]["calls_a_round"]["cudaGraphLaunch"] > 1
     assert by_name["two-gpus"]["equal_tokens"] == by_name["two-gpus"]["tokens"] == TINY.new_tokens
-    assert by_name["two-gpus"]["other_cards_tokens"] > 0
+    assert by_name["two-gpus"]["other_gpus_tokens"] > 0
 
 
 @pytest.mark.gpu

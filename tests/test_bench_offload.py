@@ -47,10 +47,10 @@ from bench.systems import Setup
 from cpu_kv import CudaLink, KVLayout, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.link import CopyRecord
 from offload_rt.config import Config
+from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.errors import UsageError
-from offload_rt.graphs import GraphedModel
 from offload_rt.machine.hardware import named_hardware
-from offload_rt.pace import Pace, RoundTimes
+from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.timeline import Span
 from offload_rt.toml import load_config
 
@@ -339,7 +339,7 @@ def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
 @pytest.fixture
 def endless_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every pass took long enough to draft for all outcomes."""
-    monkeypatch.setattr(Pace, "over", lambda *_: False)
+    monkeypatch.setattr(SpeculationController, "over", lambda *_: False)
 
 
 def decoded(acceptance: float, ahead: int, tokens: int) -> Sequence[RoundTimes]:
@@ -457,7 +457,7 @@ def test_a_run_writes_complete_rows(measured: dict[str, Any]) -> None:
             found = row["rounds"]
             assert found["resident_tokens"] == found["cpu_tokens"] == (32 if one["place"] == "both" else 0)
             assert found["streamed_tokens"] == {"both": 80, "over two links": 64}.get(one["place"], 144)
-            assert found.get("other_cards_tokens") == (80 if one["cards"] else None), "full pages"
+            assert found.get("other_gpus_tokens") == (80 if one["cards"] else None), "full pages"
             assert found["stream_ms"] == pytest.approx(one["bound_ms"] * found["streamed_tokens"] / 160)
             assert row["first_difference"] is None and row["prefill_ms"] > 0
             assert 0 < found["link_use"] <= 1 and found["pass_over_bound"] > 0

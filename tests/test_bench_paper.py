@@ -14,7 +14,7 @@ import bench.__main__ as command_line
 from bench import paper
 from bench.paper import PAPER, Sizes, acceptance_of, expected_of
 from offload_rt.drafting.datastore import build
-from offload_rt.expectations import LATER_CHOICES, expected_speedup
+from offload_rt.drafting.expectations import LATER_CHOICES, expected_speedup
 
 SHAPES = ("chain@2", "chain@6", "sequences:2@6", "grown:24@6")
 GROWN = ("grown:10",)

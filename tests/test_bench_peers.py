@@ -17,7 +17,7 @@ from bench import inputs, report, runner, side_by_side
 from bench.cases import CASES
 from bench.runner import Job, Row, SystemFailed, Worker
 from bench.systems import Setup
-from offload_rt.loading import demo_model, load_tokenizer
+from offload_rt.model.loading import demo_model, load_tokenizer
 from offload_rt.text import encode
 
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}

@@ -6,8 +6,10 @@ A token is a random key, value and query for each layer; rotation is applied her
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,13 +25,13 @@ from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.refill import ChunkRows
+from offload_rt.caches.refill import ChosenChunks, ChunkRows, Extent, RetrievedRefill
 from offload_rt.caches.retrieved import Refresh, RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import RefreshPolicy
-from offload_rt.prefill import PromptAttention
+from offload_rt.engine.prefill import PromptAttention
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 8
 SCALE = 0.5
@@ -320,7 +322,7 @@ def read_prompt(cache: FullCache, plain: PlainFull, tokens: list[Token]) -> Tens
             prompt.begin(kv_alone=True)
             prompt.attend(layer, queries[layer].float(), plain.keys[layer], plain.values[layer], SCALE)
             last.append(prompt.last_queries)
-        cache.finish_prefill(len(tokens), torch.stack(last))
+        cache.finish_read(torch.stack(last))
     return queries
 
 
@@ -683,6 +685,49 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
             if retrieved.refresh.count > before:
                 found.append(number)
         assert found == refreshed
+
+
+def test_a_cache_chooses_in_one_thread_that_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, threads, now = Source(0), list[threading.Thread](), MeanKeyScores.now
+
+    def noted(selection: MeanKeyScores, queries: Tensor, scale: float) -> Callable[[int], Tensor]:
+        scores = now(selection, queries, scale)
+        return lambda layer: (threads.append(threading.current_thread()), scores(layer))[1]
+
+    monkeypatch.setattr(MeanKeyScores, "now", noted)
+    with full_cache(CpuLink(), 2, chunk=4) as cache:
+        queries = read_prompt(cache, PlainFull(), source.tokens(60))
+        caches = [retrieved_cache(cache, (40, 4, 4), "every") for _ in range(2)]
+        for retrieved in (caches[0], caches[0], caches[1]):
+            retrieved.fill(queries[:, :, -1:])
+        first, *_, other = threads
+        assert threads == 2 * LAYERS * [first] + LAYERS * [other] and first != other
+        caches[0].release()
+        assert not first.is_alive() and other.is_alive() and first != threading.current_thread()
+        caches[1].release()
+        assert not other.is_alive()
+
+
+def test_a_refresh_that_is_given_up_chooses_for_no_further_layer() -> None:
+    """`close` waits for the layer that is being chosen; the thread goes on to serve others."""
+    choosing, go_on, layers = threading.Event(), threading.Event(), list[int]()
+
+    def slow(layer: int) -> ChosenChunks:
+        layers.append(layer)
+        choosing.set()
+        assert go_on.wait(10)
+        return ChosenChunks.of(torch.zeros(3, 0, dtype=torch.long), torch.device("cpu"))
+
+    with full_cache(CpuLink(), 2, chunk=4) as cache, ThreadPoolExecutor(max_workers=1) as executor:
+        buffer, extent = BufferPool().take(LAYOUT, 40, torch.device("cpu")), Extent(40, 0, 0, 0, 0)
+        refill = RetrievedRefill(cache.engine, 4, extent, slow, buffer, executor)
+        assert choosing.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        for _ in range(2):
+            refill.close()
+            assert go_on.is_set()
+        assert executor.submit(lambda: "served").result(10) == "served"
+        assert layers == [0]
 
 
 @pytest.mark.parametrize(("chunk", "between", "heads_apart"), [(4, 24, 8), (4, 22, 10), (6, 20, 9)])

@@ -21,13 +21,14 @@ import torch
 
 import bench.__main__
 from cpu_kv import CopyFailed, PacedLink
-from offload_rt import cli, loading
+from offload_rt import cli
 from offload_rt.commands import console as console_module
 from offload_rt.commands import demo, generate
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import run_program
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
+from offload_rt.model import loading
 
 WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
 TEXT = "".join(WORDS)

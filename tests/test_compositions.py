@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from small_engine import LINKS, PROMPT, engine_overrides, passes_of
+from small_engine import LINKS, PROMPT, again, engine_overrides, passes_of
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
@@ -14,9 +14,9 @@ from tiny_models import noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.engine.controller import RoundTimes
 from offload_rt.errors import UsageError
-from offload_rt.layers import LayerPlan
-from offload_rt.pace import RoundTimes
+from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.results import GenerationResult
 
 PARAMS = SamplingParams(max_tokens=16)
@@ -39,9 +39,9 @@ def run(
     overrides = engine_overrides(ahead=2) | {"speculation.gamma1": 2, "speculation.gamma2": DEPTH, **sizes}
     options: dict[str, Any] = {"overrides": overrides | {"speculation.levels": levels}, "link": LINKS[link]()}
     with LLM.from_models(target, draft, config="retrieval", **options) as llm:
-        result = llm.generate(PROMPT, params)
-        assert llm._kept.session is not None
-        return result, llm._kept.session.rounds
+        result = llm.read(PROMPT, params.max_tokens).generate((), params)
+        (sequence,) = llm.engine._sequences
+        return result, sequence.rounds
 
 
 LEVELS: dict[str, Callable[[str], Tables]] = {
@@ -87,7 +87,8 @@ def test_embeddings_of_one_tokenizer_may_be_padded_otherwise(
     params = SamplingParams(temperature, max_tokens=16, seed=3)
     overrides = engine_overrides()
     with LLM.from_models(target, draft, config="naive", overrides=overrides) as llm:
-        result, plain = llm.generate(prompt, params), llm.plain(params)
+        text = llm.read(prompt)
+        result, plain = again(text, params), again(text, params, "plain")
     assert result.levels[0].accepted > 0
     assert temperature or result.tokens == plain.tokens
 

@@ -302,7 +302,7 @@ def test_a_refresh_policy_is_written_as_it_is_read(text: str) -> None:
 
 def test_a_wheel_holds_the_packages_with_their_data_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    for name in ("bench", "configs", "cpu_kv", "offload_rt"):
+    for name in ("bench", "configs", "cpu_kv", "offload_rt", "tools"):
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )

@@ -16,11 +16,11 @@ from machine_cases import tiny as tiny  # a fixture
 
 from offload_rt import cli
 from offload_rt.commands.doctor import table
-from offload_rt.devices import CACHE_FOLDER
 from offload_rt.errors import UsageError
 from offload_rt.machine import advice, doctor
 from offload_rt.machine.doctor import Report, inspect
 from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.memory import CACHE_FOLDER
 
 
 def become(monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]) -> None:

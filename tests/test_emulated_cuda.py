@@ -9,14 +9,15 @@ from contextlib import suppress
 import pytest
 import torch
 from emulated_gpu import CUDA, EMULATED, GPUS
-from small_engine import PROMPT
+from small_engine import PROMPT, again
 from test_streaming_engine import small_llm
 
 from cpu_kv import CopyFailed
 from cpu_kv.cuda_link import _CudaEvent
 from cpu_kv.mapped import MappedBuffer
-from offload_rt import SamplingParams, passes
-from offload_rt.model import NotANumber
+from offload_rt import SamplingParams
+from offload_rt.model import scheduler
+from offload_rt.model.runner import NotANumber
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,15 +155,16 @@ def test_a_wait_that_is_missing_changes_what_is_written(
     with (
         suppress(NotANumber, CopyFailed, IndexError),  # of a token that is garbage
         small_llm(CUDA, "retrieval", resident_tokens=32, cpu_tokens=48) as llm,
+        llm.read(PROMPT, 12) as text,
         monkeypatch.context() as without,
     ):
-        expected = llm.generate(PROMPT, params).tokens
-        assert llm.rerun(params).tokens == expected
+        expected = again(text, params).tokens
+        assert again(text, params).tokens == expected
         if missing == "copies":
             without.setattr(_CudaEvent, "wait", lambda event: None)
         elif missing == "compute":
-            without.setattr(passes, "_finish_compute", lambda caches: None)
+            without.setattr(scheduler, "_finish_compute", lambda caches: None)
         else:
             without.setattr(MappedBuffer, "mark_used", lambda buffer: None)
-        found = llm.rerun(params).tokens
+        found = again(text, params).tokens
     assert expected and found != expected

@@ -36,11 +36,11 @@ from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.layers import LayerPlan
-from offload_rt.passes import run_alone
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.scheduler import run_alone
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.sampling import Draws, Sampler
 from offload_rt.trees import ROOT, Tree, forest
-from offload_rt.verification import Draft, Tokens
 
 TOLERANCE = 1e-6
 PROMPT = [1, 3, 0, 2, 4, 1, 3]

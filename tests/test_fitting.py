@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PAGE, PARAMS, PROMPT, SIZES, engine_overrides
+from small_engine import PAGE, PARAMS, PROMPT, SIZES, again, engine_overrides
 from small_engine import target as target  # a fixture
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, engine
+from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.tiers import GpuTier, Tiers
-from offload_rt.engine import Engine
+from offload_rt.engine import engine
+from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
 from offload_rt.machine.doctor import usable_hardware
@@ -43,7 +44,7 @@ def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int,
     found = planned(from_config(target.config, torch.float32, "tiny"), config, prompt, new)
     with LLM.from_models(target, config=config, link=PacedLink(1e9)) as llm:
         stream = llm.stream(byte_ids(prompt), SamplingParams(max_tokens=new))
-        assert llm._engine.store.reserved_bytes == pytest.approx(found.host["kv"], rel=0.02)
+        assert llm.engine.store.reserved_bytes == pytest.approx(found.host["kv"], rel=0.02)
         stream.close()
 
 
@@ -82,7 +83,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine, "ranked", of_a_large_one)
     target = tiny_target("llama-gqa")
     with LLM.from_models(target, config="retrieval", link=PacedLink(1e9)) as llm:
-        subject = llm._engine
+        subject = llm.engine
         (given,) = subject.configs
         config, shares = subject._plan(1000, 24)
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
@@ -117,7 +118,7 @@ def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest
     overrides = engine_overrides(resident_tokens=PAGE) | {"store.segment_bytes": 8192, "prefill.chunk": 64}
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9)]}
     with LLM.from_models(target, config="plain", overrides=overrides, **links) as llm:
-        config, shares = llm._engine._plan(60 * PAGE + 5, 24, texts)
+        config, shares = llm.engine._plan(60 * PAGE + 5, 24, texts)
         (card,) = shares.gpus
         assert (shares.resident_tokens, shares.cpu_tokens) == (PAGE, 0)
         ring = config.store.ring_buffers * 32 // shape.layers
@@ -130,8 +131,8 @@ def test_links_of_no_known_rate_share_evenly() -> None:
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9), PacedLink(1e9)]}
     overrides = engine_overrides(resident_tokens=32, cpu_tokens=16)
     with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=overrides, **links) as llm:
-        assert llm._engine._plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2)
-        assert llm._engine._plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2)
+        assert llm.engine._plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2)
+        assert llm.engine._plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2)
     with pytest.raises(UsageError, match="attends KV where it lies"):
         LLM.from_models(tiny_target("llama-gqa"), config="plain", other_links=[PacedLink(1e9)])
 
@@ -146,11 +147,11 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine, "ranked", decided)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
-        llm.generate(PROMPT, PARAMS)
-        for again in (lambda: None, lambda: llm.rerun(PARAMS), lambda: llm.rerun(PARAMS, "retrieval")):
-            again()
-            assert llm._kept.session is not None
-            (cache,) = llm._kept.session.full.derived
+        text = llm.read(PROMPT)
+        for config in (None, "retrieval", None):
+            again(text, config=config)
+            (sequence,) = llm.engine._sequences
+            (cache,) = sequence.full.derived
             assert isinstance(cache, RetrievedCache) and cache._from_stream == (place == "stream")
 
 
@@ -161,7 +162,7 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
     free, told = reserve + 1500 * 2**10, list[tuple[int, int]]()
 
     def hardware(device: torch.device, loaded: int, on_progress: object, cards: object) -> Hardware:
-        taken = sum(session.full.resident_bytes for session in subject._sessions)
+        taken = sum(sequence.full.resident_bytes for sequence in subject._sequences)
         card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=loaded + free - taken)
         return replace(named_hardware("rtx4090"), gpus=(card,))
 
@@ -178,7 +179,7 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
     target = tiny_target("llama-gqa")
     sizes = engine_overrides() | {"prefill.chunk": 64}
     with LLM.from_models(target, config="plain", overrides=sizes, link=PacedLink(1e9)) as llm:
-        subject = llm._engine
+        subject = llm.engine
         token_bytes, weights = subject.store.layout.token_bytes, subject.target.weight_bytes
         prompts = [byte_ids(900), byte_ids(40), byte_ids(800)]
         found = llm.generate(prompts, SamplingParams(max_tokens=3, seed=1))
@@ -194,7 +195,7 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
         assert residents[-1] == 800 and alone.tokens == found[2].tokens
 
 
-def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_continuation_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Engine._plan
 
     def smaller(subject: Engine, *arguments: Any) -> Any:
@@ -203,9 +204,9 @@ def test_a_rerun_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: p
 
     monkeypatch.setattr(Engine, "_plan", smaller)
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:
-        llm.generate(PROMPT, PARAMS)
-        llm.plain(PARAMS)
-        llm.rerun(PARAMS)
-        assert llm._kept.session is not None
-        (derived,) = llm._kept.session.full.derived
+        text = llm.read(PROMPT)
+        for config in (None, "plain", None):
+            again(text, config=config)
+        (sequence,) = llm.engine._sequences
+        (derived,) = sequence.full.derived
         assert isinstance(derived, RetrievedCache) and derived.budget == 48

@@ -21,11 +21,11 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.graphs import CudaCapture, GraphedModel
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output, Part
-from offload_rt.verification import Tokens
+from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.runner import CausalModel
+from offload_rt.rejection_sampling import Tokens
 
 PAGES = 5
 SINKS, WINDOW = 2, 14
@@ -429,7 +429,7 @@ SMALL = {
 @pytest.mark.parametrize("config", ["naive", "streaming", "retrieval", "triforce"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_decoding_with_graphs(config: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.engine.choose_backend", lambda device: TorchCpuBackend())
+    monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
     target = tiny_target("llama-gqa")
     found = []
@@ -449,7 +449,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
 ) -> None:
     """For both buffers of a retrieved cache, and for all texts that follow: no capture holds up a round."""
     capture = RecordingCapture()
-    monkeypatch.setattr("offload_rt.engine.choose_backend", lambda device: TorchCpuBackend())
+    monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
     monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
     monkeypatch.setattr(GraphedModel, "RARE", 6)  # as often a draft may go on from another's outcome
     target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=40)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
 from safetensors.torch import load_file, save_file
-from small_engine import LINKS, PARAMS, PROMPT, engine_overrides
+from small_engine import LINKS, PARAMS, PROMPT, again, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, cli
 from offload_rt.caches.base import NewTokens
-from offload_rt.demo import train_head
-from offload_rt.demo.windows import WindowSampler
 from offload_rt.drafting.base import HiddenState, Proposal, TokenView
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.errors import UsageError
-from offload_rt.heads import DEMO_HEAD, KIND, Head, load_head, save_head
-from offload_rt.loading import demo_model, load_model
-from offload_rt.model import CausalModel, NotANumber
-from offload_rt.parts import Part
-from offload_rt.passes import run_alone
+from offload_rt.model.draft_head import DEMO_HEAD, KIND, Head, load_head, save_head
+from offload_rt.model.loading import demo_model, load_model
+from offload_rt.model.parts import Part
+from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.scheduler import run_alone
 from offload_rt.sampling import GeneratorDraws, Sampler
+from tools.demo_training import train_head
+from tools.demo_training.windows import WindowSampler
 
 CPU = torch.device("cpu")
 
@@ -136,9 +136,10 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
     overrides = engine_overrides(ahead=2) | {"speculation.levels": levels, "head.path": str(file)}
     overrides |= {"retrieval.budget": 512}
     with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
-        tokens = llm.generate(PROMPT, PARAMS).tokens
-        assert tokens == plain_tokens and llm._kept.session is not None
-        rounds = [times for times in llm._kept.session.rounds if times.proposed]
+        tokens = llm.read(PROMPT).generate((), PARAMS).tokens
+        assert tokens == plain_tokens
+        (sequence,) = llm.engine._sequences
+        rounds = [times for times in sequence.rounds if times.proposed]
     assert all(times.accepted == times.proposed for times in rounds) == (len(levels) == 2)
     reference = CausalModel(target, "tiny")
     lags = []
@@ -177,18 +178,20 @@ def test_greedy_tokens_are_those_of_plain_decoding(
 ) -> None:
     overrides = engine_overrides(ahead=2) | {"speculation.levels": levels, "head.path": str(file)}
     with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
-        result = llm.generate(PROMPT, PARAMS)
+        text = llm.read(PROMPT)
+        result = again(text)
         assert result.tokens == plain_tokens
-        assert llm.rerun(PARAMS, "heads", overrides).tokens == plain_tokens
+        assert again(text, PARAMS, "heads", overrides).tokens == plain_tokens
     assert result.levels[0].name == "head" and result.levels[0].proposed > 0
 
 
 def test_the_demo_head_is_often_right() -> None:
-    text = "It was a cold evening, and the old man sat before the fire with his daughter. He had been to"
+    prompt = "It was a cold evening, and the old man sat before the fire with his daughter. He had been to"
     overrides: dict[str, object] = {"speculation.levels": ["head"], "speculation.gamma2": 4}
     with LLM(config="heads", overrides=overrides | {"speculation.step_down": False}) as llm:
-        result = llm.generate(text, SamplingParams(max_tokens=64, ignore_eos=True))
-        assert llm.plain(SamplingParams(max_tokens=64, ignore_eos=True)).tokens == result.tokens
+        text, params = llm.read(prompt), SamplingParams(max_tokens=64, ignore_eos=True)
+        result = again(text, params)
+        assert again(text, params, "plain").tokens == result.tokens
     assert result.rounds < 36 and DEMO_HEAD.stat().st_size < 2 * 2**20
 
 
@@ -292,10 +295,11 @@ def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel
     with pytest.raises(UsageError, match=r"trained for demo, whose hidden states here are \[5, 256\]"):
         LLM.from_models(target, config="heads")
     with LLM.from_models(target, config="plain") as llm:
-        llm.generate(PROMPT, SamplingParams(max_tokens=4))
+        text, params = llm.read(PROMPT), SamplingParams(max_tokens=4)
+        expected = again(text, params).tokens
         with pytest.raises(UsageError, match="trained for demo"):
-            llm.rerun(PARAMS, "heads")
-        assert llm.plain(SamplingParams(max_tokens=4)).tokens == llm.last_result.tokens
+            text.generate((), PARAMS, "heads")
+        assert again(text, params).tokens == expected
 
 
 def test_nan_is_told() -> None:

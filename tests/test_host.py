@@ -13,10 +13,11 @@ import torch
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from offload_rt import LLM, SamplingParams, passes
+from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device, to_host
-from offload_rt.passes import run_alone
+from offload_rt.model import scheduler
+from offload_rt.model.scheduler import run_alone
 
 OVERRIDES = {
     "retrieval.budget": 64,
@@ -67,7 +68,7 @@ class Reads:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     found = Reads()
-    monkeypatch.setattr(passes, "to_host", found.to_host)
+    monkeypatch.setattr(scheduler, "to_host", found.to_host)
     for way in READS:
         monkeypatch.setattr(Tensor, way, found.watch(way))
     yield found
@@ -81,8 +82,8 @@ def test_the_host_waits_once_a_verified_step(config: str, temperature: float, re
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
     with LLM.from_models(target, noisy_copy(target), config=config, overrides=OVERRIDES) as llm:
         events = llm.stream(byte_ids(300), params)
-        (session,) = llm._engine._sessions
-        levels = session.verifier.levels
+        (sequence,) = llm.engine._sequences
+        levels = sequence.verifier.levels
         before = {level.name: (level.host_reads, level.passes) for level in levels}  # those of the prompt
         reads.others.clear()
         tokens = [event.token for event in events]
@@ -136,12 +137,12 @@ def test_drafting_waits_for_nothing_else_on_a_gpu(
         events = llm.stream(byte_ids(300), params)
         for _ in range(24):  # until what recurs is captured
             next(events)
-        (session,) = llm._engine._sessions
-        monkeypatch.setattr(passes, "to_host", allowed)
+        (sequence,) = llm.engine._sequences
+        monkeypatch.setattr(scheduler, "to_host", allowed)
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.inference_mode():
-                proposal = session.verifier.drafter.proposal(session.view, DraftShape(depth=5))
+                proposal = sequence.verifier.drafter.proposal(sequence.view, DraftShape(depth=5))
                 drafted = run_alone(proposal.complete())
         finally:
             torch.cuda.set_sync_debug_mode("default")

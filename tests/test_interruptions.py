@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from uneven_link import UnevenLink
 
 from cpu_kv import CopyFailed, Link, PacedLink
-from offload_rt import LLM, SamplingParams, rounds
+from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache, PassCancelled
 from offload_rt.caches.selection import chosen_chunks
-from offload_rt.errors import UsageError
-from offload_rt.passes import PassThread, Work
+from offload_rt.engine import decode
+from offload_rt.model.scheduler import PassThread, Work
 
 SHORT = SamplingParams(max_tokens=12)
 
@@ -71,7 +71,7 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
                 time.sleep(2e-3)  # the pass has begun
             raise KeyboardInterrupt
 
-    start, ahead, join = PassThread.start, rounds.draft_ahead, PassThread.join
+    start, ahead, join = PassThread.start, decode.draft_ahead, PassThread.join
 
     def started(thread: PassThread, *arguments: Any) -> Any:
         begun = start(thread, *arguments)
@@ -86,7 +86,7 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
 
     def joined(thread: PassThread) -> None:
         nonlocal joins
-        joins += 1
+        joins += calls >= 3
         if joins == 1:
             raise KeyboardInterrupt
         join(thread)
@@ -94,7 +94,7 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
     if place == "start":
         monkeypatch.setattr(PassThread, "start", started)
     else:
-        monkeypatch.setattr(rounds, "draft_ahead", drafting)
+        monkeypatch.setattr(decode, "draft_ahead", drafting)
     if place == "join":
         monkeypatch.setattr(PassThread, "join", joined)
     overrides, link = engine_overrides(ahead=2), PacedLink(1e9, latency_s=3e-3)
@@ -103,9 +103,9 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
         LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm,
     ):
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPT, PARAMS)
-        stands = llm.last_result
-        assert stands.finish_reason == "interrupted"
+            list(stream := llm.stream(PROMPT, PARAMS))
+        stands = stream.result
+        assert stands is not None and stands.finish_reason == "interrupted"
         assert 0 < len(stands.tokens) < PARAMS.max_tokens
         assert stands.tokens == plain_tokens[: len(stands.tokens)]
         assert llm.generate(PROMPT, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
@@ -123,7 +123,8 @@ def test_closing_in_the_middle_of_a_text(
     tokens = [next(stream).token for _ in range(3)]
     llm.close()
     stream.close()
-    assert tokens == plain_tokens[:3] and llm.last_result.finish_reason == "interrupted"
+    assert tokens == plain_tokens[:3] and stream.result is not None
+    assert stream.result.tokens == tokens and stream.result.finish_reason == "interrupted"
 
 
 # ------------------------------------------------------------------------------------- failed copies
@@ -169,13 +170,13 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         stream = llm.stream(PROMPT, PARAMS)
         for _ in range(PARAMS.max_tokens - 1):
             next(stream)
-        (session,) = llm._engine._sessions
-        session.engine.flush()
+        (sequence,) = llm.engine._sequences
+        sequence.engine.flush()
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
-        layout = llm._engine.store.layout
+        layout = llm.engine.store.layout
         shape = (layout.layers, 2, layout.kv_heads, 1, layout.head_dim)
-        session.engine.write_back(torch.zeros(shape, dtype=layout.dtype))
+        sequence.engine.write_back(torch.zeros(shape, dtype=layout.dtype))
         with pytest.raises(CopyFailed, match="cable was pulled"):
             llm.generate(PROMPT, PARAMS)
         link.failing = working
@@ -201,8 +202,8 @@ def test_a_text_given_up_while_chunks_are_chosen(
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         stream = llm.stream(PROMPT, PARAMS)
         next(stream)
-        (session,) = llm._engine._sessions
-        cancelled = threading.Thread(target=lambda: choosing.wait(10) and session.full.cancel())
+        (sequence,) = llm.engine._sequences
+        cancelled = threading.Thread(target=lambda: choosing.wait(10) and sequence.full.cancel())
         cancelled.start()
         with pytest.raises(PassCancelled):
             list(stream)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from machine_cases import HEALTHY
 
-from offload_rt import devices
 from offload_rt.machine import inventory
+from offload_rt.machine import memory as devices
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import Card, read_cards, read_versions
 

@@ -19,8 +19,8 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.selection import AttentionScores
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output, Part
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.runner import CausalModel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.costs import pass_cost
 from offload_rt.errors import UsageError
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
-from offload_rt.parts import Part
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Part
+from offload_rt.model.runner import CausalModel
 
 LAYERS = 6
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
+from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"

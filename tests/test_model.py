@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from small_engine import again
 from tiny_models import (
     ARCHITECTURES,
     byte_ids,
@@ -23,12 +25,12 @@ from transformers import LlamaModel, PreTrainedModel
 from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import TorchCpuBackend
-from offload_rt.attention_hook import ATTENTION_NAME, attention_through
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel, NotANumber
-from offload_rt.parts import Part
+from offload_rt.model.attention_hook import ATTENTION_NAME
+from offload_rt.model.parts import Part
+from offload_rt.model.runner import CausalModel, NotANumber
 
 SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
@@ -227,8 +229,9 @@ def test_a_model_may_draft_for_itself() -> None:
     target = tiny_target("llama").train()
     prompt = byte_ids(10)
     with LLM.from_models(target, target, config="naive", overrides={"speculation.step_down": False}) as llm:
-        result = llm.generate(prompt, SHORT)
-        assert result.tokens == llm.plain(SHORT).tokens
+        with llm.read(prompt) as text:
+            result, plain = again(text, SHORT), again(text, SHORT, "plain")
+        assert result.tokens == plain.tokens
     assert result.timings.draft_n_accepted == result.timings.draft_n > 0
     assert target.config._attn_implementation == "sdpa" and target.training
 
@@ -373,9 +376,53 @@ def test_a_text_that_fails_in_a_pass_fails_alone(failing: int, layer: int) -> No
 def test_a_second_runner_is_made_while_another_thread_is_in_a_pass() -> None:
     module = tiny_target("llama-gqa")
     first = CausalModel(module, "tiny")
-    with attention_through(module, ATTENTION_NAME):
-        second = CausalModel(module, "tiny")
-    assert second.layers == first.layers
-    other = tiny_target("llama-gqa")
-    with attention_through(other, ATTENTION_NAME), pytest.raises(UsageError, match="tiny"):
-        CausalModel(other, "tiny")  # which nobody has checked: its own attention cannot be had
+    part, made = part_of(first, *PARTS[0]), list[CausalModel]()
+    expected = first.forward([part])[0].logits
+
+    def make(*_: object) -> None:
+        hook.remove()
+        thread = threading.Thread(target=lambda: made.append(CausalModel(module, "tiny")))
+        thread.start()
+        thread.join()
+
+    hook = module.model.layers[0].register_forward_hook(make)
+    found = first.forward([part_of(first, *PARTS[0])])[0].logits
+    assert torch.equal(found, expected)
+    assert torch.equal(made[0].forward([part_of(made[0], *PARTS[0])])[0].logits, expected)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_runner_of_a_model_leaves_it_as_it_was_given(attention: str, first: int) -> None:
+    module = tiny_target("llama").train()
+    module.set_attn_implementation(attention)
+    runners = [CausalModel(module, "tiny") for _ in range(2)]
+    expected = runners[0].probe()
+    for _ in range(2):
+        runners[first].restore()  # the second time in vain
+        assert module.config._attn_implementation == ATTENTION_NAME and not module.training
+    assert torch.equal(runners[1 - first].probe(), expected)
+    runners[1 - first].restore()
+    assert module.config._attn_implementation == attention and module.training
+    with pytest.raises(UsageError, match=f"tiny: its attention was changed to '{attention}' while"):
+        runners[0].probe()
+
+
+def test_a_model_generates_by_itself_while_it_is_open() -> None:
+    """Beside our passes, and of several padded texts, for which transformers makes masks."""
+    model = tiny_target("llama-gqa")
+    padded = torch.tensor([byte_ids(20), [0] * 8 + byte_ids(12)])
+    given = {"input_ids": padded, "attention_mask": (torch.arange(20) >= torch.tensor([[0], [8]])).long()}
+
+    def generated() -> tuple[list[int], list[list[int]]]:
+        several = model.generate(**given, max_new_tokens=10, do_sample=False, eos_token_id=None)
+        return transformers_greedy(model, byte_ids(50), 10), several.tolist()
+
+    expected = generated()
+    with LLM.from_models(model, config="retrieval", overrides=SMALL) as llm:
+        ours = llm.generate(byte_ids(90), SHORT).tokens
+        stream = llm.stream(byte_ids(90), SHORT)
+        next(stream)
+        assert generated() == expected
+        assert [ours[0], *(event.token for event in stream)] == ours
+    assert generated() == expected

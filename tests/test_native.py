@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload_rt import native
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
-from offload_rt.devices import CACHE_FOLDER, cache_folder
+from offload_rt.machine.memory import CACHE_FOLDER, cache_folder
 
 PROCESSORS = {
     "native": (),
@@ -46,7 +46,7 @@ def built() -> dict[str, Path]:
     flags, build = processor_flags(), native._fingerprint(compiler)
     runs = [p for p, needed in PROCESSORS.items() if p == "native" or (flags and flags.issuperset(needed))]
     paths = {processor: cache_folder() / f"test-{build}-{processor}.so" for processor in runs}
-    missing = [processor for processor, path in paths.items() if not native._whole(path)]
+    missing = [processor for processor, path in paths.items() if not path.exists()]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda processor: native._build(compiler, paths[processor], processor), missing))
     return paths
@@ -365,20 +365,34 @@ def test_is_switched_off_by_the_environment(unbuilt: Path, monkeypatch: pytest.M
     assert native.load_kernel() is None
 
 
-def test_is_built_once_and_a_damaged_build_again(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_built_once(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.load_kernel() is None:
         pytest.skip("no C++ compiler here")
-    (path,) = unbuilt.iterdir()
-    whole, builds, build = path.read_bytes(), list[Path](), native._build
-    monkeypatch.setattr(native, "_build", lambda compiler, to: (builds.append(to), build(compiler, to)))
-    for left in (len(whole), 0, len(whole) // 2, len(whole) - 1):
-        path.unlink()  # it is loaded: another file takes its place
-        path.write_bytes(whole[:left])
+    (path,) = unbuilt.iterdir()  # nothing else is left
+    native.load_kernel.cache_clear()
+    monkeypatch.setattr(native, "_build", lambda *given: pytest.fail("built again"))
+    kernel = native.load_kernel()
+    assert kernel is not None and kernel.lanes == 16
+    assert list(unbuilt.iterdir()) == [path]
+
+
+def test_a_build_appears_whole_or_not_at_all(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler writes where nobody looks, and what it leaves when it fails is removed."""
+    real = os.environ.get("CXX") or shutil.which("g++")
+    if real is None:
+        pytest.skip("no C++ compiler here")
+    compiler, log = unbuilt.parent / "compiler", unbuilt.parent / "log"
+    for status in (1, 0):
+        script = f"""#!/bin/sh
+            [ "$1" = --version ] && exec {real} --version
+            {real} "$@"; ls {unbuilt} >> {log}; exit {status}"""
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
         native.load_kernel.cache_clear()
-        kernel = native.load_kernel()
-        assert kernel is not None and kernel.lanes == 16 and native._whole(path)
-        assert builds == ([] if left == len(whole) else [path])
-        builds.clear()
+        assert (native.load_kernel() is None) == bool(status)
+        assert len(list(unbuilt.glob("*.so"))) == 1 - status and len(list(unbuilt.iterdir())) == 1 - status
+    assert ".so" not in log.read_text(), "seen by another process while it was built"
 
 
 def test_another_source_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, engine_overrides, pass_running
+from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, again, engine_overrides, pass_running
 from small_engine import draft as draft  # a fixture
 from small_engine import plain_tokens as plain_tokens
 from small_engine import target as target
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from uneven_link import LateLink, UnevenLink
 
-import offload_rt.engine
+import offload_rt.engine.engine
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
@@ -31,12 +31,12 @@ from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.drafting.base import Round
+from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN
-from offload_rt.engine import Engine
+from offload_rt.engine.controller import RunningAcceptance, SpeculationController, StepDown
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.expectations import SAME_MODEL_ACCEPTANCE
-from offload_rt.pace import Pace, RunningAcceptance, StepDown
-from offload_rt.session import Session
 
 SHORT = SamplingParams(max_tokens=24)
 
@@ -80,8 +80,9 @@ def test_every_schedule_yields_the_tokens_of_plain_decoding(
     }
     link = UnevenLink(seed, delay)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
-        assert llm.generate(PROMPT, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
-        assert llm.plain(SHORT).tokens == plain_tokens[: SHORT.max_tokens]
+        text = llm.read(PROMPT)
+        assert again(text, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
+        assert again(text, SHORT, "plain").tokens == plain_tokens[: SHORT.max_tokens]
 
 
 @pytest.mark.parametrize("shares", [(0, 0), (32, 0), (0, 48), (32, 48)])
@@ -145,7 +146,7 @@ def test_plain_decoding_never_pays_for_a_refresh(
         build(cache, queries)
 
     monkeypatch.setattr(RetrievedCache, "fill", counted)
-    monkeypatch.setattr(Pace, "shape", lambda pace, room: CHAIN)
+    monkeypatch.setattr(SpeculationController, "shape", lambda pace, room: CHAIN)
     for ahead in (0, 2):
         built.clear()
         overrides = engine_overrides(ahead=ahead)
@@ -175,18 +176,18 @@ def test_no_cache_is_built_while_a_pass_runs(
 
 def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = RunningAcceptance(SAME_MODEL_ACCEPTANCE)
-    extend = Session.extend
+    extend = TokenSequence.extend
 
-    def noted(session: Session, round: Round, *arguments: Any) -> None:
+    def noted(sequence: TokenSequence, round: Round, *arguments: Any) -> None:
         seen.observe([(round.accepted, int(round.accepted < round.proposed))])
-        extend(session, round, *arguments)
+        extend(sequence, round, *arguments)
 
-    monkeypatch.setattr(Session, "extend", noted)
+    monkeypatch.setattr(TokenSequence, "extend", noted)
     overrides = engine_overrides(ahead=2)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-        llm.generate(PROMPT, PARAMS)
-        assert llm._kept.session is not None
-        assert llm._kept.session.pace.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
+        llm.read(PROMPT).generate((), PARAMS)
+        (sequence,) = llm.engine._sequences
+        assert sequence.controller.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
 
 
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(
@@ -266,20 +267,19 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     link = PacedLink(1e9)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
         result = llm.generate(PROMPT, PARAMS)
-        layout = llm._engine.store.layout
+        layout = llm.engine.store.layout
     assert [stream.start for stream in streams] == [resident + cpu] * (result.rounds + 1)
     tokens = sum(stream.end - stream.start for stream in streams[:-1])
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
-    # Beside the streams: the last page and the first choice after the prefill, and what a refresh takes of
-    # the CPU's share and of new pages' means.
-    last_page, page = (len(PROMPT) - 1) % layout.page_size, layout.page_size
-    assert read == (tokens + last_page) * layout.token_bytes + sum(beside.values())
+    # Beside the streams: the first choice, and what a refresh takes of the CPU's share and of new pages'
+    # means. What the prefill moved was counted before.
+    page = layout.page_size
+    assert read == tokens * layout.token_bytes + sum(beside.values())
     _, means, sent = beside.values()
     assert (sent > 0) == (cpu > 0)
     assert 0 < means <= 2 * (PARAMS.max_tokens // page + 1) * layout.token_bytes, "to two buffers"
     committed = result.rounds + result.timings.draft_n_accepted
-    prompt = layout.reserved_bytes(len(PROMPT) - 1)
-    assert result.transfer.bytes_to_host == prompt + committed * layout.token_bytes
+    assert result.transfer.bytes_to_host == committed * layout.token_bytes
 
 
 def test_drafting_ahead_that_always_guesses_right_is_paced_too(
@@ -300,36 +300,40 @@ class CopiesAtOnce(CpuLink):
     in_place = False
 
 
-def test_rerun_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens: list[int]) -> None:
+def test_a_rewind_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens: list[int]) -> None:
     overrides = engine_overrides(ahead=0) | {"speculation.gamma2": 70, "retrieval.budget": 512}
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=CopiesAtOnce()) as llm:
         long = SamplingParams(max_tokens=100)
-        tokens = llm.generate(PROMPT, long).tokens
-        assert llm._kept.session is not None and llm._kept.session.full._tail.buffer.capacity > PAGE + 64
-        assert llm.rerun(long).tokens == tokens
+        text = llm.read(PROMPT)
+        tokens = again(text, long).tokens
+        (sequence,) = llm.engine._sequences
+        assert sequence.full._tail.buffer.capacity > PAGE + 64
+        assert again(text, long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
 
 def test_what_is_generated_in_inference_mode_is_decoded_again_outside(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
         with torch.inference_mode():
-            tokens = llm.generate(PROMPT, SHORT).tokens
-        assert llm.rerun(SHORT).tokens == tokens
+            text = llm.read(PROMPT)
+            tokens = again(text, SHORT).tokens
+        assert again(text, SHORT).tokens == tokens
 
 
-def test_chunks_of_a_rerun_divide_the_pages_of_the_prompt(target: PreTrainedModel) -> None:
+def test_chunks_of_another_config_divide_the_pages_of_the_context(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
-        tokens = llm.generate(PROMPT, SHORT).tokens
+        text = llm.read(PROMPT)
+        tokens = again(text, SHORT).tokens
         sizes = {"retrieval.chunk": 32, "retrieval.budget": 64, "retrieval.recent": 16}
         with pytest.raises(UsageError, match="retrieval.chunk = 32 must divide the store's page of 16"):
-            llm.rerun(SHORT, "retrieval", sizes)
-        assert llm.rerun(SHORT).tokens == tokens
+            text.generate((), SHORT, "retrieval", sizes)
+        assert again(text, SHORT).tokens == tokens
 
 
-def test_the_next_text_is_planned_for_what_the_one_before_held(
+def test_a_text_is_planned_for_what_one_that_is_closed_held(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the device; the text before is let go before the plan, and not by the garbage collector."""
+    """On the device; closing lets it go, and not the garbage collector."""
     held: list[weakref.ref[Tensor]] = []
     planned, plan = [], Engine._plan
 
@@ -342,30 +346,32 @@ def test_the_next_text_is_planned_for_what_the_one_before_held(
     gc.disable()
     try:
         with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-            llm.generate(PROMPT, SHORT)
-            assert llm._kept.session is not None
-            full = llm._kept.session.full
+            text = llm.read(PROMPT)
+            text.generate((), SHORT)
+            full = llm.engine._sequences[0].full
             held += map(weakref.ref, (*full._resident._blocks, full._tail.buffer.memory))
             (retrieved,) = full.derived
             assert isinstance(retrieved, RetrievedCache)
             buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
             taken = sum(buffer.memory.nbytes for buffer in retrieved.buffers)
             del full, retrieved
-            llm.generate(PROMPT, SHORT)
+            text.close()
+            text = llm.read(PROMPT)
+            text.generate((), SHORT)
             assert planned == [[], []]
             assert len(buffers) == 2 and all(one() is not None for one in buffers), "kept for the next text"
-            pool, told = llm._engine._shared.pool, []
-            usable = offload_rt.engine.usable_hardware
+            pool, told = llm.engine._shared.pool, []
+            usable = offload_rt.engine.engine.usable_hardware
             monkeypatch.setattr(
-                offload_rt.engine,
+                offload_rt.engine.engine,
                 "usable_hardware",
                 lambda device, loaded, *others: told.append(loaded) or usable(device, loaded, *others),
             )
             for free in (0, taken):
                 assert pool.free_bytes == free
-                llm._engine._fastest(*map(len, (PROMPT, PROMPT)))
-                llm._engine.close_session(llm._kept.session)
-            assert told == [llm._engine.target.weight_bytes + free for free in (0, taken)]
+                llm.engine._fastest(*map(len, (PROMPT, PROMPT)))
+                text.close()
+            assert told == [llm.engine.target.weight_bytes + free for free in (0, taken)]
         assert not any(one() for one in buffers), "nothing outlives the engine"
     finally:
         gc.enable()

@@ -149,7 +149,7 @@ RESIDENT = {"offload.resident_tokens": 65_536}
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", ["2 such GPUs"]),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", ["2 such GPUs", "--dtype bfloat16"]),
         ({"overrides": RETRIEVED}, "29.6", [98816, "--set retrieval.budget=13296", "2 such GPUs"]),
-        ({"overrides": RESIDENT}, "32.0", [19712, "--set offload.resident_tokens=15872"]),
+        ({"overrides": RESIDENT}, "32.0", [19712, "--set offload.resident_tokens=15104"]),
         ({"overrides": RESIDENT, "hardware": gpu(memory_bytes=12 * GIB)}, "has 12.0", []),
         ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", []),
     ],

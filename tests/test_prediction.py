@@ -11,8 +11,8 @@ from plan_cases import CONTEXT, JF68M, LLAMA, expected_round, gpu, request
 
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
 from offload_rt.caches.shared import SharedCache
+from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import CHAIN
-from offload_rt.expectations import expected_tokens
 from offload_rt.machine.hardware import GIB, AttentionRate, Hardware
 from offload_rt.planning.placement import gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import plan

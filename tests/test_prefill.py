@@ -17,8 +17,8 @@ from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.selection import LAST_QUERIES
-from offload_rt.model import CausalModel
-from offload_rt.prefill import prefill
+from offload_rt.engine.prefill import prefill
+from offload_rt.model.runner import CausalModel
 
 TOLERANCE = 1e-4
 

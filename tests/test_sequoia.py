@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_rt.drafting.expectations import LATER_CHOICES
 from offload_rt.drafting.sequoia import Plan, acceptance_vector, plan
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.expectations import LATER_CHOICES
 
 Node = tuple["Node", ...]
 """A node by its children."""

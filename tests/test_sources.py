@@ -20,10 +20,10 @@ from offload_rt.drafting.merged import joined
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
-from offload_rt.loading import demo_model, load_tokenizer
-from offload_rt.passes import run_alone
+from offload_rt.model.loading import demo_model, load_tokenizer
+from offload_rt.model.scheduler import run_alone
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.trees import ROOT, forest
-from offload_rt.verification import Draft, Tokens
 
 FEW = st.integers(0, 3)
 TEXTS = st.lists(FEW, max_size=60)

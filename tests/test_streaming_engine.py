@@ -23,9 +23,10 @@ from small_engine import (
     PAGE,
     PARAMS,
     PROMPT,
+    again,
     engine_overrides,
     link_to,
-    other_card,
+    other_gpu,
 )
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
@@ -33,22 +34,23 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from cpu_kv import head_major
-from offload_rt import LLM, GenerationResult, SamplingParams, passes
+from offload_rt import LLM, GenerationResult, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.tiers import GpuTier, Tiers
-from offload_rt.engine import Engine
-from offload_rt.graphs import GraphedModel
+from offload_rt.engine.decode import Round
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.host import to_host
-from offload_rt.rounds import Round
-from offload_rt.session import Session
+from offload_rt.model import scheduler
+from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.toml import config_names
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
 SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48), Tiers(64, 48, late_resident_tokens=32)]
 """Of 149 tokens."""
-BY_CARDS = [
+BY_GPUS = [
     Tiers(16, 32, (GpuTier(32, 16),)),
     Tiers(gpus=(GpuTier(0, 48), GpuTier(64, 0))),
     Tiers(0, 16, (GpuTier(16, 1024),)),
@@ -66,11 +68,11 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         config=config,
         overrides=engine_overrides(**given | offload),
         link=link_to(device),
-        other_links=[link_to(other_card(device)) for _ in shares.gpus],
+        other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
     if shares.gpus or shares.late_resident_tokens:
-        plan = llm._engine._plan
-        llm._engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
+        plan = llm.engine._plan
+        llm.engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
     return llm
 
 
@@ -111,7 +113,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @DEVICES
 @pytest.mark.parametrize("config", ["triforce", "trees"])
 @pytest.mark.parametrize(
-    ("shares", "refresh"), [*((shares, "stream") for shares in BY_CARDS), (BY_CARDS[0], "store")]
+    ("shares", "refresh"), [*((shares, "stream") for shares in BY_GPUS), (BY_GPUS[0], "store")]
 )
 def test_other_cards_attend_their_share(
     device: torch.device, config: str, shares: Tiers, refresh: str, plain_tokens: list[int]
@@ -124,15 +126,16 @@ def check_tokens(
 ) -> None:
     """`plain_tokens`: in place, on the CPU."""
     with small_llm(device, config, shares, refresh_from=refresh) as llm:
-        result = llm.generate(PROMPT, PARAMS)
+        text = llm.read(PROMPT, PARAMS.max_tokens)
+        result = again(text)
         check_streamed(result, shares)
-        plain = llm.plain(PARAMS)
+        plain = again(text, config="plain")
         check_streamed(plain, shares)
         assert result.tokens == plain.tokens
         if device == CPU:
             assert plain.tokens == plain_tokens
         sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=12)
-        assert llm.rerun(sampled).tokens == llm.rerun(sampled).tokens
+        assert again(text, sampled).tokens == again(text, sampled).tokens
         batch = llm.generate([PROMPT, PROMPT[:90]], SamplingParams(max_tokens=12))
         assert batch[0].tokens == plain.tokens[:12]
 
@@ -143,51 +146,55 @@ def test_resident_tokens_fill_the_memory_of_the_prefill(
 ) -> None:
     """While the prompt is read 32 tokens of each layer are resident, and 64 from there on."""
     loaded: list[tuple[int, int]] = []
-    load_late = FullCache.load_late
+    load = FullCache.load_resident
 
     def noted(full: FullCache) -> None:
         before = full.resident_bytes
-        load_late(full)
-        loaded.append((before, full.resident_bytes))
+        load(full)
+        if full.resident_bytes != before:
+            loaded.append((before, full.resident_bytes))
 
-    monkeypatch.setattr(FullCache, "load_late", noted)
+    monkeypatch.setattr(FullCache, "load_resident", noted)
     with small_llm(device, "retrieval", Tiers(64, 48, late_resident_tokens=32)) as llm:
-        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens or device == CUDA
-        assert loaded == [(32 * 512, 64 * 512)]  # bytes of a token in all layers
-        assert llm.rerun(PARAMS).tokens == llm.plain(PARAMS).tokens
+        text = llm.read(PROMPT)
+        assert again(text).tokens == plain_tokens or device == CUDA
+        assert again(text).tokens == again(text, config="plain").tokens
         assert len(llm.generate(PROMPT[:20], SamplingParams(max_tokens=3)).tokens) == 3
-        assert loaded[1:] == [(16 * 512, 16 * 512)], "a short text has nothing to load"
+        assert loaded == [(32 * 512, 64 * 512)], "bytes of a token in all layers; a short text has none late"
 
 
 @DEVICES
-@pytest.mark.parametrize("shares", [*SHARES[:4:3], BY_CARDS[0]])
+@pytest.mark.parametrize("shares", [*SHARES[:4:3], BY_GPUS[0]])
 def test_random_interrupts(device: torch.device, shares: Tiers) -> None:
     """Texts that end anywhere leave nothing behind that a later one could see."""
     rounds = int(os.environ.get(ROUNDS, 500 if device == CUDA and not EMULATED else 60))
     source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
     with small_llm(device, "triforce", shares) as llm:
-        plain = []
-        for prompt in prompts:
-            llm.generate(prompt, SamplingParams(max_tokens=1))
-            plain.append(llm.plain(PARAMS).tokens)
+        texts = [llm.read(prompt) for prompt in prompts]
+        plain = [again(text, config="plain").tokens for text in texts]
         done = 0
         while done < rounds:
             which = source.randrange(len(prompts))
-            events, wanted = llm.stream(prompts[which], PARAMS), source.randrange(1, 12)
+            events, wanted = texts[which].stream((), PARAMS), source.randrange(1, 12)
             for _ in zip(range(wanted), events, strict=False):
                 pass
             events.close()
-            result = llm.last_result
-            assert result.tokens == plain[which][: len(result.tokens)] and len(result.tokens) >= wanted
+            result = events.result
+            assert result is not None and result.tokens == plain[which][: len(result.tokens)] and len(result.tokens) >= wanted
             done += result.rounds
             if source.random() < 0.3:
                 config = source.choice(CONFIGS)
-                assert llm.rerun(SamplingParams(max_tokens=8), config=config).tokens == plain[which][:8]
+                texts[which].rewind(len(prompts[which]))
+                assert again(texts[which], SamplingParams(max_tokens=8), config).tokens == plain[which][:8]
+            if source.random() < 0.3:
+                texts[which].close()
+                texts[which] = llm.read(prompts[which])
+            texts[which].rewind(len(prompts[which]))
 
 
 @DEVICES
-@pytest.mark.parametrize("shares", [*SHARES[::3], BY_CARDS[0]])
+@pytest.mark.parametrize("shares", [*SHARES[::3], BY_GPUS[0]])
 @pytest.mark.parametrize("refresh", ["stream", "store"])
 def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Tiers, refresh: str) -> None:
     """Tokens would not tell: whatever a draft's cache holds, they are those of plain decoding."""
@@ -195,10 +202,10 @@ def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Tiers, ref
         events = llm.stream(PROMPT, PARAMS)
         for _ in zip(range(24), events, strict=False):
             pass
-        (session,) = llm._engine._sessions
-        (cache,) = session._caches
-        session.full.engine.flush()
-        sequence = session.full.sequence
+        (sequence,) = llm.engine._sequences
+        (cache,) = sequence._caches
+        sequence.full.engine.flush()
+        sequence = sequence.full.sequence
         for layer in range(sequence.layout.layers):
             runs = sequence.views(layer, 0, sequence.length)
             for side, held in enumerate(cache.kv[layer]):
@@ -211,7 +218,7 @@ def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Tiers, ref
         events.close()
 
 
-@pytest.mark.parametrize("shares", [SHARES[3], *BY_CARDS])
+@pytest.mark.parametrize("shares", [SHARES[3], *BY_GPUS])
 def test_the_same_is_retrieved_wherever_tokens_are_attended(
     shares: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,14 +234,16 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
 
     def retrieved(shares: Tiers) -> tuple[list[Tensor], Tensor]:
         with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
-            llm.generate(PROMPT, SamplingParams(max_tokens=1))
-            full, (cache,) = (session := llm._engine._sessions[0]).full, session._caches
+            text = llm.read(PROMPT)
+            text.generate((), SamplingParams(max_tokens=1))
+            full, (cache,) = (sequence := llm.engine._sequences[0]).full, sequence._caches
             assert full.scores is not None
             chunks = [end // full.scores.chunk for end in ends]
             counted = full.scores.values.tensor_split(chunks, dim=2)
             first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
             used.clear()
-            llm.rerun(PARAMS)
+            text.rewind(len(PROMPT))
+            again(text)
             assert len(used) > 10, "all their entries have passed by"
             return first
 
@@ -274,11 +283,12 @@ def test_captures_while_a_pass_streams(
 ) -> None:
     monkeypatch.setattr(GraphedModel, "prepare", lambda *arguments: None)
     with small_llm(device, config) as llm:
-        assert llm.generate(PROMPT, PARAMS).tokens == llm.plain(PARAMS).tokens
+        text = llm.read(PROMPT)
+        assert again(text).tokens == again(text, config="plain").tokens
 
 
 @ON_CUDA
-@pytest.mark.parametrize("shares", [*SHARES, BY_CARDS[0]])
+@pytest.mark.parametrize("shares", [*SHARES, BY_GPUS[0]])
 def test_no_layer_of_a_pass_waits_for_the_device(
     device: torch.device, shares: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,9 +303,10 @@ def test_no_layer_of_a_pass_waits_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
 
     with small_llm(device, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
-        expected = llm.generate(PROMPT, PARAMS).tokens
+        text = llm.read(PROMPT)
+        expected = again(text).tokens
         monkeypatch.setattr(FullCache, "attend", watched)
-        assert llm.rerun(PARAMS).tokens == expected
+        assert again(text).tokens == expected
 
 
 @ON_CUDA
@@ -305,7 +316,8 @@ def test_every_configuration_writes_what_plain_decoding_does(device: torch.devic
     overrides = {"store.page": PAGE, "retrieval.budget": 128, "retrieval.recent": 32}
     params = SamplingParams(max_tokens=12)
     with LLM(device=device.type, dtype="float32", config=config, overrides=overrides) as llm:
-        assert llm.generate(byte_ids(400), params).tokens == llm.plain(params).tokens
+        text = llm.read(byte_ids(400))
+        assert again(text, params).tokens == again(text, params, "plain").tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -323,19 +335,20 @@ def test_a_round_waits_only_where_it_reads(
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    def watched(engine: Engine, sessions: Sequence[Session]) -> list[Round | Exception]:
+    def watched(engine: Engine, sequences: Sequence[TokenSequence]) -> list[Round | Exception]:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return step(engine, sessions)
+            return step(engine, sequences)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     params, step = SamplingParams(temperature=temperature, seed=3, max_tokens=16), Engine.step
     with small_llm(device, config, Tiers(32, 48), refresh_from="stream") as llm:
-        expected = llm.generate(PROMPT, params).tokens
-        monkeypatch.setattr(passes, "to_host", reading)
+        text = llm.read(PROMPT)
+        expected = again(text, params).tokens
+        monkeypatch.setattr(scheduler, "to_host", reading)
         monkeypatch.setattr(Engine, "step", watched)
-        assert llm.rerun(params).tokens == expected
+        assert again(text, params).tokens == expected
 
 
 @ON_CUDA
@@ -353,7 +366,8 @@ def test_page_locked_memory_is_asked_for_before_the_rounds(
         return made
 
     with small_llm(device, "retrieval", cpu_tokens=48, refresh_from="stream") as llm:
-        llm.generate(PROMPT, PARAMS)
+        text = llm.read(PROMPT)
+        again(text)
         monkeypatch.setattr(torch, "empty", noted)
-        llm.rerun(SamplingParams(max_tokens=60))
+        again(text, SamplingParams(max_tokens=60))
         assert len(asked) <= 8, "once a text and size, not once a layer"

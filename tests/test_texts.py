@@ -11,11 +11,11 @@ from small_engine import passes_of
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.passes import Together
-from offload_rt.rounds import round_of
+from offload_rt.engine.decode import decode_step
+from offload_rt.model.scheduler import BatchRunner
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.sampling import Sampler
 from offload_rt.trees import forest
-from offload_rt.verification import Draft, Tokens
 
 PROMPT = [1, 3, 0, 2]
 PARTS = Parts(seed=2)
@@ -118,9 +118,9 @@ class Broken(Oracle):
 
 def test_one_that_fails_ends_alone() -> None:
     texts = [text_of(Oracle(), 3, 8), text_of(Broken(), 3, 8)]
-    first_step = Together([round_of(text) for text in texts]).run()
+    first_step = BatchRunner([decode_step(text) for text in texts]).run()
     assert not any(isinstance(result, Exception) for result in first_step)
-    fine, failed = Together([round_of(text) for text in texts]).run()
+    fine, failed = BatchRunner([decode_step(text) for text in texts]).run()
     assert isinstance(failed, MemoryError) and not isinstance(fine, Exception)
     assert texts[0].output == CONTINUATION[:8] and texts[1].output == CONTINUATION[:4]
 
@@ -131,4 +131,4 @@ def test_an_interrupt_ends_all_and_is_passed_on() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Together([round_of(text_of(one, 3, 8)) for one in (Interrupted(), Oracle())]).run()
+        BatchRunner([decode_step(text_of(one, 3, 8)) for one in (Interrupted(), Oracle())]).run()

@@ -18,11 +18,11 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.growth import LevelGrowth
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.engine import Engine
-from offload_rt.model import NotANumber
-from offload_rt.passes import LevelStats, run_alone
-from offload_rt.session import Session
-from offload_rt.verification import Draft, Tokens
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import TokenSequence
+from offload_rt.model.runner import NotANumber
+from offload_rt.model.scheduler import LevelStats, run_alone
+from offload_rt.rejection_sampling import Draft, Tokens
 
 
 def on_device(*ids: int, **given: Any) -> Tokens:
@@ -91,11 +91,11 @@ class Setting:
         passed: new tokens of each pass of the small model.
     """
 
-    def __init__(self, engine: Engine, session: Session) -> None:
+    def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
         self.engine = engine
-        self.session = session
+        self.sequence = sequence
         self.passed: list[int] = []
-        self.verifier = session.verifier
+        self.verifier = sequence.verifier
         assert isinstance(self.verifier.drafter, ModelDrafter)
         self.drafter = self.verifier.drafter
 
@@ -104,11 +104,11 @@ class Setting:
         return self.drafter.stats
 
     def draft(self, shape: DraftShape) -> Draft:
-        return run_alone(self.drafter.proposal(self.session.view, shape).complete())
+        return run_alone(self.drafter.proposal(self.sequence.view, shape).complete())
 
     def round(self) -> int:
         """How many drafted tokens were accepted."""
-        (result,) = self.engine.step([self.session])
+        (result,) = self.engine.step([self.sequence])
         assert not isinstance(result, Exception)
         return result.accepted
 
@@ -119,8 +119,10 @@ def opened(
 ) -> Iterator[Setting]:
     params = SamplingParams(max_tokens=200, temperature=temperature, seed=1)
     with LLM.from_models(target, noisy_copy(target), config=config, overrides=SIZES | overrides) as llm:
-        setting = Setting(llm._engine, llm._engine.open(byte_ids(90), llm._continuation(params)))
-        small = llm._engine.draft
+        sequence = llm.engine.open(byte_ids(90), params.max_tokens)
+        llm.engine.begin(sequence, None, llm.continuation(params))
+        setting = Setting(llm.engine, sequence)
+        small = llm.engine.draft
         if small is not None:
             forward = small.forward
 
@@ -135,7 +137,7 @@ def opened(
 def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> None:
     seen: set[int] = set()
     with opened(target, "naive") as setting:
-        cache, text = setting.drafter.cache, setting.session.tokens
+        cache, text = setting.drafter.cache, setting.sequence.tokens
         for _ in range(30):
             setting.passed.clear()
             held = cache.verified_length
@@ -153,7 +155,7 @@ def test_a_small_model_below_a_middle_level_does_too(target: PreTrainedModel) ->
     """Round after round of the middle level, before anything is verified."""
     seen = set()
     with opened(target, "triforce") as setting:
-        middle, view = setting.drafter, setting.session.view
+        middle, view = setting.drafter, setting.sequence.view
         due = 1
         for _ in range(20):
             setting.passed.clear()
@@ -180,7 +182,7 @@ def test_a_draft_is_not_waited_for(
             setting.draft(shape)  # thrown away
         draft = setting.draft(shape)
         assert len(draft) == shape.size and not draft.tokens.arrived
-        verifier, view = setting.verifier, setting.session.view
+        verifier, view = setting.verifier, setting.sequence.view
         verification = verifier.verification(view, draft)
         (output,) = verifier.model.forward([verification.part])
         result = run_alone(verifier.verdict(draft, verification.part, output))
@@ -198,7 +200,7 @@ def test_a_draft_is_not_waited_for(
 
 def test_tokens_of_a_draft_made_step_by_step_are_known(target: PreTrainedModel) -> None:
     with opened(target, "retrieval") as setting:
-        proposal = setting.drafter.proposal(setting.session.view, DraftShape(depth=3))
+        proposal = setting.drafter.proposal(setting.sequence.view, DraftShape(depth=3))
         for steps in (1, 2, 3):
             assert run_alone(proposal.step())
             assert len(proposal.draft().tokens.known) == setting.stats.host_reads == steps
@@ -212,7 +214,7 @@ def test_what_another_draft_displaced_is_computed_in_one_pass(
     target: PreTrainedModel, shape: DraftShape, temperature: float
 ) -> None:
     with opened(target, "naive", temperature) as setting:
-        view, width = setting.session.view, shape.per_pass
+        view, width = setting.sequence.view, shape.per_pass
         undisturbed = run_alone(setting.drafter.proposal(view.extended([1]), shape).complete())
         # The text's last token and the outcome, then each level but the last.
         assert setting.passed == [2, width, width]
@@ -230,7 +232,7 @@ def test_what_another_draft_displaced_is_computed_in_one_pass(
 
 def test_greedy_siblings_differ_where_tokens_are_equally_likely(target: PreTrainedModel) -> None:
     with opened(target, "naive") as setting:
-        growth = LevelGrowth(setting.drafter, setting.session.view, DraftShape("tree", 1, (4,)))
+        growth = LevelGrowth(setting.drafter, setting.sequence.view, DraftShape("tree", 1, (4,)))
         logits = torch.randint(3, (200, 256), generator=torch.Generator().manual_seed(0)).float()
         offered = growth._offered(logits, 4)
     assert offered[:, 0].tolist() == logits.argmax(-1).tolist(), "the lowest id, as the verifier takes it"

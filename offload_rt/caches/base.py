@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload_rt.caches.held import HeldTokens
+from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
-from offload_rt.verification import Tokens
+from offload_rt.rejection_sampling import Tokens
 
 WORD_BITS = 62
 """Entries whose visibility one int64 tells."""
@@ -38,7 +38,11 @@ class NewTokens:
 
     @classmethod
     def below(
-        cls, held: HeldTokens, parents: Sequence[int], known: Sequence[int], drawn: Tokens | None = None
+        cls,
+        held: SpeculativeTokens,
+        parents: Sequence[int],
+        known: Sequence[int],
+        drawn: Tokens | None = None,
     ) -> NewTokens:
         """New tokens over the speculative ones that `held` holds."""
         sees = list(held.sees)
@@ -49,7 +53,7 @@ class NewTokens:
     @classmethod
     def chain(cls, count: int) -> NewTokens:
         """`count` tokens in order behind the verified text, whatever they are."""
-        return cls.below(HeldTokens(), range(-1, count - 1), [0] * count)
+        return cls.below(SpeculativeTokens(), range(-1, count - 1), [0] * count)
 
     @property
     def count(self) -> int:
@@ -82,7 +86,7 @@ class NewTokens:
         low = (1 << WORD_BITS) - 1
         return [bits >> WORD_BITS * word & low for bits in self.sees for word in range(count)]
 
-    def hold(self, held: HeldTokens, kept: Sequence[int]) -> None:
+    def hold(self, held: SpeculativeTokens, kept: Sequence[int]) -> None:
         """Adds these of the pass's tokens, in this order, to the speculative ones that it was over."""
         behind = len(held)
         place = {behind + index: behind + at for at, index in enumerate(kept)}
@@ -120,7 +124,7 @@ class Cache(Protocol):
         held: tokens of the speculative entries.
     """
 
-    held: HeldTokens
+    held: SpeculativeTokens
 
     @property
     def verified_length(self) -> int:

@@ -25,8 +25,8 @@ from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import WORD_BITS, NewTokens, Verified, seen
 from offload_rt.caches.buffers import BufferPool, KVBuffer
-from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
 
 SPECULATIVE_ENTRIES = 128
@@ -154,7 +154,7 @@ class BoundedCache(ABC):
         self.budget = budget
         self.backend = backend
         self.entries = 0
-        self.held = HeldTokens()
+        self.held = SpeculativeTokens()
         self.verified_length = 0
         self.rest = 0
         self._layout = layout

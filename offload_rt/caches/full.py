@@ -8,23 +8,25 @@ that its pass has just computed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, LayerStream, TransferEngine
+from cpu_kv import CopyFailed, KeysValues, LayerStream, TransferEngine, head_major
 from offload_rt.attention.backends import AttentionBackend, fold
 from offload_rt.attention.mass import MassRange
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, Verified
 from offload_rt.caches.bounded import BoundedCache, Frame
-from offload_rt.caches.held import HeldTokens
 from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.remote import RemoteAttention, Results
 from offload_rt.caches.selection import AttentionScores
+from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.tiers import ResidentTier, Tail
 from offload_rt.host import to_device
 
@@ -59,7 +61,6 @@ class FullCache:
         scores: takes the attention mass of passes; None: nobody wants it.
         held: nothing: all that is committed here is final.
         scale: the softmax scale that the model attends with, known after its first pass.
-        last_queries: of the prompt's newest tokens, `[layers, heads, tokens, head_dim]`.
     """
 
     def __init__(
@@ -76,10 +77,9 @@ class FullCache:
         self.backend = backend
         self.derived: list[BoundedCache] = []
         self.scores: AttentionScores | None = None
-        self.held = HeldTokens()
+        self.held = SpeculativeTokens()
         self.scale = layout.head_dim**-0.5
-        self.last_queries = torch.empty(0)
-        self._prompt_tokens = 0
+        self._read: list[tuple[int, Tensor]] = []
         self._remote = remote
         self._tail = Tail(layout, engine.link.device)
         self.device = self._tail.buffer.memory.device
@@ -88,6 +88,7 @@ class FullCache:
         self._frame: Frame | None = None  # of the pass, over the tail
         self._coverage: _Coverage | None = None  # of the pass
         self._ahead: _Coverage | None = None  # of the next one, whose stream has begun
+        self._reading: LayerStream | None = None  # of a prefill behind tokens that are there
         self._queries: list[Tensor] = []  # of the pass, layer by layer
         self._refills: list[RetrievedRefill] = []
         self._unscored: tuple[int, AttentionSum, list[MassRange]] | None = None  # of the newest layer
@@ -234,12 +235,12 @@ class FullCache:
         """Forgets a pass that was begun and closes every stream; the ring is whole again."""
         for refill in self._refills:
             refill.close()
-        for coverage in (self._ahead, self._coverage):
-            if coverage is not None:
-                coverage.stream.close()
+        streams = [one.stream for one in (self._ahead, self._coverage) if one is not None]
+        for stream in (*streams, *([] if self._reading is None else [self._reading])):
+            stream.close()
         for tier in self._remote:
             tier.abandon()
-        self._new = self._frame = self._coverage = self._ahead = self._unscored = None
+        self._new = self._frame = self._coverage = self._ahead = self._unscored = self._reading = None
         self._refills = []
 
     def close(self) -> None:
@@ -249,28 +250,82 @@ class FullCache:
         self._resident.release()
         self._tail.release()
 
-    def rewind(self) -> None:
-        """Returns to the end of the prompt: forgets all that came after its prefill."""
+    @property
+    def last_queries(self) -> Tensor | None:
+        """Queries of the last tokens, `[layers, heads, tokens, head_dim]`; None where they were not read."""
+        length, queries = self._read[-1] if self._read else (0, None)
+        return queries if length == self.verified_length else None
+
+    def rewind(self, length: int) -> None:
+        """Forgets the tokens from position `length` on. Raises CopyFailed."""
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
-        self.sequence.truncate(self._prompt_tokens)
-        self.start_from(self._prompt_tokens)
+        if length < self.sequence.length:
+            self.sequence.truncate(length)
+            self._resident.truncate(length)
+            for tier in self._remote:
+                tier.truncate(length)
+        while self._read and self._read[-1][0] > length:
+            self._read.pop()
+        self.start_from(length)
 
-    def finish_prefill(self, tokens: int, last_queries: Tensor) -> None:
-        """Told when the store holds a prompt of `tokens` tokens.
+    def start_read(self) -> None:
+        """Starts a prefill behind the tokens that are there; those of the tail are written anew."""
+        self.abandon()
+        self.engine.flush()
+        if not self.engine.link.in_place:
+            self.sequence.truncate(self._tail.start)
+            resident = min(self._resident.tokens, self._tail.start)
+            self._reading = self.engine.stream(self._tail.start, start=resident)
+
+    def history(self, layer: int) -> Iterator[KeysValues]:
+        """The tokens of a layer before those that a prefill reads, in order; see `LayerStream.segments`."""
+        if self._reading is None:
+            yield from self.sequence.views(layer, 0, self.verified_length)
+            return
+        # On a GPU as one page: the parts of many pages would each have a result for every query.
+        segments = self._resident.views(layer, self._reading.start), self._reading.segments(layer)
+        for keys, values in chain(*segments, [self._tail.committed(layer)]):
+            yield head_major(keys), head_major(values)
+
+    def put_read(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Writes tokens that a prefill reads behind others, `[kv_heads, tokens, head_dim]`, to the store."""
+        if self.engine.link.in_place:
+            self.sequence.append(layer, keys, values)
+            return
+        tail = self._tail.committed(layer)
+        both = (torch.cat([old[0], new], dim=1) for old, new in zip(tail, (keys, values), strict=True))
+        self.engine.write_prompt(layer, *both)
+
+    def finish_read(self, last_queries: Tensor) -> None:
+        """Told when the store holds all tokens that were read.
 
         Args:
-            last_queries: those of its last tokens, `[layers, heads, n, head_dim]`.
+            last_queries: those of the last ones, `[layers, heads, n, head_dim]`.
         """
+        self.abandon()
         self.engine.flush()
-        self.start_from(tokens)
-        self._prompt_tokens = tokens
-        self.last_queries = last_queries
+        self.start_from(self.sequence.length)
+        self._read.append((self.sequence.length, last_queries))
 
-    def load_late(self) -> None:
-        """Fills memory that only the prefill has needed with resident KV."""
-        self._resident.load_late(self.engine)
+    def give_up_read(self) -> None:
+        """Returns to the tokens that were there before a prefill that failed."""
+        length = self.verified_length
+        self.abandon()
+        with suppress(CopyFailed):
+            self.engine.flush()
+        if self.sequence.length >= length:
+            self.sequence.truncate(length)
+            return
+        self.sequence.truncate(self._tail.start)
+        self.engine.write_back(self._tail.buffer.kv[:, :, :, : self._tail.tokens].clone())
+
+    def load_resident(self) -> None:
+        """Loads what the tiers lack of their tokens, into memory that only a prefill has needed, too."""
+        self._resident.load(self.engine)
+        for tier, start, _ in self._ranges(self.verified_length, self._resident.tokens)[2]:
+            tier.load(start)
 
     def start_from(self, length: int) -> None:
         """Starts over with the first `length` tokens of the store; the tail takes their last page."""
@@ -281,7 +336,7 @@ class FullCache:
         """Gives every tier what it keeps on a device of a layer's whole prompt, after its prefill."""
         self._resident.keep(layer, keys, values)
         for tier, start, stop in self._ranges(keys.shape[1], self._resident.capacity)[2]:
-            tier.keep(layer, keys[:, start:stop], values[:, start:stop])
+            tier.keep(layer, start, keys[:, start:stop], values[:, start:stop])
 
     def keep(self, entries: Sequence[int]) -> None:
         """Does nothing: there is no speculation here."""
@@ -292,8 +347,11 @@ class FullCache:
     def build_derived(self) -> None:
         """Lets every derived cache fill itself, after a prefill or a truncation."""
         self.engine.flush()
+        queries = self.last_queries
+        if queries is None:
+            raise RuntimeError("the last tokens were not read: read them anew first")
         for cache in self.derived:
-            cache.build(self.last_queries)
+            cache.build(queries)
 
     def catch_up(self) -> None:
         """Lets derived caches that stayed behind fill themselves now, before a pass of another thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
 from math import gcd
@@ -79,13 +79,14 @@ class ChunkRows:
 class RetrievedRefill:
     """Entries chosen anew, taken into a buffer from a pass of the full cache, or from the store at once.
 
-    Chunks are chosen layer by layer in a thread of its own, ahead of the pass, for which nothing here waits
-    for the device.
+    Chunks are chosen layer by layer in another thread, ahead of the pass, for which nothing here waits for
+    the device.
 
     Args:
         engine: over the store and its link.
         chunk: tokens of a chunk.
         choose: returns the chunks of a layer, in that thread.
+        choosing: has that thread. It may be shut down after `close`.
 
     Attributes:
         extent: how the entries lie in `buffer`.
@@ -98,20 +99,19 @@ class RetrievedRefill:
         extent: Extent,
         choose: Callable[[int], ChosenChunks],
         buffer: KVBuffer,
+        choosing: Executor,
     ) -> None:
         self.extent = extent
         self.buffer = buffer
         self._engine = engine
         self._chunk = chunk
         self._layers = range(engine.sequence.layout.layers)
-        self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
 
         def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
             chunks = choose(layer)
             return chunks.host[0].tolist(), chunks
 
-        self._chosen = [self._choosing.submit(chosen, layer) for layer in self._layers]
-        self._choosing.shutdown(wait=False)  # it ends with the last layer
+        self._chosen = [choosing.submit(chosen, layer) for layer in self._layers]
         self._layer = -1
         self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # as chosen
         self._numbers: list[int] = []
@@ -128,8 +128,9 @@ class RetrievedRefill:
         self._put_sent(len(self._layers))
 
     def close(self) -> None:
-        """Ends what was needed for a pass that is given up. Idempotent."""
-        self._choosing.shutdown(wait=True, cancel_futures=True)
+        """Stops choosing, for a pass that is given up. Idempotent."""
+        for future in [one for one in self._chosen if not one.cancel()]:
+            future.exception()  # waits for the layer that is being chosen
 
     def _put_sent(self, end: int) -> None:
         """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""

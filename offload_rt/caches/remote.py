@@ -42,8 +42,18 @@ class RemoteAttention(ABC):
         self.tokens = tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"offload_rt-{name}-attention")
 
-    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:  # noqa: B027
-        """Takes what it keeps of its range of a layer's prompt, `[kv_heads, tokens, head_dim]`."""
+    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:  # noqa: B027
+        """Takes what it keeps of its range of a layer's prompt, `[kv_heads, tokens, head_dim]`.
+
+        Args:
+            start: position of the range in the text.
+        """
+
+    def truncate(self, length: int) -> None:  # noqa: B027
+        """Forgets the tokens from position `length` on. No pass may be running."""
+
+    def load(self, start: int) -> None:  # noqa: B027
+        """Takes what it keeps of the range from position `start` on, and lacks, from the store."""
 
     def open(self, start: int, stop: int) -> None:  # noqa: B027
         """Announces that a pass will ask for these tokens, whole pages; those opened before it come first."""
@@ -168,6 +178,7 @@ class GpuAttention(RemoteAttention):
         self._timeline = timeline
         self._backend = choose_backend(device)
         self._resident = ResidentTier(engine.sequence.layout, tier.resident_tokens, device)
+        self._first = 0  # position of the first resident token in the text
         self._passes: deque[tuple[int, Future[LayerStream]]] = deque()  # resident tokens, and the stream
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -175,12 +186,25 @@ class GpuAttention(RemoteAttention):
             self._stream = device_streams(device).remote
             self._queries, self._results = PeerCopies(home, device), PeerCopies(device, home)
 
-    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        self._first = start
         with self._on_stream():
             self._resident.keep(layer, keys, values)
 
+    def truncate(self, length: int) -> None:
+        self._resident.truncate(length - self._first)
+
+    def load(self, start: int) -> None:
+        def load() -> None:
+            if start != self._first:
+                self._resident.truncate(0)
+            self._first = start
+            self._resident.load(self.engine, start)
+
+        self._submit(load).result()
+
     def open(self, start: int, stop: int) -> None:
-        resident = min(self._resident.tokens, stop - start)
+        resident = min(self._resident.tokens, stop - start) if start == self._first else 0
         stream = self._submit(lambda: self.engine.stream(stop, start=start + resident))
         self._passes.append((resident, stream))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -107,6 +108,7 @@ class RetrievedCache(BoundedCache):
         self._due: Tensor | None = None  # before the next pass
         self._wanted: Tensor | None = None  # while the full cache's next pass runs
         self._refill: RetrievedRefill | None = None
+        self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
         self._spare: KVBuffer | None = None  # that a refill may fill
         if from_stream:
             # Before the first pass: to allocate and touch so much memory would hold up a round.
@@ -183,7 +185,7 @@ class RetrievedCache(BoundedCache):
         engine.flush()  # tokens are summarised when they have arrived
         chunks = self._chunks(extent, queries)
         self._take_pages(buffer, extent)
-        return RetrievedRefill(engine, self.chunk, extent, chunks, buffer)
+        return RetrievedRefill(engine, self.chunk, extent, chunks, buffer, self._choosing)
 
     def _turn_to(self, extent: Extent) -> None:
         """The entries are those of `extent`, chosen anew."""
@@ -221,6 +223,7 @@ class RetrievedCache(BoundedCache):
         return [self.buffer] if self._spare is None else [self.buffer, self._spare]
 
     def release(self) -> None:
+        self._choosing.shutdown(cancel_futures=True)
         super().release()
         self._spare = self._refill = None
 

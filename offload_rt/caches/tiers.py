@@ -103,14 +103,29 @@ class ResidentTier:
         if near is not pages:
             pages.copy_(near, non_blocking=True)
 
-    def load_late(self, engine: TransferEngine) -> None:
-        """Loads the tokens for which there is memory after the prefill. Raises CopyFailed."""
+    def load(self, engine: TransferEngine, first: int = 0) -> None:
+        """Loads the tokens that it lacks from the store, up to its capacity. Raises CopyFailed.
+
+        Args:
+            first: position of its first token in the text.
+        """
         page = self._layout.page_size
-        end = min(self.capacity, engine.sequence.length // page * page)
-        if not self._late or end <= self.tokens:
-            return
-        engine.load(self._allocate(end - self.tokens), self.tokens)
-        self.tokens = end
+        end = min(self.capacity, engine.sequence.length // page * page - first)
+        held = page * sum(block.shape[1] for block in self._blocks)
+        if end > held:
+            self._allocate(end - held)
+        start, block_end = self.tokens, 0
+        for block in self._blocks:
+            block_start, block_end = block_end, block_end + block.shape[1] * page
+            stop = min(end, block_end)
+            if start < stop:
+                pages = block[:, (start - block_start) // page : (stop - block_start) // page]
+                engine.load(pages, first + start)
+                start = self.tokens = stop
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets what follows the first `tokens` tokens, but for whole pages; the memory stays."""
+        self.tokens = max(0, min(self.tokens, tokens // self._layout.page_size * self._layout.page_size))
 
     def views(self, layer: int, tokens: int) -> list[KeysValues]:
         """The first `tokens` tokens, `[pages, kv_heads, page_size, head_dim]`, in few pieces."""

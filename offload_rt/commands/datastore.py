@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from offload_rt.drafting.datastore import build
-    from offload_rt.loading import demo_model, load_tokenizer
+    from offload_rt.model.loading import demo_model, load_tokenizer
     from offload_rt.text import encode
 
     folder: Path = arguments.folder

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import machine_errors_in_a_line, ms_per_token, tokens_verdict, write_text
+from offload_rt.commands.generate import (
+    decoded_plainly,
+    machine_errors_in_a_line,
+    ms_per_token,
+    tokens_verdict,
+    write_text,
+)
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
-    from offload_rt.results import SamplingParams
+    from offload_rt.context import Context
+    from offload_rt.results import GenerationResult, SamplingParams
 
 CONFIG = "triforce"
 NEW_TOKENS = 128
@@ -43,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = prompts.read(arguments)
     from cpu_kv import PacedLink
     from offload_rt.api import LLM
-    from offload_rt.loading import choose_device, choose_dtype, demo_model, load_model, load_tokenizer
+    from offload_rt.model.loading import choose_device, choose_dtype, demo_model, load_model, load_tokenizer
     from offload_rt.results import SamplingParams
 
     console = Console(quiet=False)
@@ -61,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.notice(f"it ends: … {' '.join(text[-200:].split()[-ENDING_WORDS:])}")
     with machine_errors_in_a_line():
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
-            status, failure = write_text(llm, prompt, sampled, console, as_tokens=isinstance(text, list))
+            context = llm.read(prompt, NEW_TOKENS)
+            events = context.stream(params=sampled)
+            status, failure = write_text(events, sampled, console, as_tokens=isinstance(text, list))
             if failure is not None:
                 raise failure
             if status:
@@ -70,21 +78,24 @@ def run(arguments: argparse.Namespace) -> int:
                 f"sampled    {NEW_TOKENS} tokens after a prompt of {len(prompt):,};"
                 f" temperature {TEMPERATURE}, top-p {TOP_P}, seed {SEED}"
             )
-            _compare("in memory", llm, sampled, console)
+            assert events.result is not None
+            _compare("in memory", context, events.result, sampled, console)
         console.say(
             f"note       next, an emulated PCIe link: KV streams at {LINK_RATE / 1e9:g} GB/s; only that is"
             " emulated, everything else runs at this machine's own speed"
         )
         link = PacedLink(LINK_RATE)
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report, link=link) as llm:
-            llm.generate(prompt, greedy)
-            _compare("over link", llm, greedy, console)
+            context = llm.read(prompt, NEW_TOKENS)
+            _compare("over link", context, context.generate(params=greedy), greedy, console)
     return 0
 
 
-def _compare(where: str, llm: LLM, params: SamplingParams, console: Console) -> None:
-    """Decodes the last prompt plainly and prints how the last result compares."""
-    result, plain = llm.last_result, llm.plain(params)
+def _compare(
+    where: str, context: Context, result: GenerationResult, params: SamplingParams, console: Console
+) -> None:
+    """Decodes the prompt plainly too and prints how the result compares."""
+    plain = decoded_plainly(context, result, params)
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     console.say(
         f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({ms:.1f} against {plain_ms:.1f}"

@@ -22,6 +22,7 @@ from offload_rt.toml import config_names, load_configs, parse_override
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
+    from offload_rt.context import Context, TokenStream
     from offload_rt.results import GenerationResult, SamplingParams
 
 Add = Callable[..., object]
@@ -188,13 +189,17 @@ def run(arguments: argparse.Namespace) -> int:
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
-        status, failure = write_text(llm, prompt, params, console, as_tokens=isinstance(text, list))
-        result = llm.last_result
+        # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
+        context = llm.read(prompt, params.max_tokens)
+        events = context.stream(params=params)
+        status, failure = write_text(events, params, console, as_tokens=isinstance(text, list))
+        assert events.result is not None
+        result = events.result
         report = result.to_json()
         try:
             console.summary(result)
             if arguments.compare_plain and not status and failure is None:
-                report["plain"] = _compare(llm, params, console)
+                report["plain"] = _compare(context, result, params, console)
         except KeyboardInterrupt as interrupt:
             console.say("compared   interrupted")
             status = status_of(interrupt)
@@ -228,7 +233,7 @@ def machine_errors_in_a_line() -> Iterator[None]:
 
 
 def write_text(
-    llm: LLM, prompt: list[int], params: SamplingParams, console: Console, as_tokens: bool = False
+    events: TokenStream, params: SamplingParams, console: Console, as_tokens: bool = False
 ) -> tuple[int, UsageError | None]:
     """Streams the text to stdout.
 
@@ -241,8 +246,6 @@ def write_text(
     status = written = 0
     failure: UsageError | None = None
     stdout_works = True
-    # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
-    events = llm.stream(prompt, params)
     try:
         with machine_errors_in_a_line(), closing(events):
             for made, event in enumerate(events, 1):
@@ -267,7 +270,8 @@ def write_text(
     finally:
         console.clear()
     if stdout_works:
-        result = llm.last_result
+        result = events.result
+        assert result is not None
         # Text held back when an interruption came is part of the result.
         whole = " ".join(map(str, result.tokens)) if as_tokens else result.text
         _write(whole[written:] + "\n", console)
@@ -289,9 +293,17 @@ def _write(text: str, console: Console) -> None:
     sys.stdout.flush()
 
 
-def _compare(llm: LLM, params: SamplingParams, console: Console) -> dict[str, object]:
+def decoded_plainly(context: Context, result: GenerationResult, params: SamplingParams) -> GenerationResult:
+    """Continues the prompt of `result` again, by plain decoding over the KV that is there."""
+    context.rewind(result.prompt_tokens)
+    return context.generate(params=params, config="plain")
+
+
+def _compare(
+    context: Context, result: GenerationResult, params: SamplingParams, console: Console
+) -> dict[str, object]:
     """Decodes the text plainly too; the JSON's `plain`: our time per token against plain decoding's."""
-    result, plain = llm.last_result, llm.plain(params)
+    plain = decoded_plainly(context, result, params)
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     ratio = plain_ms / ms if ms else 0.0
     verdict = tokens_verdict(result, plain, params)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from offload_rt.commands.doctor import tell_measuring
 from offload_rt.commands.generate import add_dtype, add_json, add_overrides
 from offload_rt.config import AUTO, possible, uses_small_model
+from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.errors import UsageError
-from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.files import write_json
 from offload_rt.machine.hardware import GIB, NO_GPU, Hardware, named_hardware
 from offload_rt.toml import load_configs
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from offload_rt.loading import DEMO, choose_dtype
+    from offload_rt.model.loading import DEMO, choose_dtype
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import comparison, plan, ranked
     from offload_rt.planning.shapes import DEMO_DRAFT, find_shape

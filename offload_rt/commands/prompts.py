@@ -126,7 +126,7 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
     Raises:
         UsageError: the prompt is a text, and the model has no tokenizer.
     """
-    from offload_rt.loading import demo_model, load_tokenizer
+    from offload_rt.model.loading import demo_model, load_tokenizer
     from offload_rt.text import encode, keep_last
 
     tokenizer = load_tokenizer(arguments.model or demo_model("target"))

@@ -1,13 +1,19 @@
-"""`offload-rt search-skips`: which blocks the target should leave out while it drafts (Draft & Verify)."""
+"""`offload-rt search-skips`: finds the blocks to skip while the target drafts for itself.
+
+Draft & Verify (arXiv 2309.08168) finds them by Bayesian optimisation; this search adds them greedily. The
+speed of a machine drifts with heat and other work, so a plan is timed right beside the one that it would
+replace, and at the end the plans are timed in turn.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -26,21 +32,22 @@ from offload_rt.commands.generate import (
 from offload_rt.config import AUTO, Config
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_whole
-from offload_rt.layers import EXACT
-from offload_rt.skips import PLAIN, Rate, Trial, compare, fastest, search
+from offload_rt.model.layer_plan import EXACT, blocks_of, skipping
 from offload_rt.toml import load_config, to_toml
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
+    from offload_rt.context import Context
     from offload_rt.results import SamplingParams
 
-LIBRARIES = {"optuna": "optuna", "tomli_w": "tomli-w"}
-TRIALS_A_LAYER = 12
+PLAIN = "plain"
+"""In place of a layer plan: decoding without drafts."""
+Rate = Callable[[str, int], float]
+"""Returns tokens per second with a layer plan and the seed of a sample."""
+FINALISTS = 3
 ROUNDS = 5
-"""How often the fastest plans are compared in the end."""
+"""Number of times that the finalists are timed."""
 SHORTEST = 256
-"""Tokens of the shortest sample from which anything is concluded."""
-FASTER = "times as fast as all layers"
+"""Tokens of the shortest sample text from which anything is concluded."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,9 +55,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "search-skips",
         help="find the layers to skip while drafting (Draft & Verify)",
-        description="Measures on a sample text how fast the target drafts for itself with some of its"
-        " attention and MLP blocks left out, and writes the fastest composition as a configuration. Ctrl-C"
-        f" keeps the best so far. Needs {' and '.join(LIBRARIES.values())}.",
+        description="Measures on a sample text how fast the target drafts for itself without some of its"
+        " attention and MLP blocks, and writes the fastest composition as a configuration. Ctrl-C keeps the"
+        " best so far.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -58,17 +65,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     prompts.add_arguments(parser)
     sampling = parser.add_argument_group("sampling")
     add_distribution(sampling)
-    sampling.add_argument(
-        "-n", "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of a text (default: 64)"
-    )
+    meaning = "tokens to generate for each measurement (default: 64)"
+    sampling.add_argument("-n", "--max-new-tokens", type=int, default=64, metavar="N", help=meaning)
     group = parser.add_argument_group("search")
     add = group.add_argument
     meaning = "composition in which the target drafts for itself (default: retrieval)"
     add("--config", default="retrieval", metavar="NAME|FILE", help=meaning)
     add_overrides(group)
-    meaning = f"plans to measure (default: {TRIALS_A_LAYER} for each layer of the model)"
-    add("--trials", type=prompts.positive, metavar="N", help=meaning)
-    add("--seed", type=int, default=0, metavar="S", help="of the search and of its texts (default: 0)")
+    meaning = "time to search for before the final comparison (default: 60)"
+    add("--minutes", type=prompts.positive, default=60, metavar="M", help=meaning)
+    add("--seed", type=int, default=0, metavar="S", help="seed of the first sample (default: 0)")
     meaning = "the configuration; no file of that name may exist (default: skips.toml)"
     add("-o", "--out", type=Path, default=Path("skips.toml"), metavar="FILE", help=meaning)
 
@@ -77,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Searches, writes the configuration, and prints how fast it is."""
     base = _checked(arguments)
     text = prompts.read(arguments)
-    from offload_rt.loading import DEMO
+    from offload_rt.model.loading import DEMO
     from offload_rt.planning.shapes import find_shape
 
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
@@ -88,27 +94,45 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"the sample text has {len(prompt)} tokens; give one of at least {SHORTEST}")
     name = arguments.model or DEMO
     layers = find_shape(name, None).layers
-    trials = arguments.trials or TRIALS_A_LAYER * layers
+    plans, rounds, status = list[str](), list[dict[str, float]](), 0
+    seeds = count(arguments.seed)
     with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
-        llm.generate(prompt, params)
-        measured = partial(rate, llm, base, arguments, params)
-        found = _search(measured, layers, trials, arguments.seed, console)
-    source = f"{name}, {layers} layers; sample of {len(prompt):,} tokens, temperature {params.temperature:g}"
-    comments = (f"# {line}\n" for line in ("By offload-rt search-skips.", f"Model {source}.", found.verdict))
+        measured = partial(rate, llm.read(prompt, params.max_tokens), base, arguments, params)
+        start, seconds = time.monotonic(), 60 * arguments.minutes
+        try:
+            for found in search(layers, measured, seeds):
+                plans = found
+                elapsed = min(int(time.monotonic() - start), seconds)
+                console.progress("search", elapsed, seconds)
+                if elapsed == seconds:
+                    break
+            for number, seed in enumerate(islice(seeds, ROUNDS), 1):
+                rounds.append({plan: measured(plan, seed) for plan in (PLAIN, *finalists(plans))})
+                console.progress("compare", number, ROUNDS)
+        except KeyboardInterrupt as interrupt:
+            if not plans:
+                raise
+            status = status_of(interrupt)
+        finally:
+            console.clear()
+    chosen, verdict, table = plans[-1], "interrupted before the final comparison", ""
+    if rounds:
+        chosen, verdict, table = conclusion(rounds)
+    sample = f"Model {name}, {layers} layers; sample of {len(prompt):,} tokens"
+    comments = (
+        f"# By offload-rt search-skips.\n# {sample}, temperature {params.temperature:g}.\n# {verdict}\n"
+    )
     try:
-        write_whole(arguments.out, "".join(comments) + to_toml(with_layers(base, found.layers)))
+        write_whole(arguments.out, comments + to_toml(with_layers(base, chosen)))
     except OSError as error:
         raise UsageError(f"--out {arguments.out}: cannot be written ({error.strerror})") from None
-    print(f"{found.table}{arguments.out}: layers = {found.layers}; {found.verdict}")
+    print(f"{table}{arguments.out}: layers = {chosen}; {verdict}")
     print(f"offload-rt generate --config {arguments.out} …")
-    return found.status
+    return status
 
 
 def _checked(arguments: argparse.Namespace) -> Config:
-    """The configuration, in which the target drafts for itself; checks all that needs no model."""
-    missing = [package for module, package in LIBRARIES.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UsageError(f"search-skips needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    """Returns the configuration, in which the target drafts for itself; checks all that needs no model."""
     check_writable("--out", arguments.out)
     if arguments.out.exists():
         raise UsageError(f"--out {arguments.out}: exists; name another file, or remove it")
@@ -123,64 +147,80 @@ def _checked(arguments: argparse.Namespace) -> Config:
 
 
 def with_layers(base: Config, layers: str) -> Config:
-    """`base`, whose last level drafts with other `layers`."""
+    """Returns `base` with another layer plan in its last level."""
     *below, last = base.speculation.levels
     return base.having("speculation.levels", (*below, replace(last, layers=layers)))
 
 
 def rate(
-    llm: LLM, base: Config, arguments: argparse.Namespace, params: SamplingParams, layers: str, seed: int
+    context: Context,
+    base: Config,
+    arguments: argparse.Namespace,
+    params: SamplingParams,
+    layers: str,
+    seed: int,
 ) -> float:
-    """Tokens a second of the last prompt, continued by `base` with other `layers` in its last level."""
-    params = replace(params, seed=seed)
-    if layers == PLAIN:
-        return llm.plain(params).timings.predicted_per_second
-    levels = with_layers(base, layers).speculation.levels
-    # What drafts badly must not be saved by plain decoding.
-    given = {"speculation.levels": levels, "speculation.step_down": False}
-    overrides = dict(arguments.overrides) | given
-    return llm.rerun(params, arguments.config, overrides).timings.predicted_per_second
+    """Continues the sample text with a layer plan, or `PLAIN`; returns tokens per second."""
+    config, overrides = PLAIN, dict[str, object]()
+    if layers != PLAIN:
+        levels = with_layers(base, layers).speculation.levels
+        # Plain decoding must not rescue a plan that drafts badly.
+        config, overrides = arguments.config, dict(arguments.overrides)
+        overrides |= {"speculation.levels": levels, "speculation.step_down": False}
+    result = context.generate((), replace(params, seed=seed), config, overrides)
+    context.rewind(result.prompt_tokens)
+    return result.timings.predicted_per_second
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search found, how fast that is, what it was compared with, and how the command ends."""
+def search(layers: int, rate: Rate, seeds: Iterator[int]) -> Iterator[list[str]]:
+    """Searches greedily; yields the plans found so far after each measurement, each faster than the last.
 
-    layers: str
-    verdict: str
-    table: str = ""
-    status: int = 0
+    A step adds the block whose skipping gains most. Gains shrink as blocks are added, so a block whose gain
+    beside the newest plan exceeds the older gains of all others is added without measuring those again
+    ("accelerated greedy", Minoux 1978).
+    """
+    skipped, plans, fresh = list[str](), [EXACT], set[str]()
+    gains = dict.fromkeys(blocks_of(layers), math.inf)
+    while True:
+        attention = [block for block in gains if block.endswith("a")]
+        if len(attention) == 1:
+            del gains[attention[0]]  # a plan keeps some attention
+        block = max(gains, key=gains.__getitem__, default=None)
+        if block is None or gains[block] <= 1:
+            return
+        plan = skipping([*skipped, block])
+        if block in fresh:
+            skipped.append(block)
+            plans.append(plan)
+            fresh.clear()
+            del gains[block]
+        else:
+            seed = next(seeds)
+            gains[block] = rate(plan, seed) / rate(plans[-1], seed)
+            fresh.add(block)
+            best = max(fresh, key=gains.__getitem__)
+            yield [*plans, skipping([*skipped, best])] if gains[best] > 1 else list(plans)
 
 
-def _search(measured: Rate, layers: int, trials: int, seed: int, console: Console) -> Found:
-    made: list[Trial] = []
-    rounds: list[dict[str, float]] = []
-    try:
-        for trial in search(layers, trials, seed, measured):
-            made.append(trial)
-            console.progress("search", len(made), trials)
-        for rates in islice(compare(made, seed, measured), ROUNDS):
-            rounds.append(rates)
-            console.progress("compare", len(rounds), ROUNDS)
-    except KeyboardInterrupt as interrupt:
-        if not made:
-            raise
-        best = max([Trial(EXACT, 1.0), *fastest(made, 1)], key=lambda trial: trial.speed)
-        when, gain = f"interrupted after {len(made)} of {trials} trials", f"{best.speed:.2f} {FASTER}"
-        return Found(best.layers, f"{when}, {gain}", status=status_of(interrupt))
-    finally:
-        console.clear()
-    return _compared(rounds)
+def finalists(plans: Sequence[str]) -> list[str]:
+    """Returns the first plan and `FINALISTS` more, evenly up to the last.
+
+    Each plan was chosen for a measurement that was high also by luck, so the longest need not be the fastest.
+    """
+    spread = (plans[at * (len(plans) - 1) // FINALISTS] for at in range(FINALISTS + 1))
+    return list(dict.fromkeys(spread))
 
 
-def _compared(rounds: Sequence[dict[str, float]]) -> Found:
-    """The fastest by the median of all rounds."""
+def conclusion(rounds: Sequence[dict[str, float]]) -> tuple[str, str, str]:
+    """Returns the plan that is fastest by the median of the rounds, a verdict on it, and a table of all."""
     medians = {layers: median(rates[layers] for rates in rounds) for layers in rounds[0]}
-    best = max((layers for layers in medians if layers != PLAIN), key=lambda layers: medians[layers])
-    rate, plain, whole = medians[best], medians[PLAIN], medians[EXACT]
+    best = max((layers for layers in medians if layers != PLAIN), key=medians.__getitem__)
+    speed, plain = medians[best], medians[PLAIN]
     width = max(map(len, medians))
     lines = [f"{'layers':{width}}  tokens/s  over plain"]
     lines += [f"{layers:{width}}  {it:8.1f}  {it / plain:10.2f}" for layers, it in medians.items()]
-    gain = "nothing is gained by skipping" if best == EXACT else f"{rate / whole:.2f} {FASTER}"
-    verdict = f"{rate:.1f} tokens/s, {rate / plain:.2f} times as fast as plain decoding; {gain}"
-    return Found(best, verdict, "\n".join(lines) + "\n\n")
+    gain = f"{speed / medians[EXACT]:.2f} times as fast as all layers"
+    if best == EXACT:
+        gain = "nothing is gained by skipping"
+    verdict = f"{speed:.1f} tokens/s, {speed / plain:.2f} times as fast as plain decoding; {gain}"
+    return best, verdict, "\n".join(lines) + "\n\n"

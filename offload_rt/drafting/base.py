@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.passes import LevelStats, Work
-from offload_rt.verification import Draft
+from offload_rt.model.scheduler import LevelStats, Work
+from offload_rt.rejection_sampling import Draft
 
 Outcome = tuple[int, ...]
 """What a verification may yield: tokens behind the text."""

@@ -22,8 +22,8 @@ from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Order, Sampling, Verifier
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.runner import CausalModel
 
 TARGET_FULL = "target:full"
 

@@ -20,11 +20,11 @@ from offload_rt.drafting.base import Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.parts import Output
-from offload_rt.passes import Read, Work
+from offload_rt.model.parts import Output
+from offload_rt.model.scheduler import Read, Work
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.sampling import choices
 from offload_rt.trees import ROOT, Tree, on_device
-from offload_rt.verification import Draft, Tokens
 
 Child = tuple[int, int]
 """A node to draw: its parent, and how many elder siblings it has."""

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.held import HeldTokens
+from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.config import HEAD, HeadConfig
 from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
+from offload_rt.drafting.expectations import HEAD_ACCEPTANCE
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Order, Sampling
-from offload_rt.expectations import HEAD_ACCEPTANCE
-from offload_rt.heads import DEMO_HEAD, Head, load_head
 from offload_rt.host import to_device
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel, NotANumber
-from offload_rt.parts import Output, Part
+from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.runner import CausalModel, NotANumber
 
 
 class HeadStates:
@@ -37,7 +37,7 @@ class HeadStates:
     """
 
     def __init__(self, known: HiddenState) -> None:
-        self.held = HeldTokens()
+        self.held = SpeculativeTokens()
         self.verified_length = known.length
         self.states = known.hidden[None]
         self.pending = self.states[:0]

@@ -10,9 +10,9 @@ from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenVie
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import Source
 from offload_rt.host import to_device
-from offload_rt.passes import LevelStats, Read, Work
+from offload_rt.model.scheduler import LevelStats, Read, Work
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.trees import ROOT, Tree
-from offload_rt.verification import Draft, Tokens
 
 
 class MergedDrafter(Drafter):

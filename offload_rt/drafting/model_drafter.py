@@ -15,14 +15,14 @@ from torch import Tensor
 
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.growth import BestFirst, LevelGrowth
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
-from offload_rt.passes import Read, Work
+from offload_rt.model.scheduler import Read, Work
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.trees import forest
-from offload_rt.verification import Draft, Tokens
 
 
 @dataclass(eq=False)

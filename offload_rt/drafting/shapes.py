@@ -11,14 +11,14 @@ from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Final, Literal
 
-from offload_rt.errors import UsageError
-from offload_rt.expectations import (
+from offload_rt.drafting.expectations import (
     DRAFT_LENGTHS,
     LATER_CHOICES,
     SAME_MODEL_ACCEPTANCE,
     SECOND_CHOICE,
     expected_tokens,
 )
+from offload_rt.errors import UsageError
 
 if TYPE_CHECKING:
     from offload_rt.drafting.sequoia import Plan

@@ -12,11 +12,11 @@ from time import perf_counter
 
 from offload_rt.config import LOOKUP, SUFFIX
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
+from offload_rt.drafting.expectations import LOOKUP_ACCEPTANCE
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.expectations import LOOKUP_ACCEPTANCE
-from offload_rt.passes import LevelStats, Work
+from offload_rt.model.scheduler import LevelStats, Work
+from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.trees import ROOT, Tree
-from offload_rt.verification import Draft, Tokens
 
 
 class Source(Drafter, ABC):

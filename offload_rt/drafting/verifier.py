@@ -11,14 +11,14 @@ from torch import Tensor
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, Round, TokenView
+from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.expectations import expected_tokens
 from offload_rt.host import to_device
-from offload_rt.layers import LayerPlan
-from offload_rt.parts import Output, Part
-from offload_rt.passes import Forward, LevelStats, Model, Read, Work
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
+from offload_rt.rejection_sampling import Draft, Tokens, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
-from offload_rt.verification import Draft, Tokens, verify, verify_greedy
 
 
 @dataclass

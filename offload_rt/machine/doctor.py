@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from offload_rt.devices import CACHE_FOLDER, available_memory, cache_folder
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
 from offload_rt.machine import measuring
@@ -28,6 +27,7 @@ from offload_rt.machine.inventory import (
     read_versions,
 )
 from offload_rt.machine.measuring import LinkFigures, Progress
+from offload_rt.machine.memory import CACHE_FOLDER, available_memory, cache_folder
 from offload_rt.native import SOURCES
 
 FORMAT = 2

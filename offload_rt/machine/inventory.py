@@ -23,7 +23,7 @@ from torch import Tensor
 from cpu_kv.pinned import PageLocking
 from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.fused import use_triton
-from offload_rt.devices import available_memory, memory_limit
+from offload_rt.machine.memory import available_memory, memory_limit
 from offload_rt.native import SWITCH, load_kernel
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")

@@ -23,8 +23,8 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Gpu, Host
 from offload_rt.machine.inventory import Card, link_now
-from offload_rt.model import CausalModel
-from offload_rt.parts import Part
+from offload_rt.model.parts import Part
+from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, how many measurements are done, and how many there are."""

@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -21,13 +20,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from offload_rt.devices import cache_folder
+from offload_rt.files import replacing
+from offload_rt.machine.memory import cache_folder
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 SWITCH = "OFFLOAD_RT_NATIVE"
 BUILD_TIMEOUT_S = 120
-_DIGEST_BYTES = hashlib.sha256().digest_size
 _FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 
@@ -136,7 +135,7 @@ def load_kernel() -> Kernel | None:
         return None
     try:
         path = cache_folder() / f"attention-{_fingerprint(compiler)}.so"
-        if not _whole(path):
+        if not path.exists():
             _build(compiler, path)
         return Kernel(path)
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
@@ -144,7 +143,7 @@ def load_kernel() -> Kernel | None:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the compiler and the processor: a home folder may be shared by machines."""
+    """Identifies source, compiler, flags and processor: machines may share a home folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     try:
         flags = next(
@@ -156,28 +155,10 @@ def _fingerprint(compiler: str) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _whole(path: Path) -> bool:
-    """Whether the library is there as it was built: to load a part of one kills the process."""
-    data = path.read_bytes() if path.exists() else b""
-    return data.endswith(_digest(data[:-_DIGEST_BYTES]))
-
-
-def _digest(library: bytes) -> bytes:
-    """What follows a library in its file, where the loader does not look."""
-    return hashlib.sha256(library).digest()
-
-
 def _build(compiler: str, path: Path, processor: str = "native") -> None:
-    """Compiles the sources for a processor by the compiler's name for it."""
-    # Built aside and moved into place: another process may be building the same.
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        subprocess.run(
-            [compiler, f"-march={processor}", *_FLAGS, "-o", str(built), str(SOURCE)],
-            check=True,
-            capture_output=True,
-            timeout=BUILD_TIMEOUT_S,
-        )
-        library = built.read_bytes()
-        built.write_bytes(library + _digest(library))
-        built.replace(path)
+    """Compiles the sources for a processor, which the compiler knows by that name, into a file at `path`."""
+    with replacing(path) as built:
+        command = [compiler, f"-march={processor}", *_FLAGS, "-o", str(built), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
+        with built.open("rb") as library:
+            os.fsync(library)  # to load a part of a library, as a power cut may leave, kills the process

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config import DRAFT_STREAMING
-from offload_rt.expectations import DRAFT_LENGTHS, SECOND_CHOICE
+from offload_rt.drafting.expectations import DRAFT_LENGTHS, SECOND_CHOICE
 from offload_rt.machine.hardware import COMPUTE_SHARE, GIB, MEMORY_SHARE
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (

@@ -27,16 +27,16 @@ from offload_rt.config import (
     Config,
     SpeculationConfig,
 )
-from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.errors import UsageError
-from offload_rt.expectations import (
+from offload_rt.drafting.expectations import (
     HEAD_ACCEPTANCE,
     LOOKUP_ACCEPTANCE,
     SAME_MODEL_ACCEPTANCE,
     SMALL_MODEL_ACCEPTANCE,
 )
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
-from offload_rt.model import CausalModel
+from offload_rt.model.runner import CausalModel
 from offload_rt.planning.shapes import ModelShape, head_shape
 
 SCORE_BYTES = 4  # of a chunk, a layer and a KV head: float32
@@ -170,12 +170,14 @@ class PlanRequest:
     def capacities(self) -> list[int]:
         """Tokens of the context that each GPU can keep: whole pages, or on the first one all of it.
 
-        On the first one while decoding, when the memory of the prefill is free again.
+        On the first one while decoding, when the memory of the prefill is free again but for what reading
+        more tokens behind the prompt needs.
         """
         page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
         rooms = [max(0, _left(self, number)) for number in range(len(self.hardware.gpus))]
         if rooms:
-            rooms[0] += gpu_memory(self, 0)["prefill"] if _left(self, 0) >= 0 else 0
+            freed = gpu_memory(self, 0)["prefill"] - _chunk_memory(self)
+            rooms[0] += freed if _left(self, 0) >= 0 else 0
         tokens = [room // page_bytes * page for room in rooms]
         if rooms and rooms[0] >= self.context * self.target.token_bytes:
             tokens[0] = self.context
@@ -308,6 +310,16 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
     return memory
 
 
+def _chunk_memory(request: PlanRequest) -> int:
+    """Bytes for a chunk of a prefill: its activations, and on a GPU its KV, packed into pages and written."""
+    target = request.target
+    attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
+    width = 4 * target.hidden + attended + 3 * target.intermediate
+    chunk = min(request.config.prefill.chunk, request.context)
+    packed = 0 if request.in_place else (TransferEngine.PROMPT_WRITES + 1) * chunk
+    return chunk * width * target.dtype.itemsize + packed * target.layer_token_bytes
+
+
 def _gpu_reserve(gpu: Gpu) -> int:
     return max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * gpu.memory_bytes))
 
@@ -356,15 +368,10 @@ def _computing_memory(request: PlanRequest) -> Memory:
             memory["scores"] = chunks * target.layers * target.kv_heads * SCORE_BYTES
             # What a pass keeps of them until its layer ends.
             memory["scores"] += SAMPLED_QUERIES * target.heads * chunks * SCORE_BYTES
-    # The prompt's hidden states, the activations of one chunk, and on a GPU the KV of the layer under way and
-    # of the chunks of it that are packed into pages and written.
-    attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
-    width = 4 * target.hidden + attended + 3 * target.intermediate
-    chunk = min(config.prefill.chunk, request.context)
-    memory["prefill"] = (request.context * target.hidden + chunk * width) * target.dtype.itemsize
+    # The prompt's hidden states, and on a GPU the KV of the layer under way.
+    memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + _chunk_memory(request)
     if not request.in_place:
-        packed = (TransferEngine.PROMPT_WRITES + 1) * chunk
-        memory["prefill"] += (request.context + packed) * target.layer_token_bytes
+        memory["prefill"] += request.context * target.layer_token_bytes
     # Logits of a pass, and their float32 probabilities before and after sorting.
     logits = (request.longest_draft + 1) * target.vocabulary
     return memory | {"logits": logits * (target.dtype.itemsize + 8)}

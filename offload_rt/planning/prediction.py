@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
+from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.machine.hardware import AttentionRate, Gpu
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.shapes import ModelShape, head_shape

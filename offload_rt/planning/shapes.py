@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cpu_kv import KVLayout
-from offload_rt.attention_hook import refuse_unsupported
 from offload_rt.errors import UsageError
-from offload_rt.loading import DEMO, demo_model, model_config
+from offload_rt.model.attention_hook import refuse_unsupported
+from offload_rt.model.loading import DEMO, demo_model, model_config
 
 DEMO_DRAFT = "demo-draft"
 DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
@@ -110,7 +110,7 @@ SHAPES = {
 
 
 def head_shape(target: ModelShape) -> ModelShape:
-    """A draft head for `target` as `demo.train_head` makes it, with the target's own output head."""
+    """A draft head for `target` as `train_head` makes it, with the target's own output head."""
     block = 14 * target.hidden**2  # its input is two vectors, and its MLP four times as wide
     parameters = target.embedding_parameters + block
     return replace(target, name="head", layers=1, parameters=parameters, tied=True)

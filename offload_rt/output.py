@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.drafting.base import Round
-from offload_rt.engine import Engine
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.results import (
     FinishReason,
     GenerationResult,
@@ -22,51 +23,54 @@ from offload_rt.results import (
     TokenEvent,
     Transfer,
 )
-from offload_rt.session import Session
 from offload_rt.text import TextStream
 
 
-def step(engine: Engine, writers: Sequence[Writer]) -> Iterator[Iterator[TokenEvent]]:
+def step(engine: Engine, writers: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
     """A round of every text that has not ended: the events of one after the other, for the caller to take."""
     going = [writer for writer in writers if not writer.ended]
     with engine.lock:  # without what other threads do, nor what the caller does between two rounds
         started = perf_counter()
-        rounds = engine.step([writer.session for writer in going])
+        rounds = engine.step([writer.sequence for writer in going])
         ms = 1e3 * (perf_counter() - started)
     return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
 
 
-def finish(engine: Engine, writers: Sequence[Writer]) -> None:
+def finish(engine: Engine, writers: Sequence[OutputProcessor]) -> None:
     """Rounds until every text has ended; nobody takes their events."""
     while not all(writer.ended for writer in writers):
         for events in step(engine, writers):
             deque(events, maxlen=0)
 
 
-class Writer:
+class OutputProcessor:
     """Turns the rounds of one text into events and, at the end, into a result.
 
     Args:
         notices: what the user was told so far; it may grow.
+        start: length of the context before this text and its prompt.
 
     Attributes:
+        tokens: token ids that were taken.
         error: what ended the text before its time.
     """
 
     def __init__(
         self,
         engine: Engine,
-        session: Session,
+        sequence: TokenSequence,
         params: SamplingParams,
         tokenizer: PreTrainedTokenizerBase | None,
         notices: Sequence[str],
+        start: int = 0,
     ) -> None:
-        self.session = session
+        self.sequence = sequence
         self._engine = engine
         self._params = params
         self._notices = notices
+        self._start = start
         self._stream = TextStream(tokenizer, params.stop)
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._finish: FinishReason = "interrupted"
         self.error: Exception | None = None
         self._ms = 0.0
@@ -82,15 +86,15 @@ class Writer:
         if isinstance(round, Exception):
             self._finish, self.error = "error", round
             return
-        ends = self.session.stop_tokens
+        ends = self.sequence.stop_tokens
         for number, token in enumerate(round.tokens):
-            self._tokens.append(token)
+            self.tokens.append(token)
             text = "" if token in ends else self._stream.push(token)
             if token in ends:
                 self._finish = "eos"
             elif self._stream.stopped:
                 self._finish = "stop"
-            elif len(self._tokens) == self._params.max_tokens:
+            elif len(self.tokens) == self._params.max_tokens:
                 self._finish = "length"
             if self.ended and not self._stream.stopped:
                 text += self._stream.finish()
@@ -102,40 +106,41 @@ class Writer:
         """The text and how it came about."""
         if not self.ended:
             self._stream.finish()
-        engine, session, params, ms = self._engine, self.session, self._params, self._ms
-        target, draft, stats = engine.target, engine.draft, session.verifier.levels
+        engine, sequence, params, ms = self._engine, self.sequence, self._params, self._ms
+        target, draft, stats = engine.target, engine.draft, sequence.verifier.levels
         # A level's proposals are counted by the one above; the target over its full cache makes none.
         offered = [*((above.proposed, above.accepted) for above in stats[1:]), (0, 0)]
         notices = list(self._notices)
-        if session.pace.breaks.steps_down:
+        if sequence.controller.breaks.steps_down:
             notices.append(
-                f"{session.pace.breaks.plain_tokens} of {len(self._tokens)} tokens were decoded plainly, as "
+                f"{sequence.controller.breaks.plain_tokens} of {len(self.tokens)} tokens were decoded plainly, as "
                 "drafting them would have taken longer"
             )
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
-        counters, on_gpu = session.counters, target.device.type == "cuda"
+        counters, on_gpu = sequence.counters, target.device.type == "cuda"
         return GenerationResult(
             model=target.name,
             draft=None if draft is None else draft.name,
-            config=session.config.name,
+            config=sequence.config.name,
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
             seed=params.seed,
-            prompt_tokens=session.prompt_tokens,
-            tokens=self._tokens,
+            start=self._start,
+            prompt_tokens=sequence.start,
+            tokens=self.tokens,
             text=self._stream.text,
             finish_reason=self._finish,
             timings=Timings(
-                prompt_n=session.prompt_tokens,
-                prompt_ms=session.prefill_ms,
-                predicted_n=len(self._tokens),
+                prompt_n=sequence.read_tokens,
+                prompt_ms=sequence.read_ms,
+                predicted_n=len(self.tokens),
                 predicted_ms=ms,
-                predicted_per_second=1e3 * len(self._tokens) / ms if ms > 0 else 0.0,
+                predicted_per_second=1e3 * len(self.tokens) / ms if ms > 0 else 0.0,
                 draft_n=stats[-1].proposed,
                 draft_n_accepted=stats[-1].accepted,
             ),
-            rounds=len(session.rounds),
+            rounds=len(sequence.rounds),
             levels=[
                 Level(level.name, level.passes, *counts, level.ms)
                 for level, counts in zip(stats, offered, strict=True)
@@ -149,7 +154,7 @@ class Writer:
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
             ),
-            plain_tokens=session.pace.breaks.plain_tokens,
+            plain_tokens=sequence.controller.breaks.plain_tokens,
             notices=notices,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )

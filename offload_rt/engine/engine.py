@@ -1,4 +1,4 @@
-"""Owns what texts share (models, store, link, pass thread), opens sessions and steps any number of them."""
+"""Owns what texts share (models, store, link, pass thread), opens sequences and steps any number of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config import HEAD, Config, possible
-from offload_rt.devices import available_memory
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
+from offload_rt.engine.decode import decode_step
+from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.graphs import GraphedModel
 from offload_rt.machine.advice import without_kernel
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.inventory import native_kernel
-from offload_rt.model import CausalModel
-from offload_rt.passes import PassThread, Together
+from offload_rt.machine.memory import available_memory
+from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.scheduler import BatchRunner, PassThread
 from offload_rt.planning.placement import (
     PlanRequest,
     available,
@@ -32,8 +34,6 @@ from offload_rt.planning.placement import (
 )
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.shapes import ModelShape, from_config
-from offload_rt.rounds import round_of
-from offload_rt.session import Continuation, Session, Shared
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
@@ -105,7 +105,7 @@ class Engine:
         self._shared = Shared(
             target, draft, self.store, self._link, backend, self._other_links, heads=self._heads
         )
-        self._sessions: list[Session] = []
+        self._sequences: list[TokenSequence] = []
         self.lock = threading.RLock()
         self._closed = False
 
@@ -123,55 +123,80 @@ class Engine:
         return left
 
     def open(
-        self, prompt: Sequence[int], continuation: Continuation, tiers: Tiers | None = None, texts: int = 1
-    ) -> Session:
-        """Reads a prompt, so that `step` can continue it. Others may be under way.
+        self, tokens: Sequence[int], new_tokens: int, tiers: Tiers | None = None, texts: int = 1
+    ) -> TokenSequence:
+        """Reads a text, which may then be continued. Others may be under way.
 
         Args:
+            new_tokens: how many more it is planned for.
             tiers: which tokens of each layer are not streamed; None: as planned.
             texts: how many, this one and those that are opened after it, share what is free of a GPU.
         """
         with self.lock:
-            self.check_room([(len(prompt), continuation.max_tokens)])
+            self.check_room([(len(tokens), new_tokens)])
+            runner = self.target.for_text(len(tokens), new_tokens)
             config = self.configs[0]
             if tiers is None:
-                config, tiers = self._plan(len(prompt), continuation.max_tokens, texts)
+                config, tiers = self._plan(len(tokens), new_tokens, texts)
             shared = replace(self._shared, timeline=self.timeline)
-            session = Session(shared, config, prompt, continuation, tiers)
-            report = self._on_progress
+            sequence = TokenSequence(shared, config, runner, len(tokens) + new_tokens, tiers)
+            self._sequences.append(sequence)
             try:
-                session.prefill(None if report is None else lambda done, of: report("prefill", done, of))
+                self.read(sequence, tokens)
             except BaseException:
-                session.close()
+                self.close_sequence(sequence)
                 raise
-            self._sessions.append(session)
-            return session
+            return sequence
 
-    def step(self, sessions: Sequence[Session]) -> list[Round | Exception]:
-        """One round of every session; their passes are one pass. What one raises is its result."""
+    def read(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
+        """Appends tokens to a text. Where that fails, the text is as it was."""
+        report = self._on_progress
+        with self.lock:
+            self.stop(sequence)
+            sequence.read(tokens, None if report is None else lambda done, of: report("prefill", done, of))
+
+    def begin(self, sequence: TokenSequence, config: Config | None, continuation: Continuation) -> None:
+        """Begins a continuation of a text.
+
+        Args:
+            config: None: the one that it was planned with.
+        """
         with self.lock:
             self._check_open()
-            return Together([round_of(session) for session in sessions], self._thread).run()
+            self.stop(sequence)
+            sequence.begin(sequence.planned if config is None else config, continuation)
 
-    def stop(self, session: Session) -> None:
+    def rewind(self, sequence: TokenSequence, length: int) -> None:
+        """Forgets the tokens of a text from position `length` on."""
+        with self.lock:
+            self.stop(sequence)
+            sequence.rewind(length)
+
+    def step(self, sequences: Sequence[TokenSequence]) -> list[Round | Exception]:
+        """One round of every sequence; their passes are one pass. What one raises is its result."""
+        with self.lock:
+            self._check_open()
+            return BatchRunner([decode_step(sequence) for sequence in sequences], self._thread).run()
+
+    def stop(self, sequence: TokenSequence) -> None:
         """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
         with self.lock:
-            if session in self._sessions:
-                self._end_pass(session)
-                session.stop()
+            if sequence in self._sequences:
+                self._end_pass(sequence)
+                sequence.stop()
 
-    def close_session(self, session: Session) -> None:
+    def close_sequence(self, sequence: TokenSequence) -> None:
         """Gives the memory of a text back. Idempotent."""
         with self.lock:
-            if session in self._sessions:
-                self._sessions.remove(session)
-                self._end_pass(session)
-                session.close()
+            if sequence in self._sequences:
+                self._sequences.remove(sequence)
+                self._end_pass(sequence)
+                sequence.close()
 
-    def _end_pass(self, session: Session) -> None:
+    def _end_pass(self, sequence: TokenSequence) -> None:
         """Ends a pass that a second interrupt kept the first one from waiting for."""
         if self._thread is not None:
-            session.full.cancel()
+            sequence.full.cancel()
             self._thread.join()
 
     def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Tiers]:
@@ -237,12 +262,11 @@ class Engine:
             self._chosen = chosen
         return plans[0]
 
-    def check_room(self, sizes: Sequence[tuple[int, int]], instead_of: Session | None = None) -> None:
+    def check_room(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Refuses texts of which one has more tokens than the model has positions, or all than memory holds.
 
         Args:
             sizes: tokens of each prompt, and new ones.
-            instead_of: an open text that gives its memory back first.
         """
         self._check_open()
         for prompt_tokens, new_tokens in sizes:
@@ -257,15 +281,24 @@ class Engine:
         # What the store has free is used again before more is asked for.
         with self.lock:
             available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
-        if instead_of is not None:
-            available += instead_of.full.sequence.length * layout.token_bytes
+            others = (
+                f", beside {self.store.used_bytes / 2**30:.1f} GiB of open contexts"
+                if self._sequences
+                else ""
+            )
         needed = total * token_bytes
         if needed > available:
             fits = "the longest context that fits is" if len(sizes) == 1 else "of all texts together fit"
             raise UsageError(
                 f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
-                f"{available / 2**30:.1f} GiB are available: {fits} {available // token_bytes} tokens"
+                f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
             )
+
+    def check_growth(self, sequence: TokenSequence, tokens: int) -> None:
+        """Refuses so many more tokens of an open text where they cannot be."""
+        check_positions(self.target, len(sequence.tokens), tokens)
+        sequence.check_length(len(sequence.tokens) + tokens)
+        self.check_room([(0, max(0, len(sequence.tokens) + tokens - sequence.full.sequence.reserved_tokens))])
 
     def _check_open(self) -> None:
         if self._closed:
@@ -286,6 +319,6 @@ class Engine:
             if self._thread is not None:
                 closing.callback(self._thread.close)
             closing.callback(self._shared.pool.drop_free)
-            for session in self._sessions:
-                closing.callback(session.close)
-            self._sessions = []
+            for sequence in self._sequences:
+                closing.callback(sequence.close)
+            self._sequences = []

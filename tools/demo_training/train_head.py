@@ -1,6 +1,6 @@
 """Train a draft head for a target: what a target's hidden states say of the tokens to come.
 
-    python -m offload_rt.demo.train_head --corpus FOLDER --out head.safetensors --minutes 15
+    python -m tools.demo_training.train_head --corpus FOLDER --out head.safetensors --minutes 15
 
 Any folder of UTF-8 `.txt` files is a corpus, and any model that the runtime runs is a target; without a name,
 the demo's. The head is unrolled along the text: from the second step on its own states take the place of the
@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload_rt.demo.train import autocast, encoded, minutes, optimize, read_corpus, steps_within
-from offload_rt.demo.windows import WindowSampler, batch
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
-from offload_rt.heads import Head, save_head
-from offload_rt.loading import DEMO, choose_device, choose_dtype, demo_model, load_model, load_tokenizer
-from offload_rt.model import CausalModel
+from offload_rt.model.draft_head import Head, save_head
+from offload_rt.model.loading import DEMO, choose_device, choose_dtype, demo_model, load_model, load_tokenizer
+from offload_rt.model.runner import CausalModel
+from tools.demo_training.train import autocast, encoded, minutes, optimize, read_corpus, steps_within
+from tools.demo_training.windows import WindowSampler, batch
 
 STEPS = 5
 """Steps that a head is unrolled for."""
@@ -118,7 +118,7 @@ def train(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m offload_rt.demo.train_head",
+        prog="python -m tools.demo_training.train_head",
         description="Train a draft head on a folder of text files.",
     )
     add = parser.add_argument

@@ -1,7 +1,7 @@
 """What texts ask of models, and the one place where it is answered, for many texts at once.
 
 The work of a text (propose, verify, draft ahead) is a generator that yields requests: a pass of a model, a
-read of results, a pass that runs in the background. `Together` advances any number of them in step: passes
+read of results, a pass that runs in the background. `BatchRunner` advances any number of them in step: passes
 that are asked of one model at one moment are one pass, and all reads are one wait. So the code of a text
 reads as if it were alone, and a batch needs no code of its own.
 """
@@ -23,8 +23,8 @@ from cpu_kv import CopyFailed
 from cpu_kv.streams import device_streams
 from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
-from offload_rt.layers import LayerPlan
-from offload_rt.parts import Output, Part
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
 from offload_rt.timeline import Timeline
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ def _finish_compute(caches: Sequence[FullCache]) -> None:
         cache.finish_compute()
 
 
-class Together(Generic[T]):
+class BatchRunner(Generic[T]):
     """Advances the work of any number of texts in step.
 
     Args:
@@ -327,7 +327,7 @@ def _by_model(
 
 def run_alone(work: Work[T]) -> T:
     """Runs one text's work, without background passes."""
-    (result,) = Together([work]).run()
+    (result,) = BatchRunner([work]).run()
     if isinstance(result, Exception):
         raise result
     return result

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offload_rt.verification import Tokens
+from offload_rt.rejection_sampling import Tokens
 
 
-class HeldTokens:
+class SpeculativeTokens:
     """Tokens of the speculative entries, in the order of the entries; entry `i` comes after its parent.
 
     Attributes:

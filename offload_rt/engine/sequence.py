@@ -15,17 +15,18 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
+from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
 from offload_rt.config import TARGET_RETRIEVED, Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.head_drafter import Heads
-from offload_rt.drafting.verifier import Sampling
+from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.engine.controller import RoundTimes, SpeculationController
+from offload_rt.engine.prefill import Progress, prefill
 from offload_rt.errors import UsageError
-from offload_rt.model import CausalModel
-from offload_rt.pace import Pace, RoundTimes
-from offload_rt.passes import run_alone
-from offload_rt.prefill import Progress, prefill
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.scheduler import run_alone
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 
@@ -61,48 +62,57 @@ class Continuation:
     max_tokens: int
 
 
-class Session:
-    """Owns what a text needs, from its prefill to `close`.
+class TokenSequence:
+    """Owns what a text needs, from its first token to `close`.
 
     Args:
-        prompt: its tokens.
+        config: by which the text is read; its keys for prefill and store hold from here on.
+        target: the runner for texts of this length.
+        room: tokens that there should be room for.
         tiers: which tokens of each layer are not streamed to the device.
 
     Attributes:
-        tokens: the prompt, and what is generated.
+        target: the runner of the target model.
+        tokens: those that were read, and those that were generated behind them.
+        start: how many there were when the newest continuation began.
         verifier: the composition; the target over its full cache.
         ready: a draft that was begun for the text as it is now.
         rounds: times of the rounds so far.
-        opened: seconds of `time.perf_counter`.
+        read_tokens: tokens that were read since the continuation before.
+        read_ms: time in which they were read and small caches filled.
     """
+
+    verifier: Verifier
+    pace: SpeculationController
 
     def __init__(
         self,
         shared: Shared,
         config: Config,
-        prompt: Sequence[int],
-        continuation: Continuation,
+        target: CausalModel,
+        room: int,
         tiers: Tiers = EVERYTHING_STREAMED,
     ) -> None:
         self.config = config
         self.planned = config  # stays, whatever it is recomposed to
-        self.tokens = list(prompt)
-        self.prompt_tokens = len(self.tokens)
-        self.opened = perf_counter()
-        self.prefill_ms = 0.0
+        self.tokens: list[int] = []
+        self.start = 0
+        self.read_tokens = 0
+        self.read_ms = 0.0
         self.tiers = tiers
         self.timeline = shared.timeline
         self.ready: Proposal | None = None
         self.rounds: list[RoundTimes] = []
         self._shared = shared
-        self._target = shared.target.for_text(len(prompt), continuation.max_tokens)
+        self.target = target
         self._ended = False
+        self._consumed = True  # what was read has been counted for a continuation
         self._caches: list[BoundedCache] = []
-        self._sequence = shared.store.new_sequence(*config.kept_means)
+        self._kv = shared.store.new_sequence(*config.kept_means)
         with ExitStack() as closing:
             closing.callback(self._release_caches)
-            closing.callback(self._sequence.close)
-            self._sequence.reserve(len(self.tokens) + continuation.max_tokens)
+            closing.callback(self._kv.close)
+            self._kv.reserve(room)
             self.engine = self._transfer_over(shared.link)
             closing.callback(self.engine.close)
             remote = list[RemoteAttention]()
@@ -120,27 +130,26 @@ class Session:
                 self.engine, shared.backend, tiers.resident_tokens, remote, tiers.late_resident_tokens
             )
             closing.callback(self.full.close)
-            self._compose(continuation)
             self._closing = closing.pop_all()
 
     def _transfer_over(self, link: Link) -> TransferEngine:
-        store, layout = self.config.store, self._sequence.layout
-        segment_tokens = layout.segment_tokens(store.segment_bytes, self._sequence.reserved_tokens)
-        return TransferEngine(
-            self._sequence, link, segment_tokens=segment_tokens, ring_buffers=store.ring_buffers
-        )
+        store, layout = self.config.store, self._kv.layout
+        segment_tokens = layout.segment_tokens(store.segment_bytes, self._kv.reserved_tokens)
+        return TransferEngine(self._kv, link, segment_tokens=segment_tokens, ring_buffers=store.ring_buffers)
 
-    def _compose(self, continuation: Continuation) -> None:
-        config, shared = self.config, self._shared
-        self._continuation = continuation
+    def _compose(self, config: Config, continuation: Continuation) -> None:
+        shared = self._shared
+        self.config, self._continuation = config, continuation
         self._release_caches()
+        self.full.derived.clear()
+        self.full.scores = None
         parts = Parts(
             config,
-            self._target,
+            self.target,
             shared.draft,
             self.full,
             continuation.sampling,
-            shared.store.layout.pages(self.prompt_tokens + continuation.max_tokens),
+            shared.store.layout.pages(len(self.tokens) + continuation.max_tokens),
             shared.pool,
             shared.heads,
         )
@@ -150,7 +159,7 @@ class Session:
         shapes = config.speculation.shapes
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         ahead = 0 if shared.link.in_place or not shapes else config.offload.ahead
-        self.pace = Pace(
+        self.controller = SpeculationController(
             self.verifier,
             shapes[-1] if shapes else None,
             ahead=ahead,
@@ -167,26 +176,83 @@ class Session:
             cache.release()
         self._caches = []
 
-    def prefill(self, progress: Progress | None = None) -> None:
-        """Takes the prompt but for its last token into the caches; that token opens the first round."""
+    def read(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        """Appends tokens. The full cache takes all but the text's last one, which opens the next round.
+
+        Where that fails, the text is as it was.
+        """
+        before = len(self.tokens)
         started = perf_counter()
-        prompt = self.tokens[:-1]
-        if prompt:
-            prefill(self._target, self.full, prompt, self.config.prefill.chunk, progress)
-            if self._target.device.type == "cuda":
+        self.rewind(before)
+        self.tokens += tokens
+        try:
+            self._read(progress)
+        except BaseException:
+            self.rewind(before)
+            raise
+        if self._consumed:
+            self.read_tokens, self.read_ms, self._consumed = 0, 0.0, False
+        self.read_tokens += len(tokens)
+        self.read_ms += 1e3 * (perf_counter() - started)
+
+    def _read(self, progress: Progress | None = None) -> None:
+        """Lets the full cache take what it lacks of the text, but for the last token."""
+        missing = self.tokens[self.full.verified_length : -1]
+        if missing:
+            prefill(self.target, self.full, missing, self.planned.prefill.chunk, progress)
+            if self.target.device.type == "cuda":
                 # What the prefill needed must not stay cached for its stream: others need it from here on.
                 torch.cuda.empty_cache()
-            self.full.load_late()
-        self.take_prompt()
-        self.prefill_ms = 1e3 * (perf_counter() - started)
+        self.full.load_resident()
+
+    def rewind(self, length: int) -> None:
+        """Forgets the tokens from position `length` on, and their KV."""
+        del self.tokens[length:]
+        self.full.rewind(min(self.full.verified_length, max(0, length - 1)))
 
     @torch.inference_mode()
+    def begin(self, config: Config, continuation: Continuation) -> None:
+        """Begins a continuation of the text, by a composition over its full cache.
+
+        Counters of transfers are those of this continuation from here on; the keys of `config` for prefill
+        and store come too late.
+
+        Raises:
+            UsageError: `config` retrieves by means that were not kept when the text was read, or in chunks
+                that its pages do not hold whole; or see `check_length`.
+        """
+        self.check_length(len(self.tokens) + continuation.max_tokens)
+        config = self._retrievable(config)
+        started = perf_counter()
+        if self._consumed:
+            self.read_tokens, self.read_ms = 0, 0.0
+        self._consumed = True
+        self.rewind(len(self.tokens))
+        if self.full.verified_length and self.full.last_queries is None:  # what chooses the retrieved cache
+            self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
+        self._read()
+        self.start = len(self.tokens)
+        for engine in self._engines:
+            engine.counters = TransferCounters()
+        self._compose(config, continuation)
+        self.take_prompt()
+        self.read_ms += 1e3 * (perf_counter() - started)
+
     def take_prompt(self) -> None:
-        """The full cache holds the prompt but for its last token: the drafts' caches fill themselves."""
+        """Lets the drafts' caches fill themselves: the full one has the text but for its last token."""
         if self.full.verified_length:
             self.full.build_derived()
         run_alone(self.verifier.drafter.prefill(self.view))
-        self.pace.begin(len(self.tokens))
+        self.controller.begin(len(self.tokens))
+
+    def check_length(self, length: int) -> None:
+        """Raises UsageError where a text of so many tokens would need KV by other rotary frequencies."""
+        if self.tokens and self._shared.target.for_text(length, 0) is not self.target:
+            self._shared.target.for_text(len(self.tokens), max(0, length - len(self.tokens)))
+            raise UsageError(
+                f"a text of {length} tokens of {self.target.name} has other rotary frequencies (longrope) "
+                "than those that this one was read by: read it anew"
+            )
 
     @property
     def view(self) -> TokenView:
@@ -201,6 +267,22 @@ class Session:
         )
 
     @property
+    def placement(self) -> dict[str, int]:
+        """How many tokens of each layer lie where; the last page is on the device until it is full."""
+        page, tiers = self._kv.layout.page_size, self.tiers
+        left = max(0, len(self.tokens) - 1) // page * page
+        placed = {}
+        for name, most in (
+            ("resident_tokens", tiers.resident_tokens),
+            ("cpu_tokens", tiers.cpu_tokens),
+            ("other_gpus_tokens", sum(gpu.tokens for gpu in tiers.gpus)),
+            ("streamed_tokens", left),
+        ):
+            placed[name] = min(most, left)
+            left -= placed[name]
+        return placed
+
+    @property
     def stop_tokens(self) -> Collection[int]:
         """The text ends with the first of these, wherever in a draft it occurs."""
         return self._continuation.sampling.stop_tokens
@@ -208,7 +290,7 @@ class Session:
     @property
     def room(self) -> int:
         """How many more tokens may be generated."""
-        return self._continuation.max_tokens - (len(self.tokens) - self.prompt_tokens)
+        return self._continuation.max_tokens - (len(self.tokens) - self.start)
 
     @property
     def ended(self) -> bool:
@@ -220,7 +302,7 @@ class Session:
         length = len(self.tokens)
         self.tokens += round.tokens
         self.verifier.drafter.observe(self.view, round)
-        self.pace.observe(length, round, times)
+        self.controller.observe(length, round, times)
         self.rounds.append(times)
         end = next((at for at, token in enumerate(round.tokens) if token in self.stop_tokens), None)
         if end is not None:
@@ -231,48 +313,31 @@ class Session:
         """Ends what was begun for a pass that nobody will ask for; no pass of this text may be running."""
         self.full.abandon()
 
-    def rerun(self, config: Config, continuation: Continuation) -> None:
-        """Back to the end of the prompt, with another composition over the same full cache.
-
-        `prefill_ms` and the transfer counters are those of the new composition from here on; the keys of
-        `config` for prefill and store come too late.
-
-        Raises:
-            UsageError: `config` retrieves by means that were not kept when the prompt was read, or in chunks
-                that its pages do not hold whole; or see `CausalModel.for_text`.
-        """
-        self._shared.target.for_text(self.prompt_tokens, continuation.max_tokens)
+    def _retrievable(self, config: Config) -> Config:
+        """`config` as it can retrieve from this text; UsageError where it cannot."""
+        if config is self.planned:
+            return config
         if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
             config = config.having("offload.refresh_from", self.planned.offload.refresh_from)
         (chunks, pages), (kept_chunks, kept_pages) = config.kept_means, self.planned.kept_means
         if chunks not in (None, kept_chunks):
             raise UsageError(
                 f"config {config.name}: retrieval.select mean_keys needs mean keys of chunks of {chunks} "
-                "tokens, and the prompt was read without: generate with it first, or set "
+                "tokens, and the text was read without: read it with an LLM of this config, or set "
                 "retrieval.select=attention"
             )
         if pages and not kept_pages:
             raise UsageError(
-                f"config {config.name}: retrieval.rest needs means of pages, and the prompt was read "
-                "without: generate with it first, or set retrieval.rest=false"
+                f"config {config.name}: retrieval.rest needs means of pages, and the text was read "
+                "without: read it with an LLM of this config, or set retrieval.rest=false"
             )
-        chunk, page = config.retrieval.chunk, self._sequence.layout.page_size
+        chunk, page = config.retrieval.chunk, self._kv.layout.page_size
         if TARGET_RETRIEVED in config.speculation.names and page % chunk:
             raise UsageError(
                 f"config {config.name}: retrieval.chunk = {chunk} must divide the store's page of {page} "
-                "tokens, by which the prompt was read"
+                "tokens, by which the text was read"
             )
-        started = perf_counter()
-        del self.tokens[self.prompt_tokens :]
-        self.full.rewind()
-        self.full.derived.clear()
-        self.full.scores = None
-        for engine in self._engines:
-            engine.counters = TransferCounters()
-        self.config = config
-        self._compose(continuation)
-        self.take_prompt()
-        self.prefill_ms = 1e3 * (perf_counter() - started)
+        return config
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""

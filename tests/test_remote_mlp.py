@@ -16,9 +16,10 @@ from small_engine import (
     PAGE,
     PARAMS,
     PROMPT,
+    again,
     engine_overrides,
     link_to,
-    other_card,
+    other_gpu,
 )
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
@@ -27,11 +28,11 @@ from transformers import PreTrainedModel
 from cpu_kv.streams import follower
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.graphs import GraphedModel
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
+from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.remote_mlp import RemoteMlp, spread
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.shapes import find_shape
-from offload_rt.remote_mlp import RemoteMlp, spread
 from offload_rt.toml import load_config
 
 
@@ -40,7 +41,7 @@ from offload_rt.toml import load_config
 def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, config: str) -> None:
     target = tiny_target("llama-gqa")
     draft, whole = noisy_copy(target), copy.deepcopy(target)
-    other = other_card(device)
+    other = other_gpu(device)
     sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
     written = []
     for model in (whole.to(device), spread(target, device, other, 1)):
@@ -48,7 +49,8 @@ def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, confi
         with LLM.from_models(
             model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
         ) as llm:
-            written.append([llm.generate(PROMPT, PARAMS).tokens, llm.rerun(sampled).tokens])
+            text = llm.read(PROMPT)
+            written.append([again(text, params).tokens for params in (PARAMS, sampled)])
     assert written[0] == written[1]
 
 
@@ -70,7 +72,7 @@ def test_a_spread_model_is_not_captured() -> None:
         with pytest.MonkeyPatch.context() as patch:
             place = property(lambda model: CUDA, lambda model, device: None)
             patch.setattr(GraphedModel, "device", place, raising=False)
-            patch.setattr("offload_rt.graphs.CudaCapture", lambda device: "captured")
+            patch.setattr("offload_rt.model.cuda_graphs.CudaCapture", lambda device: "captured")
             patch.setattr(GraphedModel, "_check_against_its_own_forward", lambda model: None)
             return GraphedModel(model, "tiny", print)._capture is not None
 
@@ -107,10 +109,10 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
         return hardware
 
     tokens = []
-    for devices in ((device, other_card(device)), (device,)):
+    for devices in ((device, other_gpu(device)), (device,)):
         with monkeypatch.context() as patch:
             patch.setattr("offload_rt.api.usable_hardware", usable)
-            patch.setattr("offload_rt.engine.usable_hardware", usable)
+            patch.setattr("offload_rt.engine.engine.usable_hardware", usable)
             patch.setattr("offload_rt.api.choose_devices", lambda names, found=devices: found)
             patch.setattr(torch.cuda, "device_count", lambda: 2)
             device_names = "auto" if len(devices) == 1 else "cuda:0,cuda:1"
@@ -119,8 +121,8 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
             with LLM(dtype="float32", config="retrieval", on_notice=told.append, **given) as llm:
                 tokens.append(llm.generate(byte_ids(400), SamplingParams(max_tokens=24)).tokens)
                 # All of them, for half a GiB that later plans may lack: this model is not as large.
-                assert len(llm._engine.target.remote_mlps) == shape.layers * (len(devices) - 1)
-                whole = llm._engine.target.weight_bytes
+                assert len(llm.engine.target.remote_mlps) == shape.layers * (len(devices) - 1)
+                whole = llm.engine.target.weight_bytes
                 idle = "another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too"
                 assert (idle in told) == (len(devices) == 1)
     assert tokens[0] == tokens[1]
@@ -131,7 +133,7 @@ def test_what_the_first_card_has_no_room_for_is_on_the_second(
 @ON_CUDA
 def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
     """What waits for a link in one of them holds up none of the others."""
-    block = RemoteMlp(torch.nn.Linear(8, 8), device, other_card(device))
+    block = RemoteMlp(torch.nn.Linear(8, 8), device, other_gpu(device))
     given = torch.ones(1, 8, device=device)
 
     def computed(stream: torch.cuda.Stream) -> Tensor:
@@ -144,5 +146,5 @@ def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     first, second, again = map(computed, (*streams, streams[0]))
     assert torch.equal(first, second) and torch.equal(first, again)
-    there = {follower(stream, other_card(device)) for stream in streams}
-    assert len(there) == 2 and follower(streams[0], other_card(device)) in there
+    there = {follower(stream, other_gpu(device)) for stream in streams}
+    assert len(there) == 2 and follower(streams[0], other_gpu(device)) in there

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from offload_rt.errors import UsageError
-from offload_rt.loading import DEMO_FOLDER
-from offload_rt.model import CausalModel
+from offload_rt.model.loading import DEMO_FOLDER
+from offload_rt.model.runner import CausalModel
 from offload_rt.tensor_files import read_tensors, write_tensors
 
 KIND = "offload-rt head 1"
 DEMO_HEAD = DEMO_FOLDER / "head" / "head.safetensors"
-TRAIN = "train one: python -m offload_rt.demo.train_head"
+TRAIN = "train one: python -m tools.demo_training.train_head, in a checkout"
 PROBE = "target"
 """In the file: hidden states of the target it was trained for, see `CausalModel.probe`."""
 LIKENESS = 0.98

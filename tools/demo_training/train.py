@@ -1,6 +1,6 @@
 """Train the demo pair: a small Llama target, long-context by training, and a smaller draft of it.
 
-    python -m offload_rt.demo.train --corpus FOLDER --out FOLDER --minutes 120
+    python -m tools.demo_training.train --corpus FOLDER --out FOLDER --minutes 120
 
 Any folder of UTF-8 `.txt` files is a corpus. The tokenizer is trained first, then the target on windows
 that grow from short ones with simulated distance to real long ones (see `windows.py`), then the draft
@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from offload_rt.demo.windows import WindowSampler, attention_bias, batch
 from offload_rt.errors import UsageError
+from tools.demo_training.windows import WindowSampler, attention_bias, batch
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = 4096
@@ -274,7 +274,8 @@ def train_draft(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m offload_rt.demo.train", description="Train the demo pair on a folder of text files."
+        prog="python -m tools.demo_training.train",
+        description="Train the demo pair on a folder of text files.",
     )
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder of .txt files")

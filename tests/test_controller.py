@@ -1,4 +1,4 @@
-"""Pace as a state machine: rounds of known cost go in, and what to draft comes out."""
+"""SpeculationController as a state machine: rounds of known cost go in, and what to draft comes out."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PARAMS, SIZES
+from small_engine import PARAMS, SIZES, again
 from small_engine import target as target  # a fixture
 from tiny_models import byte_ids
 from transformers import PreTrainedModel
 
 from offload_rt import LLM
 from offload_rt.drafting.base import Round
+from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.errors import UsageError
-from offload_rt.expectations import DRAFT_LENGTHS, expected_tokens
-from offload_rt.pace import (
+from offload_rt.engine.controller import (
     CHECKS,
     CLEAR_MARGIN,
     CLEAR_WINDOW,
@@ -28,18 +27,19 @@ from offload_rt.pace import (
     LONGEST_BREAK,
     MARGIN,
     WINDOW,
-    Pace,
     RoundTimes,
     RunningAcceptance,
     ShapeChoice,
+    SpeculationController,
 )
+from offload_rt.errors import UsageError
 
 DRAFT = 8
 PLAIN_MS = 10.0
 NAN = float("nan")
 
 
-def round_of(tokens: int) -> Round:
+def decode_step(tokens: int) -> Round:
     accepted = tokens - 1
     return Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, torch.empty(0))
 
@@ -91,17 +91,21 @@ class Table:
 HOPEFUL = Table(lambda length: 2 * PLAIN_MS)
 
 
-def pace(*, clock: bool, step_down: bool = True, forecast: Table = HOPEFUL, draft: int = DRAFT) -> Pace:
-    made = Pace(forecast, CHAIN.deep(draft) if draft else None, step_down=step_down, clock=clock)
+def pace(
+    *, clock: bool, step_down: bool = True, forecast: Table = HOPEFUL, draft: int = DRAFT
+) -> SpeculationController:
+    made = SpeculationController(
+        forecast, CHAIN.deep(draft) if draft else None, step_down=step_down, clock=clock
+    )
     made.begin(100)
     return made
 
 
-def observe(subject: Pace, asked: int, tokens: int, ms: float, nominal_ms: float) -> None:
-    subject.observe(100, round_of(tokens), times(asked, ms, nominal_ms))
+def observe(subject: SpeculationController, asked: int, tokens: int, ms: float, nominal_ms: float) -> None:
+    subject.observe(100, decode_step(tokens), times(asked, ms, nominal_ms))
 
 
-def drive(subject: Pace, rounds: int, *, tokens: int, cost: float, clock: bool) -> list[int]:
+def drive(subject: SpeculationController, rounds: int, *, tokens: int, cost: float, clock: bool) -> list[int]:
     """Runs rounds in which a draft yields `tokens` at `cost` ms; returns what was drafted in each."""
     counts = []
     for _ in range(rounds):
@@ -199,7 +203,7 @@ def test_one_slow_plain_round_is_not_the_cost_of_a_token() -> None:
     assert subject.breaks.steps_down == 1
 
 
-def noisy_text(gain: float, seed: int) -> Pace:
+def noisy_text(gain: float, seed: int) -> SpeculationController:
     """300 tokens on a busy machine, where drafting is `gain` times as fast as plain decoding.
 
     A round takes 12% more or less, one of 25 several times as long, and now and then all do for a while;
@@ -253,7 +257,7 @@ def test_it_begins_plainly_where_speculation_is_not_expected_to_pay(clock: bool)
 def test_it_foresees_by_the_length_of_the_text() -> None:
     for length, drafts in ((100, 0), (100_000, DRAFT)):
         forecast = Table(lambda length: 1e5 * PLAIN_MS / length)
-        subject = Pace(forecast, CHAIN.deep(DRAFT), clock=False)
+        subject = SpeculationController(forecast, CHAIN.deep(DRAFT), clock=False)
         subject.begin(length)
         assert subject.shape(1000).depth == drafts
 
@@ -262,10 +266,10 @@ def test_it_foresees_by_the_length_of_the_text() -> None:
 def test_without_a_clock_no_more_is_drafted_ahead_than_a_pass_takes(round_ms: float, outcomes: int) -> None:
     forecast = Table(lambda length: round_ms * PLAIN_MS)
     for clock in (False, True):
-        subject = Pace(forecast, CHAIN.deep(DRAFT), ahead=4, clock=clock)
+        subject = SpeculationController(forecast, CHAIN.deep(DRAFT), ahead=4, clock=clock)
         subject.begin(100)
         assert subject.outcomes(100) == (4 if clock else outcomes)
-    assert Pace(forecast, CHAIN.deep(DRAFT), clock=False).outcomes(100) == 0
+    assert SpeculationController(forecast, CHAIN.deep(DRAFT), clock=False).outcomes(100) == 0
 
 
 def test_a_draft_is_no_deeper_than_there_is_room() -> None:
@@ -277,7 +281,7 @@ def test_what_was_asked_for_and_not_found_is_no_plain_round() -> None:
     """A look-up without a match: speculation is judged by it."""
     subject = pace(clock=False)
     for _ in range(1 + CLEAR_WINDOW):  # the first round is not judged
-        subject.observe(100, round_of(1), times(DRAFT, NAN, 2 * PLAIN_MS, proposed=0))
+        subject.observe(100, decode_step(1), times(DRAFT, NAN, 2 * PLAIN_MS, proposed=0))
     assert subject.breaks.steps_down == 1
 
 
@@ -337,7 +341,7 @@ def test_it_learns_what_the_machine_takes() -> None:
 @pytest.mark.parametrize("clock", [True, False])
 def test_measured_times_count_where_a_clock_may_decide(clock: bool) -> None:
     shapes = Shapes(100.0, 1.0, 1.0)
-    subject = Pace(shapes, CHAIN, step_down=False, clock=clock)
+    subject = SpeculationController(shapes, CHAIN, step_down=False, clock=clock)
     subject.begin(100)
     for count in (8, 4, 8, 12):  # in 1 ms: a pass costs as little as a drafted token
         subject.observe(
@@ -401,5 +405,6 @@ def test_lookup_chooses_its_depth_by_the_clock(target: PreTrainedModel) -> None:
     prompt = byte_ids(20) * 6
     overrides = SIZES | {"speculation.gamma2": 0}
     with LLM.from_models(target, config="lookup", overrides=overrides) as llm:
-        assert llm.generate(prompt, PARAMS).timings.draft_n > 0
-        assert llm.last_result.tokens == llm.plain(PARAMS).tokens
+        text = llm.read(prompt)
+        result = again(text)
+        assert result.timings.draft_n > 0 and result.tokens == again(text, config="plain").tokens

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from statistics import StatisticsError, fmean, linear_regression, median
 
 from offload_rt.drafting.base import Round
+from offload_rt.drafting.expectations import LATER_CHOICES
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.expectations import LATER_CHOICES
-from offload_rt.passes import Running
+from offload_rt.model.scheduler import Running
 
 WINDOW = 8  # rounds that are judged together
 CLEAR_WINDOW = 4  # rounds after which a clear loss is enough
@@ -71,7 +71,7 @@ class RoundTimes:
     drawn: int
 
 
-class Pace:
+class SpeculationController:
     """Sets the pace of one text.
 
     Args:

@@ -24,9 +24,9 @@ from transformers.utils import logging as transformers_logging
 from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
-from offload_rt.remote_mlp import spread
+from offload_rt.model.remote_mlp import spread
 
-DEMO_FOLDER = Path(__file__).resolve().parent / "demo" / "pair"
+DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.selection import LAST_QUERIES
-from offload_rt.model import CausalModel
+from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[int, int], None]
 
@@ -30,35 +30,93 @@ def prefill(
     *,
     outputs: bool = False,
 ) -> Tensor | None:
-    """Takes the start of a text into an empty cache; the derived caches are not told (see `build_derived`).
+    """Reads tokens behind those that a cache holds; the derived caches are not told (see `build_derived`).
+
+    Behind others, `chunk` tokens at a time go through all layers: what is there crosses the link once for all
+    of them, and a GPU attends to it about as long as that takes.
 
     Args:
-        tokens: the prompt without its last token, whose pass is the first verification.
+        tokens: without the text's last token, whose pass is the first verification.
         chunk: queries at a time.
         progress: called with (token-layers done, token-layers in all).
-        outputs: also compute what the last layer puts out. Decoding needs its KV alone, which takes no
-            attention in that layer.
+        outputs: of an empty cache, also compute what the last layer puts out. Decoding needs its KV alone,
+            which takes no attention in that layer.
 
     Returns:
         With `outputs`, hidden states after the last layer, `[1, tokens, hidden_size]`; else None.
     """
-    if not tokens or cache.verified_length:
-        raise ValueError("a prefill needs at least one token and an empty cache")
+    if not tokens:
+        raise ValueError("a prefill needs at least one token")
+    if cache.verified_length and not outputs:
+        for start in range(0, len(tokens), chunk):
+            _read_behind(model, cache, tokens[start : start + chunk])
+            if progress is not None:
+                done = min(start + chunk, len(tokens))
+                progress(done * model.layers, len(tokens) * model.layers)
+        return None
+    if cache.verified_length:
+        raise ValueError("outputs: of an empty cache alone")
     count = len(tokens)
     hidden = model.embed(torch.tensor(tokens, device=model.device))
     positions = torch.arange(count, device=model.device)
     last_queries = []
     prompt = PromptAttention(cache, count)
-    for layer in range(model.layers):
-        prompt.begin(kv_alone=layer == model.layers - 1 and not outputs)
-        for start in range(0, count, chunk):
-            part = slice(start, start + chunk)
-            hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], prompt)
-            if progress is not None:
-                progress(layer * count + min(start + chunk, count), model.layers * count)
-        last_queries.append(prompt.last_queries)
-    cache.finish_prefill(count, torch.stack(last_queries))
+    try:
+        for layer in range(model.layers):
+            prompt.begin(kv_alone=layer == model.layers - 1 and not outputs)
+            for start in range(0, count, chunk):
+                part = slice(start, start + chunk)
+                hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], prompt)
+                if progress is not None:
+                    progress(layer * count + min(start + chunk, count), model.layers * count)
+            last_queries.append(prompt.last_queries)
+        cache.finish_read(torch.stack(last_queries))
+    except BaseException:
+        cache.give_up_read()
+        raise
     return hidden if outputs else None
+
+
+def _read_behind(model: CausalModel, cache: FullCache, tokens: Sequence[int]) -> None:
+    """Takes tokens through all layers, behind those that the cache holds."""
+    start = cache.verified_length
+    hidden = model.embed(torch.tensor(tokens, device=model.device))
+    positions = torch.arange(start, start + len(tokens), device=model.device)
+    try:
+        attention = AppendedAttention(cache)
+        for layer in range(model.layers):
+            hidden = model.run_layer(layer, hidden, positions, attention)
+        cache.finish_read(torch.stack(attention.last_queries))
+    except BaseException:
+        cache.give_up_read()
+        raise
+
+
+class AppendedAttention:
+    """Attention of tokens that are read behind others; each layer's history passes by once.
+
+    Attributes:
+        last_queries: of each layer, those of the newest tokens, `[heads, n, head_dim]`.
+    """
+
+    def __init__(self, cache: FullCache) -> None:
+        self.last_queries: list[Tensor] = []
+        self._cache = cache
+        cache.start_read()
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        cache = self._cache
+        cache.scale = scale
+        self.last_queries.append(queries[:, -LAST_QUERIES:].clone())
+        if layer == cache.layout.layers - 1:  # whose output nobody reads
+            cache.put_read(layer, keys, values)
+            return torch.zeros_like(queries)
+        total = AttentionSum(cache.backend, queries, len(keys), scale)
+        total.add(*cache.backend.causal(queries, keys, values, scale))
+        for segment in cache.history(layer):
+            total.attend(*segment)
+        cache.put_read(layer, keys, values)
+        return total.result()
 
 
 class PromptAttention:

@@ -16,10 +16,10 @@ from torch import Tensor
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.parts import Output, Part
-from offload_rt.passes import Forward, Read, Work
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.scheduler import Forward, Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
-from offload_rt.verification import Draft
+from offload_rt.rejection_sampling import Draft
 
 
 class HeldVerifier(Verifier):

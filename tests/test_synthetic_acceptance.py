@@ -10,13 +10,13 @@ from forest import Forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.caches.held import HeldTokens
-from offload_rt.verification import Tokens
+from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.rejection_sampling import Tokens
 
 TEXTS = [list(text) for length in (1, 2, 3) for text in product((0, 1), repeat=length)]
 
 
-def check(held: HeldTokens, plain: Forest[tuple[int, Tokens]]) -> None:
+def check(held: SpeculativeTokens, plain: Forest[tuple[int, Tokens]]) -> None:
     assert len(held) == len(plain)
     lines = [plain.line(entry) for entry in range(len(plain))]
     assert held.parents == plain.parents
@@ -49,7 +49,7 @@ OPERATIONS = st.one_of(
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(operations=st.lists(OPERATIONS, min_size=5, max_size=30))
 def test_entries_are_those_of_a_forest(operations: list[tuple[str, Any, int, bool]]) -> None:
-    held, plain = HeldTokens(), Forest[tuple[int, Tokens]]()
+    held, plain = SpeculativeTokens(), Forest[tuple[int, Tokens]]()
     for name, argument, step, known in operations:
         changes, length = held.changes, len(plain)
         if name == "add":

@@ -23,15 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpu_kv.streams import device_streams
-from offload_rt.architecture import Rotary
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import FIXED_SPECULATION, NUMBERS, WORDS, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
-from offload_rt.layers import LayerPlan
-from offload_rt.model import CausalModel
-from offload_rt.parts import Output, Part
+from offload_rt.model.architecture import Rotary
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import Output, Part
+from offload_rt.model.runner import CausalModel
 
 Results = tuple[Tensor, Tensor]
 Step = Callable[[], Results]

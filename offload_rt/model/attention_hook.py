@@ -1,15 +1,13 @@
-"""How attention reaches our caches: a function in transformers' registry, and what it cannot serve.
+"""A function in transformers' attention registry that reaches our caches, and the models it cannot serve.
 
-The pass is handed down as a keyword, so there is no global state. A model's own attention is switched for the
-length of a pass alone: between passes the model is its owner's, and other engines may share it.
+A model's attention goes through it from the time that a runner opens the model until the last runner of it
+is closed. The pass arrives as a keyword, so there is no global state; without one, as in the model's own
+`forward` and `generate`, the function is transformers' `sdpa` attention.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -17,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload_rt.errors import UsageError
@@ -42,7 +42,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
     if attention_pass is None:
-        raise ValueError("its layers do not pass keyword arguments on to their attention")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **extra)
     # What would change the result and is not asked for by name must not be dropped in silence.
     extra["sliding_window"] = _window(module.config, extra.get("sliding_window"))
     unknown = [word for name, word in _CHANGES_ATTENTION.items() if extra.get(name) is not None]
@@ -64,6 +64,7 @@ _CHANGES_ATTENTION = {
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)  # of the model's own passes
 
 
 def _window(config: Any, window: int | None) -> int | None:
@@ -71,45 +72,25 @@ def _window(config: Any, window: int | None) -> int | None:
     return window if window is not None and window < config.max_position_embeddings else None
 
 
-@contextmanager
-def attention_through(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model's attention goes through the registered function `name`, afterwards as before.
-
-    Passes of one model may overlap in two threads: the first one switches, the last one switches back.
-    """
-    switch = switch_of(model)
-    with switch.lock:
-        if switch.passes == 0:
-            switch.given = model.config._attn_implementation
-            model.config._attn_implementation = name
-        switch.passes += 1
-    try:
-        yield
-    finally:
-        with switch.lock:
-            switch.passes -= 1
-            if switch.passes == 0:
-                model.config._attn_implementation = switch.given
+_FOUND: WeakKeyDictionary[PreTrainedModel, list[tuple[str | None, bool]]] = WeakKeyDictionary()
+"""Attention and training mode that each opening of a model found: the first one, those of its owner."""
+_LOCK = threading.Lock()
 
 
-@dataclass
-class Switch:
-    """Of one model's attention: how many passes need it, what it was before, and whether ours fits."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    passes: int = 0
-    given: str | None = None
-    checked: bool = False
+def open_model(model: PreTrainedModel) -> None:
+    """Puts the model in evaluation mode, with our attention, until `restore_model` was called as often."""
+    with _LOCK:
+        _FOUND.setdefault(model, []).append((model.config._attn_implementation, model.training))
+        model.config._attn_implementation = ATTENTION_NAME
+        model.eval()
 
 
-_SWITCHES: WeakKeyDictionary[PreTrainedModel, Switch] = WeakKeyDictionary()
-_SWITCHES_LOCK = threading.Lock()
-
-
-def switch_of(model: PreTrainedModel) -> Switch:
-    """The one switch of a model."""
-    with _SWITCHES_LOCK:
-        return _SWITCHES.setdefault(model, Switch())
+def restore_model(model: PreTrainedModel) -> None:
+    """Undoes one `open_model`; the last one leaves the model as its owner gave it."""
+    with _LOCK:
+        # Whichever opening ends first: what the first one found comes back last.
+        model.config._attn_implementation, training = _FOUND[model].pop()
+        model.train(training)
 
 
 def kind_of(model: PreTrainedModel) -> str:

@@ -21,12 +21,12 @@ from enumeration import (
     target_over,
 )
 
-from offload_rt import rounds
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.passes import LevelStats, Together, run_alone
+from offload_rt.engine import decode
+from offload_rt.model.scheduler import BatchRunner, LevelStats, run_alone
 from offload_rt.sampling import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
@@ -109,7 +109,7 @@ def first_round(parts: Parts, max_tokens: int, depth: int, ahead: int) -> tuple[
     verifier = parts.full(COMPOSITIONS["retrieval"])(Sampling(Sampler(0.0), draws))
     text = Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), ahead=ahead)
     thread: Any = BackgroundAtOnce(draws, never)
-    (round,) = Together([rounds.round_of(text)], thread).run()
+    (round,) = BatchRunner([decode.decode_step(text)], thread).run()
     assert not isinstance(round, Exception), round
     return text, round
 

@@ -16,21 +16,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpu_kv import KVLayout
-from offload_rt.architecture import Rotary, scale_embeddings, scale_logits
-from offload_rt.attention_hook import (
-    ATTENTION_NAME,
-    AttentionPass,
-    attention_through,
-    kind_of,
-    refuse_unsupported,
-    switch_of,
-)
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
-from offload_rt.layers import LayerPlan
-from offload_rt.parts import AttendTogether, Output, Part
-from offload_rt.remote_mlp import RemoteMlp
+from offload_rt.model.architecture import Rotary, scale_embeddings, scale_logits
+from offload_rt.model.attention_hook import (
+    ATTENTION_NAME,
+    AttentionPass,
+    kind_of,
+    open_model,
+    refuse_unsupported,
+    restore_model,
+)
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.parts import AttendTogether, Output, Part
+from offload_rt.model.remote_mlp import RemoteMlp
 
 
 class NotANumber(UsageError):
@@ -38,7 +38,7 @@ class NotANumber(UsageError):
 
 
 class CausalModel:
-    """A causal language model whose attention goes through our caches.
+    """A causal language model whose attention goes through our caches, until `restore`.
 
     Args:
         model: a loaded transformers model of plain full attention.
@@ -68,8 +68,8 @@ class CausalModel:
         self._in_turn = LayerPlan.whole(self.layers)
         self._rotary = Rotary(self._body.rotary_emb)
         self._of_long_texts: Self | None = None
-        self._given_training = model.training
-        model.eval()
+        open_model(model)
+        self._open = True
         try:
             self._check_against_its_own_forward()
         except BaseException:
@@ -77,8 +77,10 @@ class CausalModel:
             raise
 
     def restore(self) -> None:
-        """Leaves the transformers model as it was given."""
-        self.module.train(self._given_training)
+        """Leaves the transformers model as it was given, once all its runners are closed. Idempotent."""
+        if self._open:
+            self._open = False
+            restore_model(self.module)
 
     @property
     def weight_bytes(self) -> int:
@@ -152,13 +154,13 @@ class CausalModel:
             "position_embeddings": self._rotary(hidden, position_ids),
             "attention_pass": attention_pass,
         }
-        # Switched for the pass alone: between passes the model is its owner's, and other LLMs may share it.
-        with attention_through(self.module, ATTENTION_NAME):
-            for group in plan.groups:
-                if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
-                    hidden = self._blocks[group[0]](hidden, **given)
-                else:
-                    hidden = self._run_group(group, hidden, given, plan)
+        if (found := self.module.config._attn_implementation) != ATTENTION_NAME:
+            raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
+        for group in plan.groups:
+            if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
+                hidden = self._blocks[group[0]](hidden, **given)
+            else:
+                hidden = self._run_group(group, hidden, given, plan)
         return hidden
 
     def _run_group(
@@ -303,22 +305,22 @@ class CausalModel:
         """Compares the runner with the model's own forward pass on a few tokens.
 
         What a model does between its modules (other factors, capped logits, norms …) is declared nowhere
-        for certain; running both is the only honest test that the runner fits. Once for a model:
-        while another thread is in a pass of it, its own attention cannot be had.
+        for certain; running both is the only honest test that the runner fits.
         """
-        switch = switch_of(self.module)
-        if switch.checked:
-            return
         probe = _Probe(self)
         try:
             with torch.inference_mode():
                 found = self.logits(self._probed(probe, self._in_turn))
-                with attention_through(self.module, "sdpa"):
-                    expected = self.module(input_ids=probe.tokens[None], use_cache=False).logits[0]
+                expected = self.module(input_ids=probe.tokens[None], use_cache=False).logits[0]
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(f"{self.name}: {kind_of(self.module)} is not supported: {error}") from error
+        if not probe.calls:
+            raise UsageError(
+                f"{self.name}: {kind_of(self.module)} is not supported: its layers do not pass keyword"
+                " arguments on to their attention"
+            )
         if not bool(expected.isfinite().all()):
             self._check_weights()
             return  # reported where it matters, by layer, at the first real pass
@@ -329,7 +331,6 @@ class CausalModel:
                 f"{self.name}: {kind_of(self.module)} is not supported: it does more than plain full "
                 "attention between its embedding, decoder layers, norm and head"
             )
-        switch.checked = True
 
 
 class _Probe:

@@ -13,19 +13,19 @@ from time import perf_counter
 
 from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.pace import RoundTimes
-from offload_rt.passes import Begin, Finish, Running, Work
-from offload_rt.session import Session
-from offload_rt.verification import Draft
+from offload_rt.engine.controller import RoundTimes
+from offload_rt.engine.sequence import TokenSequence
+from offload_rt.model.scheduler import Begin, Finish, Running, Work
+from offload_rt.rejection_sampling import Draft
 
 
-def round_of(text: Session) -> Work[Round]:
+def decode_step(text: TokenSequence) -> Work[Round]:
     """Propose, begin, draft ahead, verdict, commit: one round of a text.
 
     The link needs no scheduling here: when a pass begins, the full cache opens the stream of the next one, so
     that the copies go on the moment the staging ring has room.
     """
-    verifier, pace, view = text.verifier, text.pace, text.view
+    verifier, pace, view = text.verifier, text.controller, text.view
     started, nominal_ms = perf_counter(), _nominal_ms(verifier)
 
     shape = pace.shape(text.room - 1)
@@ -69,10 +69,10 @@ def round_of(text: Session) -> Work[Round]:
 
 
 def draft_ahead(
-    text: Session, proposal: Proposal, running: Running, most: int
+    text: TokenSequence, proposal: Proposal, running: Running, most: int
 ) -> Work[dict[Outcome, Proposal]]:
     """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
-    verifier, pace, view = text.verifier, text.pace, text.view
+    verifier, pace, view = text.verifier, text.controller, text.view
     made: dict[Outcome, Proposal] = {}
     if not (most and pace.shape(text.room - 2).depth) or pace.over(running):
         return made

@@ -1,0 +1,1 @@
+"""The engine: sequences, the decode step, the speculation controller, and prefill."""
