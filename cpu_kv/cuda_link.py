@@ -34,7 +34,8 @@ class CudaLink:
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         self._streams = device_streams(self.device)
-        self._yield = torch.zeros(1, device=self.device)  # what the kernels between two pieces write
+        with torch.inference_mode(False):  # else it would be writable in that mode alone
+            self._yield = torch.zeros(1, device=self.device)  # what the kernels between two pieces write
         self._recording: _CudaRecording | None = None
 
     def copy(

@@ -11,6 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -73,6 +74,26 @@ def device_view(memory: Tensor, device: torch.device) -> Tensor:
 
 _described: dict[tuple[int, int, int], _DLTensor] = {}
 """By address, size and device. torch keeps a description's address as long as the tensor: they are kept."""
+
+
+@cache
+def kernels_use_host_pointers(device: torch.device) -> bool:
+    """Returns whether a device's kernels may use the host's address of memory that was page-locked later.
+
+    So it is on Linux. Memory that CUDA itself has allocated page-locked may be used so everywhere.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True  # without a driver there is no device to ask
+    number, answer = ctypes.c_int(), ctypes.c_int()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    refused = driver.cuDeviceGet(ctypes.byref(number), index)
+    refused = refused or driver.cuDeviceGetAttribute(ctypes.byref(answer), _CAN_USE_HOST_POINTER, number)
+    return not refused and bool(answer.value)
+
+
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 class MappedBuffer:

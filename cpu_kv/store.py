@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpu_kv.chunks import ChunkMeans
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
-from cpu_kv.mapped import device_view
+from cpu_kv.mapped import device_view, kernels_use_host_pointers
 from cpu_kv.pinned import SlabAllocator, pieces
 
 
@@ -161,9 +161,12 @@ class PagedKVStore:
     def _mapped(self, slab: _Slab, layer: int, device: torch.device) -> Tensor | None:
         """One layer of a slab as kernels of a CUDA device see it; None where it is not all page-locked."""
         memory = self._memory(slab, layer)
-        if (layer, device) not in slab.mapped and self._allocator.is_locked(memory):
+        if (layer, device) not in slab.mapped and self._may_be_mapped(memory, device):
             slab.mapped[layer, device] = device_view(memory, device)
         return slab.mapped.get((layer, device))
+
+    def _may_be_mapped(self, memory: Tensor, device: torch.device) -> bool:
+        return self._allocator.is_locked(memory) and kernels_use_host_pointers(device)
 
     def _drop_slab(self, slab: _Slab) -> None:
         # Its pages never come back to the free ones, so that a smaller request can still succeed.

@@ -17,7 +17,8 @@ class DeviceStreams:
     """The streams of one device besides its default stream, on which drafts are computed.
 
     Attributes:
-        to_device: bulk copies from the host.
+        to_device: bulk copies from the host. Its priority is the highest, for the sake of the tiny kernels
+            between their pieces: behind the grids of a draft they would hold up the link.
         to_host: copies to the host.
         urgent: copies from the host that are awaited, so that they need not queue behind bulk copies.
         verification: passes over the full cache, at high priority.
@@ -33,7 +34,7 @@ class DeviceStreams:
     remote: torch.cuda.Stream
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # the garbage collector may run `finish_devices` while a stream is made
 _streams: dict[torch.device, DeviceStreams] = {}
 _followers: dict[tuple[torch.cuda.Stream, torch.device], torch.cuda.Stream] = {}
 
@@ -44,11 +45,8 @@ def device_streams(device: torch.device) -> DeviceStreams:
         device = torch.device(device.type, torch.cuda.current_device())
     with _lock:
         if device not in _streams:
-            plain, urgent = (
-                [torch.cuda.Stream(device, priority=p) for _ in range(n)] for p, n in ((0, 4), (-1, 2))
-            )
-            to_device, to_host, capture, remote = plain
-            _streams[device] = DeviceStreams(to_device, to_host, urgent[0], urgent[1], capture, remote)
+            priorities = (-2, 0, -1, -1, 0, 0)  # torch takes a higher one than there is for the highest
+            _streams[device] = DeviceStreams(*(torch.cuda.Stream(device, priority=one) for one in priorities))
         return _streams[device]
 
 

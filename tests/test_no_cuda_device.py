@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -139,7 +140,9 @@ def test_make_uses_an_existing_environment_as_it_is(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     for target, first in (("gpu-quick", "bench gpu --quick"), ("gpu", "no_cuda_device")):
         given = ["make", "-n", target, "BIN=/some/env/bin", "INSTALLED="]
-        done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=True)
+        # As if no other make had started this one.
+        alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=True, env=alone)
         assert "pip" not in done.stdout and "venv" not in done.stdout and ".venv" not in done.stderr
         assert done.stdout.startswith("/some/env/bin/python ") and first in done.stdout.splitlines()[0]
     checks = [line for line in done.stdout.splitlines() if "'" in line and "bench gpu" in line]

@@ -1,11 +1,15 @@
 """The Triton kernels against float64, and against the plain form of each operator.
 
-Where there is no GPU, Triton's interpreter runs them.
+Where there is no GPU, Triton's interpreter runs them (`conftest.py`).
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available() and not EMULATED
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
+if EMULATED:
+    pytest.skip("they run on a GPU, or in the interpreter", allow_module_level=True)
 
 from offload_rt.attention import fused, triton_kernels  # noqa: E402
 
@@ -137,6 +141,55 @@ def test_attention_mass_is_added_up(chunks: int, group: int, count: int, step: i
     triton_kernels.add_mass_(scores[:, 1:-2], *arguments)
     fused.add_mass_(expected[:, 1:-2], *arguments)
     close(scores, expected, torch.float32)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from offload_rt.attention import triton_kernels
+
+HALVES = ("parts", "asking", "keys")
+SINGLES = ("lses", "out", "lse", "new_out", "new_lse", "units", "reference", "scores")
+
+def compiled(kernel, half, capability, **constants):
+    kinds = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("scale", "decay"), "fp32")
+    kinds |= dict.fromkeys(HALVES, "*" + half) | dict.fromkeys(SINGLES, "*fp32")
+    kinds |= dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds[name] for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+for capability in (89, 90):
+    for half in ("bf16", "fp16"):
+        sizes = dict(PAGES=16, DIM=128, ROWS=16, TOKENS=64, CHUNK=8)
+        for combines, mass, has_sum in ((1, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)):
+            given = dict(COMBINES=bool(combines), MASS=bool(mass), HAS_SUM=bool(has_sum))
+            compiled(triton_kernels._segment, half, capability, **given, **sizes)
+    for summed in (True, False):
+        compiled(triton_kernels._add_mass, "bf16", capability, SUMMED=summed, CHUNKS=1024)
+"""
+
+
+def test_kernels_are_compiled_for_the_gpus_that_they_are_for(tmp_path: Path) -> None:
+    """For an RTX 4090 and an H100 or H200, to machine code: that needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, check=True, cwd=Path(__file__).parents[1]
+    )
+
+
+@pytest.mark.parametrize("name", ["_segment", "_add_mass"])
+def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
+    kernel = getattr(triton_kernels, name)
+    names = set(inspect.signature(kernel.fn).parameters)
+    layout = {"dim", "page_stride", "head_stride", "row_stride", "query_head_stride", "query_row_stride"}
+    layout |= {"key_page_stride", "key_head_stride", "key_row_stride"}
+    pointers = {"parts", "lses", "out", "lse", "new_out", "new_lse", "units", "asking", "keys", "reference"}
+    constants = {one for one in names if one.isupper()} | {"scale", "decay", "scores"}
+    assert names - layout - pointers - constants <= set(triton_kernels.VARIES)
 
 
 def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(

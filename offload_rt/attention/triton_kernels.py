@@ -16,6 +16,20 @@ PAGES_AT_A_TIME = 16
 TOKENS_AT_A_TIME = 64
 CHUNKS_AT_A_TIME = 1024
 LEAST_ROWS = 16  # of a matrix product on tensor cores
+# What differs from pass to pass: Triton would compile a kernel for each that is 1, or divisible by 16.
+VARIES = [
+    "pages",
+    "queries",
+    "rows",
+    "period",
+    "step",
+    "offset",
+    "sampled",
+    "sampled_rows",
+    "folded",
+    "blocks",
+]
+VARIES += ["all_blocks", "chunks", "score_stride", "unit_head_stride", "unit_row_stride"]
 HIGHEST: Any = tl.constexpr(fused.HIGHEST)
 
 
@@ -57,7 +71,7 @@ def _combine_row(
         there = start + page < pages
         each = tl.load(lses + (start + page) * rows + row, mask=there, other=float("-inf"))
         weights = tl.exp(each - shift)
-        place = (start + page)[:, None] * page_stride + column[None, :]
+        place = (start + page).to(tl.int64)[:, None] * page_stride + column[None, :]
         values = tl.load(parts + place, mask=there[:, None] & (column < dim)[None, :], other=0.0)
         summed += tl.sum(values.to(tl.float32) * weights[:, None], 0)
         total += tl.sum(weights, 0)
@@ -101,7 +115,8 @@ def _mass_block(
     place = head * query_head_stride + query[:, None] * query_row_stride + column[None, :]
     asking = tl.load(queries + place, mask=(row < rows)[:, None] & (column < dim)[None, :], other=0.0)
     asked = tl.load(reference + head * folded + query, mask=row < rows, other=0.0)
-    keys += (block // blocks) * key_page_stride + head * key_head_stride
+    # A layer's resident pages may have more elements than an int32 counts.
+    keys += (block // blocks).to(tl.int64) * key_page_stride + head * key_head_stride
     keys += (block % blocks) * TOKENS * key_row_stride
     place = token[:, None] * key_row_stride + column[None, :]
     read = tl.load(keys + place, mask=(column < dim)[None, :], other=0.0)
@@ -113,7 +128,7 @@ def _mass_block(
     tl.store(units, summed, mask=(row < rows)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["units"])
 def _segment(
     # combine
     parts,
@@ -338,7 +353,7 @@ def _mass_of(
     return numbers, sizes, pages * blocks * heads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["units", "scores"])
 def _add_mass(
     scores,
     units,

@@ -11,6 +11,7 @@ from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.fused import use_triton
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config import HEAD, Config, possible
 from offload_rt.drafting.base import Round
@@ -86,6 +87,8 @@ class Engine:
         backend = choose_backend(target.device)
         if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):
             on_notice(without_kernel(kernel))
+        if target.device.type == "cuda" and (reason := use_triton()) is not None:
+            on_notice(f"attention runs without its Triton kernels, which makes verifying slower: {reason}")
         self.store = PagedKVStore(
             target.kv_layout(self.configs[0].store.page),
             pin=target.device.type == "cuda",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpu_kv.mapped import computed_copy
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.base import NewTokens
@@ -58,17 +59,19 @@ class CudaCapture:
         # where a capture fails.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(self.WARM_UP):
-                step()
-            graph, out = torch.cuda.CUDAGraph(), None
-            # Of this thread alone: another one may be in the middle of a pass over the full cache.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                out = step()
-            finally:
-                self._end(graph)
-        current.wait_stream(self._stream)
+        graph, out = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(self.WARM_UP):
+                    step()
+                # Of this thread alone: another one may be in the middle of a pass over the full cache.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    out = step()
+                finally:
+                    self._end(graph)
+        finally:
+            current.wait_stream(self._stream)  # the warm-up has written where the next pass does
         assert out is not None
         return graph.replay, out
 
@@ -78,12 +81,15 @@ class CudaCapture:
             graph.capture_end()
         except RuntimeError:
             # torch leaves allocation to the pool open then, and from there on would never give back memory
-            # that several streams have used.
+            # that several streams have used. Its filter for host memory refers to the graph, which stays.
+            _INVALID.append(graph)
             for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
                 with suppress(RuntimeError):
                     give_back(self._stream.device.index, self._pool)
             raise
 
+
+_INVALID: list[torch.cuda.CUDAGraph] = []
 
 _Key = tuple[int, LayerPlan | None, Rotary]
 """New tokens, order of layers, and rotary frequencies, which very long texts have others of."""
@@ -118,10 +124,12 @@ def recorded(
     replay, (logits, hidden) = capture(step)
 
     def run(numbers: Tensor, part: Part) -> Output:
-        inputs.copy_(numbers)
+        # By kernels: `copy_` and `clone` would use a copy engine, which has bulk copies to make.
+        computed_copy(numbers, out=inputs)
         replay()
         # Copied: the next replay writes there.
-        return Output(logits[-part.rows :].clone(), hidden[-part.rows :].clone() if part.hidden else None)
+        states = computed_copy(hidden[-part.rows :]) if part.hidden else None
+        return Output(computed_copy(logits[-part.rows :]), states)
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,8 +23,6 @@ class RemoteMlp(torch.nn.Module):
         super().__init__()
         self.block = block.to(gpu)
         self._home, self._gpu = home, gpu
-        if gpu.type == "cuda":
-            self._there, self._back = _peer_copies(home, gpu), _peer_copies(gpu, home)
 
     @property
     def weight_bytes(self) -> int:
@@ -32,18 +32,21 @@ class RemoteMlp(torch.nn.Module):
         if self._gpu.type != "cuda":
             out: Tensor = self.block(hidden)
             return out
-        with torch.cuda.stream(follower(torch.cuda.current_stream(self._home), self._gpu)):
-            return self._back.copy(self.block(self._there.copy(hidden)))
+        stream = torch.cuda.current_stream(self._home)
+        there, back = _peer_copies(stream, self._home, self._gpu)
+        with torch.cuda.stream(follower(stream, self._gpu)):
+            return back.copy(self.block(there.copy(hidden)))
 
 
-_PEERS: dict[tuple[torch.device, torch.device], PeerCopies] = {}
+@cache
+def _peer_copies(
+    stream: torch.cuda.Stream, home: torch.device, gpu: torch.device
+) -> tuple[PeerCopies, PeerCopies]:
+    """The copies there and back of all blocks of all models, in a stream of the first GPU.
 
-
-def _peer_copies(source: torch.device, destination: torch.device) -> PeerCopies:
-    """The copies of all blocks of all models from one GPU to another."""
-    if (source, destination) not in _PEERS:
-        _PEERS[source, destination] = PeerCopies(source, destination)
-    return _PEERS[source, destination]
+    Each stream has buffers of its own: a draft must not wait for a pass that waits for its link.
+    """
+    return PeerCopies(home, gpu), PeerCopies(gpu, home)
 
 
 def spread(model: PreTrainedModel, home: torch.device, gpu: torch.device, count: int) -> PreTrainedModel:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from emulated_gpu import EMULATED, GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_kv.mapped import MappedBuffer, PeerCopies, SmallCopies, computed_copy, device_view, packed, unpacked
+from cpu_kv.mapped import (
+    MappedBuffer,
+    PeerCopies,
+    SmallCopies,
+    computed_copy,
+    device_view,
+    kernels_use_host_pointers,
+    packed,
+    unpacked,
+)
 
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INDICES = [0, pytest.param(1, marks=pytest.mark.skipif("torch.cuda.device_count() < 2"))]
@@ -48,6 +60,21 @@ def test_host_and_kernels_share_memory(dtype: torch.dtype, index: int) -> None:
     if EMULATED:
         assert engines_used() == used + 1, "the zeros alone came by a copy engine"
     assert torch.equal(read.cpu(), before) and not memory.any()
+
+
+@pytest.mark.parametrize(("refused", "answer"), [(0, 1), (0, 0), (3, 1)])
+def test_a_device_is_asked_whether_it_takes_host_pointers(
+    refused: int, answer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attribute(value: Any, number: int, device: object) -> int:
+        assert number == 91
+        value._obj.value = answer
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGet=lambda number, index: refused, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    expected = not refused and bool(answer)
+    assert kernels_use_host_pointers.__wrapped__(torch.device("cuda", 0)) is expected
 
 
 @pytest.mark.gpu

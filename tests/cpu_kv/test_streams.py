@@ -17,6 +17,8 @@ def test_every_link_and_engine_is_given_the_same_streams() -> None:
     all_of_them = {streams.to_device, streams.to_host, streams.urgent}
     all_of_them |= {streams.verification, streams.capture, streams.remote}
     assert len(all_of_them) == 6 and torch.cuda.default_stream() not in all_of_them
+    # The kernels between two pieces of a bulk copy must not wait for a draft's.
+    assert streams.to_device.priority < streams.verification.priority < streams.to_host.priority
     for _ in range(40):  # torch would have handed out a stream twice by then
         CudaLink("cuda").close()
     assert device_streams(torch.device("cuda")) is streams

@@ -443,7 +443,7 @@ def test_a_destination_that_is_let_go_is_nobody_elses_before_the_copy() -> None:
     source = torch.ones(2**20, pin_memory=True)
     with torch.cuda.stream(device_streams(link.device).to_device):
         torch.cuda._sleep(10**7)  # the link is busy meanwhile
-    copied = link.copy([(torch.empty_like(source, device="cuda"), source)])
+    copied = link.copy([(torch.empty_like(source, device="cuda"), source)], link.record_event())
     others = torch.zeros(2**20, device="cuda")
     torch.cuda.current_stream().synchronize()
     copied.synchronize()
