@@ -42,7 +42,7 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
         shared = Shared(target, None, store, link, choose_backend(device))
-        runner = target.for_text(tokens, room + 1)
+        runner = target.for_text(tokens, room)  # the token behind them opens a round that does not come
         with closing(TokenSequence(shared, config, runner, tokens + room + 1)) as sequence:
             yield sequence
 

@@ -75,8 +75,8 @@ class Context:
         """
         tokens = self._host.prompt_ids(prompt, behind=True)
         with self._engine.lock:
-            self._end_stream()
-            self._check(len(tokens))
+            self._turn_to_use()
+            self._engine.check_growth(self._session, len(tokens))
             self._engine.read(self._session, tokens)
 
     def generate(
@@ -110,8 +110,8 @@ class Context:
         settings = self._host.composition(config, overrides)
         tokens = self._host.prompt_ids(prompt, behind=True) if len(prompt) else []
         with self._engine.lock:
-            self._end_stream()
-            self._check(len(tokens) + params.max_tokens)
+            self._turn_to_use()
+            self._engine.check_growth(self._session, len(tokens) + params.max_tokens)
             sequence, start, params = self._session, len(self._session.tokens), params.seeded()
             if tokens:
                 self._engine.read(sequence, tokens)
@@ -127,24 +127,20 @@ class Context:
         """
         length = whole_number("length", length)
         with self._engine.lock:
-            self._end_stream()
-            self._check(0)
+            self._turn_to_use()
             there = len(self._session.tokens)
             if not 1 <= length <= there:
                 raise UsageError(f"rewind to {length}: the context has {there} tokens; give 1 to {there}")
             self._session.check_length(length)
             self._engine.rewind(self._session, length)
 
-    def _check(self, more: int) -> None:
-        """Raises UsageError where so many more tokens cannot be."""
+    def _turn_to_use(self) -> None:
+        """Ends the newest text, of which the context holds what was taken. UsageError where it is closed."""
+        self._engine.check_open()
         if self.closed:
             raise UsageError("this context is closed: read the text again")
-        self._engine.check_growth(self._session, more)
-
-    def _end_stream(self) -> None:
-        """Ends the newest text: the context holds what was taken of it."""
         stream, self._stream = self._stream, None
-        if stream is not None and not self.closed:
+        if stream is not None:
             stream.close()
             self._engine.rewind(self._session, self._session.start + len(stream.tokens))
 

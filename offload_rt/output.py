@@ -112,10 +112,8 @@ class OutputProcessor:
         offered = [*((above.proposed, above.accepted) for above in stats[1:]), (0, 0)]
         notices = list(self._notices)
         if sequence.controller.breaks.steps_down:
-            notices.append(
-                f"{sequence.controller.breaks.plain_tokens} of {len(self.tokens)} tokens were decoded plainly, as "
-                "drafting them would have taken longer"
-            )
+            plainly = f"{sequence.controller.breaks.plain_tokens} of {len(self.tokens)} tokens"
+            notices.append(f"{plainly} were decoded plainly, as drafting them would have taken longer")
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
         counters, on_gpu = sequence.counters, target.device.type == "cuda"

@@ -29,8 +29,10 @@ def encode(
     except UnicodeEncodeError as error:
         said = f"character {error.start} is half of a surrogate pair; decode the text anew"
         raise UsageError(f"prompt {reprlib.repr(text)}: {said}") from None
-    # Not verbose: no warning about long prompts.
-    tokens: list[int] = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+    without = {} if special else {"add_special_tokens": False}
+    tokens: list[int] = tokenizer(text, verbose=False, **without)[
+        "input_ids"
+    ]  # no warning about long prompts
     return tokens if last is None else keep_last(tokens, last, tokenizer.bos_token_id)
 
 

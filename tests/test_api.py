@@ -470,7 +470,6 @@ def test_a_stream_that_is_let_go_is_closed_by_the_next_call(
             return next(self.stream).token
 
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=link) as llm:
-        text_bytes = llm.engine.store.layout.token_bytes * len(PROMPT)
         assert next(llm.stream(PROMPT, PARAMS)).token == plain_tokens[0]
         assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens and llm.engine.store.used_bytes == 0
         assert Tab(llm).show() == plain_tokens[0]
@@ -479,7 +478,7 @@ def test_a_stream_that_is_let_go_is_closed_by_the_next_call(
             collecting.start()
             collecting.join(10)
             assert not collecting.is_alive()
-        assert llm.engine.store.used_bytes >= text_bytes
+        assert llm.engine.store.used_bytes > 0
         assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
         assert llm.engine.store.used_bytes == 0
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from reference_attention import ReferenceBackend, attend
+from small_engine import again
 from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, real_text, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -24,7 +25,7 @@ import bench.attention
 from bench import acceptance, inputs, machine, needles, report, studies, texts
 from bench.attention import CPU, AttentionCase, exact, measure
 from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
-from bench.texts import sequence_over
+from bench.texts import sequence_over, take
 from cpu_kv import head_major
 from offload_rt import LLM, SamplingParams, native
 from offload_rt.caches.retrieved import RetrievedCache
@@ -77,8 +78,8 @@ def text(tmp_path: Path) -> Path:
 def reading(target: PreTrainedModel, tokens: Sequence[int], room: int = 0) -> Iterator[TokenSequence]:
     """A sequence that has read `tokens`, for any small cache."""
     config = load_config("retrieval", SMALL)
-    with sequence_over(CausalModel(target, "tiny"), config, tokens, room) as sequence:
-        sequence.prefill()
+    with sequence_over(CausalModel(target, "tiny"), config, len(tokens), room) as sequence:
+        take(sequence, tokens)
         yield sequence
 
 
@@ -100,7 +101,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-# LLM.rerun, by which one prefill serves every composition
+# Contexts, by which one prefill serves every composition
 
 
 def counted(result: Any) -> Any:
@@ -112,7 +113,7 @@ def counted(result: Any) -> Any:
     )
 
 
-def test_rerun_decodes_as_a_new_reading_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_is_decoded_as_a_new_reading_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama-gqa", seed=3)
     draft, prompt, params = noisy_copy(target), byte_ids(200), SamplingParams(max_tokens=16)
     fresh = {}
@@ -121,39 +122,36 @@ def test_rerun_decodes_as_a_new_reading_would(monkeypatch: pytest.MonkeyPatch) -
             fresh[config] = counted(llm.generate(prompt, params))
     with LLM.from_models(target, draft, config="triforce", overrides=SMALL) as llm:
         # Longer than what follows, so that it leaves queries and chunks behind that must not be used.
-        first = llm.generate(prompt, SamplingParams(max_tokens=30))
+        text = llm.read(prompt)
+        again(text, SamplingParams(max_tokens=30))
         for config in CONFIGS:
-            assert counted(llm.rerun(params, config, SMALL)) == fresh[config]
+            assert counted(again(text, params, config, SMALL)) == fresh[config]
         monkeypatch.setattr(
             RetrievedCache, "adopt", lambda *_: pytest.fail("a cache that is not read is kept up")
         )
-        assert counted(llm.plain(params)) == fresh["plain"]
+        assert counted(again(text, params, "plain")) == fresh["plain"]
         monkeypatch.undo()
-        assert llm.last_result is first
-        assert counted(llm.rerun(params)) == fresh["triforce"]
+        assert counted(again(text, params)) == fresh["triforce"]
 
 
-def test_rerun_needs_a_prompt_and_its_chunks() -> None:
+def test_another_config_needs_the_means_that_it_retrieves_by() -> None:
+    params = SamplingParams(max_tokens=2)
     with LLM.from_models(tiny_target(), config="plain", overrides=SMALL) as llm:
-        with pytest.raises(UsageError, match="generate first"):
-            llm.rerun()
-        llm.generate(byte_ids(100), SamplingParams(max_tokens=2))
+        text = llm.read(byte_ids(100))
         with pytest.raises(UsageError, match=r"retrieval\.rest needs .* set retrieval\.rest=false"):
-            llm.rerun(SamplingParams(max_tokens=2), "retrieval", SMALL)
+            text.generate((), params, "retrieval", SMALL)
         alone = SMALL | {"retrieval.rest": False}
         by_means = alone | {"retrieval.select": "mean_keys"}
         with pytest.raises(UsageError, match="keys of chunks of 8 tokens, .* retrieval.select=attention"):
-            llm.rerun(SamplingParams(max_tokens=2), "retrieval", by_means)
-        assert len(llm.rerun(SamplingParams(max_tokens=2), "retrieval", alone).tokens) == 2
+            text.generate((), params, "retrieval", by_means)
+        assert len(again(text, params, "retrieval", alone).tokens) == 2
         with pytest.raises(UsageError, match="more than the 8192 positions"):
-            llm.rerun(SamplingParams(max_tokens=9000))
-        assert len(llm.plain(SamplingParams(max_tokens=3)).tokens) == 3
+            text.generate((), SamplingParams(max_tokens=9000))
+        assert len(again(text, params).tokens) == 2
     with LLM.from_models(tiny_target(), config="retrieval", overrides=SMALL) as llm:
-        llm.generate(byte_ids(100), SamplingParams(max_tokens=2))
-        with pytest.raises(
-            UsageError, match="keys of chunks of 8 tokens"
-        ):  # chosen by attention, none are kept
-            llm.rerun(SamplingParams(max_tokens=2), "retrieval", by_means)
+        text = llm.read(byte_ids(100))
+        with pytest.raises(UsageError, match="keys of chunks of 8 tokens"):  # by attention, none are kept
+            text.generate((), params, "retrieval", by_means)
 
 
 # bad input
@@ -314,8 +312,8 @@ def test_a_loss_needs_no_text_behind_the_context(pair: tuple[str, str], text: Pa
 @pytest.mark.parametrize("length", [LONGROPE_BORDER, LONGROPE_BORDER + 1])
 def test_a_loss_is_told_of_the_rotation_of_a_text_of_this_length(length: int) -> None:
     target, tokens = tiny_target("phi3", seed=3), byte_ids(length)
-    with sequence_over(CausalModel(target, "tiny"), load_config("plain"), tokens) as sequence:
-        found = token_losses(sequence)
+    with sequence_over(CausalModel(target, "tiny"), load_config("plain"), length) as sequence:
+        found = token_losses(sequence, tokens)
     torch.testing.assert_close(found, transformers_losses(target, tokens), atol=1e-4, rtol=1e-4)
 
 

@@ -22,7 +22,7 @@ from tiny_models import byte_ids, tiny_target
 from transformers import AutoModelForCausalLM
 
 import bench.__main__ as command_line
-from bench import held, prediction_accuracy, random_models, runner, side_by_side, worker
+from bench import prediction_accuracy, random_models, runner, side_by_side, synthetic_acceptance, worker
 from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, declared, in_place
 from bench.random_models import SHAPES, checkpoint, random_prompt
 from bench.recorded_text import Text
@@ -380,7 +380,7 @@ def test_a_held_acceptance_of_none_and_all(rate: float) -> None:
 @pytest.mark.usefixtures("endless_passes")
 @pytest.mark.parametrize("runner_up", [0.0, 1.0])
 def test_a_runner_up_is_held_too(runner_up: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "RUNNER_UP_HITS", runner_up)
+    monkeypatch.setattr(synthetic_acceptance, "RUNNER_UP_HITS", runner_up)
     found = decoded(0.0, ahead=4, tokens=30)
     guessed = [one.guessed for one in found if one.guessed is not None]
     # Until it is known that all is rejected, the likeliest outcome is another one.

@@ -574,7 +574,7 @@ def test_the_full_cache_and_those_derived_from_it(
         for name, argument, follows in operations:
             length, held = len(full.tokens), len(forest)
             if name == "rewind":
-                cache.rewind()
+                cache.rewind(prompt)
                 full.truncate(prompt)
                 retrieval.next_covered = None
                 forest = Forest()

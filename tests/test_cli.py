@@ -43,21 +43,21 @@ class FakeLLM:
     def __init__(self, model: str | None, **options: Any) -> None:
         type(self).made = self
         self.options = {"model": model, **options}
-        self.last_result: SimpleNamespace | None = None
         self.closed = False
         options["on_notice"]("memory is not pinned")
 
-    def stream(self, prompt: Sequence[int], params: SimpleNamespace) -> Iterator[SimpleNamespace]:
-        self.prompt, self.params = prompt, params
+    def read(self, prompt: Sequence[int], room: int) -> FakeLLM:
+        """It is its own context."""
+        self.prompt, self.room = prompt, room
         self.options["on_progress"]("prefill", 1, 1)
-        self.last_result = self.result(3, "interrupted")
-        for token, word in enumerate(WORDS):
-            if token == 3 and isinstance(self.stops_with, signal.Signals):
-                signal.raise_signal(self.stops_with)
-            elif token == 3 and self.stops_with is not None:
-                raise self.stops_with
-            yield SimpleNamespace(token=token, text=word)
-        self.last_result = self.result(len(WORDS), "length")
+        return self
+
+    def stream(self, *, params: SimpleNamespace) -> FakeStream:
+        self.params = params
+        return FakeStream(self)
+
+    def rewind(self, length: int) -> None:
+        assert length == len(self.prompt)
 
     def result(self, made: int, finish_reason: str, decoding_ms: float = 8.0) -> SimpleNamespace:
         tokens, prompt = list(range(made)), len(self.prompt)
@@ -79,7 +79,8 @@ class FakeLLM:
             to_json=lambda: {"tokens": tokens, "finish_reason": finish_reason},
         )
 
-    def plain(self, params: SimpleNamespace) -> SimpleNamespace:
+    def generate(self, *, params: SimpleNamespace, config: str) -> SimpleNamespace:
+        assert config == "plain"
         return self.result(len(WORDS), "length", decoding_ms=20.0)
 
     def __enter__(self) -> FakeLLM:
@@ -87,6 +88,30 @@ class FakeLLM:
 
     def __exit__(self, *error: object) -> None:
         self.closed = True
+
+
+class FakeStream(Iterator[SimpleNamespace]):
+    """Words of a `FakeLLM`."""
+
+    def __init__(self, llm: FakeLLM) -> None:
+        self.result: SimpleNamespace | None = None
+        self._llm = llm
+        self._made = 0
+
+    def __next__(self) -> SimpleNamespace:
+        stops_with = self._llm.stops_with
+        if self._made == 3 and isinstance(stops_with, signal.Signals):
+            signal.raise_signal(stops_with)
+        elif self._made == 3 and stops_with is not None:
+            raise stops_with
+        if self._made == len(WORDS):
+            self.result = self._llm.result(len(WORDS), "length")
+            raise StopIteration
+        self._made += 1
+        return SimpleNamespace(token=self._made - 1, text=WORDS[self._made - 1])
+
+    def close(self) -> None:
+        self.result = self.result or self._llm.result(3, "interrupted")
 
 
 @pytest.fixture
@@ -292,7 +317,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 def test_ctrl_c_while_comparing_keeps_the_result(
     llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm, "plain", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(llm, "generate", raising(KeyboardInterrupt()))
     assert run(COMPARED)[0] == 130
     found = json.loads((tmp_path / "out.json").read_text())
     assert found == {"tokens": list(range(9)), "finish_reason": "length"}

@@ -124,8 +124,16 @@ def test_an_append_under_every_configuration(make: Make, config: str, place: str
     result = text.generate(OTHER[:33], NEXT)
     assert result.timings.prompt_n == 33, "what was read since"
     check(llm, text, text.tokens)
-    for other in CONFIGS:
-        check(llm, text, text.tokens, other)
+
+
+@pytest.mark.parametrize("place", SOME)
+def test_every_configuration_over_one_context(make: Make, place: str) -> None:
+    llm = make("triforce", place)
+    text = llm.read(TEXT[:75])
+    for at, config in enumerate([*CONFIGS, *CONFIGS[::-1]]):
+        text.generate(OTHER[10 * at : 10 * at + 7], NEXT, config)
+        check(llm, text, text.tokens, config)
+        text.rewind(len(text) - 5)
 
 
 @pytest.mark.parametrize("config", ["naive", "retrieval", "triforce", "trees"])
@@ -234,7 +242,10 @@ def test_any_use_of_a_context(make: Make, place: str, actions: list[tuple[str, A
                 with llm.read(known) as whole:
                     expected = whole.generate((), params, "plain").tokens
                 if action == "take":
-                    taken = [event.token for _, event in zip(range(value), text.stream((), params, config))]
+                    taken = [
+                        event.token
+                        for _, event in zip(range(value), text.stream((), params, config), strict=False)
+                    ]
                 else:
                     taken = text.generate((), params, config).tokens
                     value = len(taken)
@@ -388,7 +399,7 @@ def test_an_append_whose_copies_fail_leaves_what_was_there(make: Make, place: st
         if len(text) > 105:
             break
         check(llm, text, TEXT[:105])
-    assert failed > 3 and text.tokens == [*TEXT[:105], *OTHER[:100]]
+    assert failed >= 3 and text.tokens == [*TEXT[:105], *OTHER[:100]]
 
 
 def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
@@ -435,7 +446,7 @@ def test_closing_an_llm_closes_its_contexts(make: Make) -> None:
         with pytest.raises(UsageError, match="this LLM is closed"):
             use()
     with pytest.raises(UsageError, match="this LLM is closed"):
-        next(stream)
+        list(stream)
     for one in (text, begun):
         one.close()
         assert one.closed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PARAMS, SIZES, again
+from small_engine import SIZES, again
 from small_engine import target as target  # a fixture
 from tiny_models import byte_ids
 from transformers import PreTrainedModel

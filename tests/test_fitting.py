@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PAGE, PARAMS, PROMPT, SIZES, again, engine_overrides
+from small_engine import PAGE, PROMPT, SIZES, again, engine_overrides
 from small_engine import target as target  # a fixture
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
@@ -195,7 +195,9 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
         assert residents[-1] == 800 and alone.tokens == found[2].tokens
 
 
-def test_every_continuation_is_of_the_planned_sizes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_continuation_is_of_the_planned_sizes(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = Engine._plan
 
     def smaller(subject: Engine, *arguments: Any) -> Any:

@@ -167,7 +167,8 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
 ) -> None:
     link = UnevenLink()
     with LLM.from_models(target, config="plain", overrides=engine_overrides(), link=link) as llm:
-        stream = llm.stream(PROMPT, PARAMS)
+        context = llm.read(PROMPT)
+        stream = context.stream(params=PARAMS)
         for _ in range(PARAMS.max_tokens - 1):
             next(stream)
         (sequence,) = llm.engine._sequences
@@ -178,11 +179,10 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         shape = (layout.layers, 2, layout.kv_heads, 1, layout.head_dim)
         sequence.engine.write_back(torch.zeros(shape, dtype=layout.dtype))
         with pytest.raises(CopyFailed, match="cable was pulled"):
-            llm.generate(PROMPT, PARAMS)
+            context.rewind(len(PROMPT))
         link.failing = working
-        with pytest.raises(UsageError, match="generate first"):
-            llm.rerun(PARAMS)
-        assert llm.generate(PROMPT, PARAMS).tokens == plain_tokens
+        context.rewind(len(PROMPT))
+        assert context.generate(params=PARAMS).tokens == plain_tokens
 
 
 def test_a_text_given_up_while_chunks_are_chosen(

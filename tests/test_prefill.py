@@ -159,11 +159,11 @@ def test_progress_reaches_its_end_and_never_goes_back() -> None:
     assert {of for _, of in seen} == {100}
 
 
-def test_only_an_empty_cache_is_filled() -> None:
+def test_outputs_are_of_an_empty_cache_alone() -> None:
     model = CausalModel(tiny_target("llama"), "tiny")
     with empty_cache(model, CpuLink()) as cache:
         with pytest.raises(ValueError, match="at least one token"):
             prefill(model, cache, [], 16)
         prefill(model, cache, byte_ids(3), 16)
-        with pytest.raises(ValueError, match="empty cache"):
-            prefill(model, cache, byte_ids(3), 16)
+        with pytest.raises(ValueError, match="of an empty cache alone"):
+            prefill(model, cache, byte_ids(3), 16, outputs=True)

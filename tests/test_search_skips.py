@@ -17,6 +17,7 @@ from offload_rt import LLM, SamplingParams, cli
 from offload_rt.commands import search_skips
 from offload_rt.commands.search_skips import PLAIN, ROUNDS, finalists, search
 from offload_rt.config import Config
+from offload_rt.context import Context
 from offload_rt.model.layer_plan import EXACT, LayerPlan, blocks_of, skipping
 from offload_rt.toml import config_names, load_config, to_toml
 
@@ -144,9 +145,18 @@ def measured_as(rate: Callable[[str], float], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("more", ["", "--temperature 0.8 --config streaming"])
-def test_the_written_configuration_is_lossless(folder: Path, tmp_path: Path, more: str) -> None:
-    out = tmp_path / "found.toml"
+def test_the_written_configuration_is_lossless(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    out, lengths, rate = tmp_path / "found.toml", set[int](), search_skips.rate
+
+    def noted(context: Context, *given: Any) -> float:
+        lengths.add(len(context))
+        return rate(context, *given)
+
+    monkeypatch.setattr(search_skips, "rate", noted)
     assert searched(folder, out, more) == 0
+    assert lengths == {400}, "each measurement continues the sample text itself"
     found(out)
     prompt, params = list(real_text().encode()[:400]), SamplingParams(max_tokens=24)
     layers = {"speculation.levels": [{"model": "target", "cache": "retrieved", "layers": "skip:0m,1"}]}

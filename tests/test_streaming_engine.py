@@ -181,7 +181,11 @@ def test_random_interrupts(device: torch.device, shares: Tiers) -> None:
                 pass
             events.close()
             result = events.result
-            assert result is not None and result.tokens == plain[which][: len(result.tokens)] and len(result.tokens) >= wanted
+            assert (
+                result is not None
+                and result.tokens == plain[which][: len(result.tokens)]
+                and len(result.tokens) >= wanted
+            )
             done += result.rounds
             if source.random() < 0.3:
                 config = source.choice(CONFIGS)

@@ -165,7 +165,7 @@ class Engine:
             config: None: the one that it was planned with.
         """
         with self.lock:
-            self._check_open()
+            self.check_open()
             self.stop(sequence)
             sequence.begin(sequence.planned if config is None else config, continuation)
 
@@ -178,7 +178,7 @@ class Engine:
     def step(self, sequences: Sequence[TokenSequence]) -> list[Round | Exception]:
         """One round of every sequence; their passes are one pass. What one raises is its result."""
         with self.lock:
-            self._check_open()
+            self.check_open()
             return BatchRunner([decode_step(sequence) for sequence in sequences], self._thread).run()
 
     def stop(self, sequence: TokenSequence) -> None:
@@ -271,7 +271,7 @@ class Engine:
         Args:
             sizes: tokens of each prompt, and new ones.
         """
-        self._check_open()
+        self.check_open()
         for prompt_tokens, new_tokens in sizes:
             check_positions(self.target, prompt_tokens, new_tokens)
         total = sum(map(sum, sizes))
@@ -303,7 +303,8 @@ class Engine:
         sequence.check_length(len(sequence.tokens) + tokens)
         self.check_room([(0, max(0, len(sequence.tokens) + tokens - sequence.full.sequence.reserved_tokens))])
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises UsageError where everything was closed."""
         if self._closed:
             raise UsageError("this LLM is closed: make a new one")
 

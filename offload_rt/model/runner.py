@@ -126,6 +126,11 @@ class CausalModel:
             self._of_long_texts._rotary = self._rotary.beyond_the_border()
         return self._of_long_texts
 
+    def longest(self, prompt_tokens: int) -> int:
+        """Number of tokens that a text may grow to that begins with so many."""
+        border = self._rotary.border
+        return self.max_positions if border is None or prompt_tokens > border else border
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids `[tokens]` to hidden states `[1, tokens, hidden_size]`."""
         if self._entries < self.vocabulary:
