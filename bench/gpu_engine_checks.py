@@ -34,9 +34,9 @@ from offload_rt.machine.measuring import seconds
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.parts import Part
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import from_config
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
-from offload_rt.planning.shapes import from_config
 from offload_rt.toml import load_config
 
 NOTHING_RESIDENT = {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}

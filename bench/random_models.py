@@ -14,8 +14,8 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.measuring import CPU
 from offload_rt.machine.memory import available_memory
 from offload_rt.model.loading import demo_model
-from offload_rt.planning.shapes import SHAPES as KNOWN
-from offload_rt.planning.shapes import ModelShape
+from offload_rt.model.shape import SHAPES as KNOWN
+from offload_rt.model.shape import ModelShape
 
 PREFIX = "random:"
 LOGIT_DEVIATION = 20.0

@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CudaLink, Link
-from offload_rt.config import AUTO, DATASTORE, Config, possible, uses_small_model
+from offload_rt.config import AUTO, Config
 from offload_rt.context import GREEDY, Context, Prompt, TokenStream
-from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import needs_draft_model, possible, used_levels
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import (
@@ -33,10 +33,10 @@ from offload_rt.model.loading import (
     load_model,
     load_tokenizer,
 )
+from offload_rt.model.shape import find_shape
 from offload_rt.output import OutputProcessor, finish
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, ranked
-from offload_rt.planning.shapes import find_shape
 from offload_rt.results import (
     GenerationResult,
     SamplingParams,
@@ -95,10 +95,10 @@ class LLM:
         source, name = (demo_model("target"), DEMO) if model is None else (model, str(model))
         if model is None and draft is None:
             draft = demo_model("draft")
-        if str(draft) == NO_DRAFT or not uses_small_model(configs):
+        if str(draft) == NO_DRAFT or not needs_draft_model(configs):
             draft = None
         tokenizer = load_tokenizer(source)
-        _check_datastores(configs, tokenizer)
+        _check_files(configs, tokenizer)
         if draft is not None:
             check_same_tokens(tokenizer, name, load_tokenizer(draft), str(draft))
         elsewhere = None
@@ -151,7 +151,7 @@ class LLM:
         """
         llm = cls.__new__(cls)
         configs = load_configs(config, overrides)
-        if not uses_small_model(configs):
+        if not needs_draft_model(configs):
             draft = None
         llm._start(
             (target, _name_of(target)),
@@ -179,7 +179,7 @@ class LLM:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
         self._on_notice = on_notice
-        _check_datastores(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
+        _check_files(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
         with ExitStack() as refused:
             models = []
             for given in (target, draft) if draft is not None else (target,):
@@ -359,7 +359,7 @@ class LLM:
                 raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
             return None
         given = load_config(config, overrides)
-        _check_datastores([given], self._tokenizer, self.engine.target.vocabulary)
+        _check_files([given], self._tokenizer, self.engine.target.vocabulary)
         return self.engine.available(given)
 
     def close(self) -> None:
@@ -373,12 +373,12 @@ class LLM:
         self.close()
 
 
-def _check_datastores(
+def _check_files(
     configs: Iterable[Config], tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None
 ) -> None:
     for config in configs:
-        if DATASTORE in config.sources:
-            open_datastore(config).check(tokenizer, vocabulary)
+        for level in used_levels(config):
+            level.check_files(tokenizer, vocabulary)
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -111,8 +111,8 @@ class OutputProcessor:
         # A level's proposals are counted by the one above; the target over its full cache makes none.
         offered = [*((above.proposed, above.accepted) for above in stats[1:]), (0, 0)]
         notices = list(self._notices)
-        if sequence.controller.breaks.steps_down:
-            plainly = f"{sequence.controller.breaks.plain_tokens} of {len(self.tokens)} tokens"
+        if sequence.controller.fallbacks:
+            plainly = f"{sequence.controller.plain_tokens} of {len(self.tokens)} tokens"
             notices.append(f"{plainly} were decoded plainly, as drafting them would have taken longer")
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
@@ -152,7 +152,7 @@ class OutputProcessor:
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
             ),
-            plain_tokens=sequence.controller.breaks.plain_tokens,
+            plain_tokens=sequence.controller.plain_tokens,
             notices=notices,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )

@@ -18,7 +18,6 @@ from typing import Any, get_type_hints
 from offload_rt.config import (
     AUTO,
     AUTOMATIC,
-    LEVELS,
     Config,
     InvalidValue,
     LevelConfig,
@@ -78,8 +77,14 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Conf
             section, _, name = key.partition(".")
             sections[section][name] = _typed(key, value)
         if "speculation.levels" not in sources:
-            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
-        return Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
+            raise UsageError(f"{path}: speculation.levels is missing: a list of levels, or []")
+        config = Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
+        if config.speculation.levels:
+            # Imported here: it brings torch, which takes seconds, and mistakes above are told at once.
+            from offload_rt.levels.check import check_levels
+
+            check_levels(config)
+        return config
     except InvalidValue as error:
         section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
         raise UsageError(f"{sources.get(section_key, 'default')}: {error}") from None
@@ -150,7 +155,7 @@ def _typed(key: str, value: object) -> object:
         require_type(expected, key, value)
         return value
     if not isinstance(value, list | tuple):
-        raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
+        raise InvalidValue(key, value, "must be a list of names or tables")
     return tuple(LevelConfig.parse(key, level) for level in value)
 
 

@@ -27,7 +27,7 @@ from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.verifier import Order, Sampling, Verifier
+from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
@@ -374,7 +374,7 @@ class Parts:
         def compose(sampling: Sampling) -> Verifier:
             cache = FullTokenCache()
             drafter = below(self, cache, sampling)
-            return Verifier("full", self.target, cache, drafter, sampling, _order(None))
+            return Verifier("full", self.target, cache, drafter, sampling)
 
         return compose
 
@@ -389,7 +389,7 @@ def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
 
 def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
     """A head on the target's hidden states."""
-    return HeadDrafter(parts.head, sampling, _no_cost)
+    return HeadDrafter(parts.head, sampling)
 
 
 def target_over(
@@ -403,8 +403,7 @@ def target_over(
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        orders = map(_order, plans or (None,))
-        return ModelDrafter(view, parts.target, cache, drafter, sampling, *orders, below=shape)
+        return ModelDrafter(view, parts.target, cache, drafter, sampling, *plans, shape_below=shape)
 
     return level
 
@@ -414,18 +413,18 @@ def small_model(*plans: LayerPlan) -> Level:
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        orders = map(_order, plans or (None,))
-        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *orders)
+        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *plans)
 
     return level
 
 
-def _order(plan: LayerPlan | None) -> Order:
-    return Order(plan, _no_cost)
+class Free:
+    """Prices nothing: as many outcomes are drafted for as are asked for."""
 
+    def pass_ms(self, length: int, shape: DraftShape) -> float:
+        return 0.0
 
-def _no_cost(length: int, queries: int) -> float:
-    return 0.0
+    draft_ms = pass_ms
 
 
 class BackgroundAtOnce:
@@ -466,7 +465,12 @@ class Text(TokenSequence):
         self.full: Any = verifier.cache
         self.full.verified = list(enumerate(prompt[:-1]))
         self.controller: Any = SpeculationController(
-            verifier, shape if shape.depth else None, ahead=ahead, step_down=False, clock=clock
+            Free(),
+            shape.candidates() if shape.depth else [shape],
+            0.5,
+            ahead=ahead,
+            step_down=False,
+            clock=clock,
         )
         self.controller.observe = lambda *given: None
         self.ready, self.rounds, self._ended = None, [], False

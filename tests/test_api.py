@@ -613,7 +613,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     make: Any, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Left alone, so small a model does without drafts from the start: here it never ceases to reconsider.
-    monkeypatch.setattr(controller.StepDown, "begin", lambda *_: None)
+    monkeypatch.setattr(controller, "FORESEEN_BREAK", 4)
     monkeypatch.setattr(controller, "FIRST_BREAK", 4)
     monkeypatch.setattr(controller, "LONGEST_BREAK", 4)
     params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, seed=11)

@@ -67,8 +67,8 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
             options["other_links"] = [link_to(other_gpu(device)) for _ in tiers.gpus]
         made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
         if tiers is not None:
-            plan = made[-1].engine._plan
-            made[-1].engine._plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
+            plan = made[-1].engine.plan
+            made[-1].engine.plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
         return made[-1]
 
     yield llm

@@ -33,7 +33,7 @@ from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN
-from offload_rt.engine.controller import RunningAcceptance, SpeculationController, StepDown
+from offload_rt.engine.controller import RunningAcceptance, SpeculationController
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
@@ -285,7 +285,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
 def test_drafting_ahead_that_always_guesses_right_is_paced_too(
     target: PreTrainedModel, plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepDown, "begin", lambda *_: None)  # as where it is expected to pay
+    monkeypatch.setattr(SpeculationController, "begin", lambda *_: None)  # as where it is expected to pay
     # The retrieved cache holds the whole text, so that it drafts what the target says.
     sizes = {"speculation.step_down": True, "retrieval.budget": 512, "speculation.gamma2": 1}
     overrides = engine_overrides(ahead=2) | sizes
@@ -335,13 +335,13 @@ def test_a_text_is_planned_for_what_one_that_is_closed_held(
 ) -> None:
     """On the device; closing lets it go, and not the garbage collector."""
     held: list[weakref.ref[Tensor]] = []
-    planned, plan = [], Engine._plan
+    planned, plan = [], Engine.plan
 
     def watched(engine: Engine, *arguments: Any) -> Any:
         planned.append([tensor for one in held if (tensor := one()) is not None])
         return plan(engine, *arguments)
 
-    monkeypatch.setattr(Engine, "_plan", watched)
+    monkeypatch.setattr(Engine, "plan", watched)
     overrides = engine_overrides(resident_tokens=64)
     gc.disable()
     try:

@@ -71,8 +71,8 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
     if shares.gpus or shares.late_resident_tokens:
-        plan = llm.engine._plan
-        llm.engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
+        plan = llm.engine.plan
+        llm.engine.plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
     return llm
 
 

@@ -168,6 +168,11 @@ class BoundedCache(ABC):
     def _take_buffer(self) -> KVBuffer:
         return self._pool.take(self._layout, self.budget + SPECULATIVE_ENTRIES, self._device, self._room)
 
+    @staticmethod
+    def nbytes(layout: KVLayout, entries: int) -> int:
+        """Bytes of one buffer of so many entries, with room for speculative ones behind them."""
+        return (entries + SPECULATIVE_ENTRIES) * layout.token_bytes
+
     @property
     def buffers(self) -> list[KVBuffer]:
         """All that it owns."""

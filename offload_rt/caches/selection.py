@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpu_kv import ChunkMeans, KVLayout, SequenceKV
 from offload_rt.attention.backends import AttentionBackend, choose_backend, fold
-from offload_rt.attention.mass import MassRange, Sample
+from offload_rt.attention.mass import SAMPLED_QUERIES, MassRange, Sample
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.host import PendingRead
 
@@ -78,6 +78,11 @@ class AttentionScores:
         self.values = torch.zeros(
             layout.layers, layout.kv_heads, pages * layout.page_size // chunk, device=device
         )
+
+    @staticmethod
+    def nbytes(layout: KVLayout, heads: int, chunks: int) -> int:
+        """Bytes for so many chunks, and for the mass that a pass keeps until its layer ends; float32."""
+        return 4 * chunks * (layout.layers * layout.kv_heads + SAMPLED_QUERIES * heads)
 
     def add(
         self, backend: AttentionBackend, layer: int, ranges: Sequence[MassRange], lse: Tensor, sample: Sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cpu_kv import KVLayout
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
@@ -30,6 +31,11 @@ class SharedCache(BoundedCache):
         super().__init__(source.layout, source.device, entries, source.backend, pool)
         self._source = source
         self._cpu = None if source.device.type == "cpu" else CpuAttention(0, source.device)
+
+    @classmethod
+    def nbytes_of(cls, layout: KVLayout) -> int:
+        """Bytes of its buffer."""
+        return cls.nbytes(layout, layout.page_size + cls.PORTION)
 
     @property
     def _paged(self) -> int:

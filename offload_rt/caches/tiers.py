@@ -159,6 +159,12 @@ class Tail:
         with torch.inference_mode(False):  # a text may be read in that mode, and decoded again outside of it
             self.buffer = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device))
 
+    @staticmethod
+    def nbytes(layout: KVLayout, heads: int, queries: int) -> int:
+        """Bytes for a page of committed tokens and a pass of so many, whose queries are kept too."""
+        kept = queries * layout.layers * heads * layout.head_dim * layout.dtype.itemsize
+        return (layout.page_size + queries) * layout.token_bytes + kept
+
     @property
     def end(self) -> int:
         """Length of the text."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
 from offload_rt.commands.generate import add_dtype, add_json, add_overrides
-from offload_rt.config import AUTO, possible, uses_small_model
+from offload_rt.config import AUTO
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
@@ -88,15 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from offload_rt.levels.base import needs_draft_model, possible
     from offload_rt.model.loading import DEMO, choose_dtype
+    from offload_rt.model.shape import DEMO_DRAFT, find_shape
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import comparison, plan, ranked
-    from offload_rt.planning.shapes import DEMO_DRAFT, find_shape
 
     dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
     target = find_shape(arguments.model, dtype)
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
-    if not uses_small_model(configs):
+    if not needs_draft_model(configs):
         draft = NO_DRAFT
     small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
     requests = [

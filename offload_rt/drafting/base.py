@@ -132,12 +132,9 @@ class Drafter:
 
     Attributes:
         wants_hidden: rounds that verify its drafts, or are told to `observe`, should carry hidden states.
-        expected_acceptance: share of its tokens that a verifier usually accepts, before anything has been
-            seen.
     """
 
     wants_hidden = False
-    expected_acceptance = 0.0
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -154,7 +151,3 @@ class Drafter:
 
     def observe(self, view: TokenView, round: Round) -> None:
         """All of `view` is verified, its end by `round`; the full cache lacks the last token alone."""
-
-    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
-        """Cost of a proposal at nominal rates, for a text of `length`, at the usual acceptance below."""
-        return 0.0

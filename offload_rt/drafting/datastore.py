@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload_rt.config import DATASTORE, LONGEST_MATCH
+from offload_rt.config import LONGEST_MATCH
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.sources import Source
 from offload_rt.errors import UsageError
@@ -41,7 +41,7 @@ class Datastore(Source):
         UsageError: the file is not there, torn, or no datastore.
     """
 
-    name = DATASTORE
+    name = "datastore"
 
     def __init__(self, path: Path, longest: int, occurrences: int) -> None:
         super().__init__()

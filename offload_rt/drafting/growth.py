@@ -76,7 +76,7 @@ class Growth(Proposal, ABC):
         held = self._verifier.cache.held
         text, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
-        if text and newest is not None and self._verifier.first_order is not None:  # for the text alone
+        if text and newest is not None and self._verifier.first_plan is not None:  # for the text alone
             yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, first=True)
             text = []
         start, behind = len(held), len(held) + len(text)

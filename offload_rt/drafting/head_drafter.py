@@ -12,13 +12,11 @@ from torch import Tensor
 
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.config import HEAD, HeadConfig
-from offload_rt.costs import Cost
+from offload_rt.config import HeadConfig
 from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
-from offload_rt.drafting.expectations import HEAD_ACCEPTANCE
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.verifier import Order, Sampling
+from offload_rt.drafting.verifier import Sampling
 from offload_rt.host import to_device
 from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
 from offload_rt.model.layer_plan import LayerPlan
@@ -127,11 +125,8 @@ class HeadDrafter(ModelDrafter):
     state and before the draft (a guessed outcome) go through the head too.
     """
 
-    expected_acceptance = HEAD_ACCEPTANCE
-
-    def __init__(self, model: HeadModel, sampling: Sampling, cost: Cost) -> None:
-        nothing = HeadStates(HiddenState(0, torch.empty(0)))
-        super().__init__(HEAD, model, nothing, Drafter(), sampling, Order(None, cost))
+    def __init__(self, model: HeadModel, sampling: Sampling) -> None:
+        super().__init__("head", model, HeadStates(HiddenState(0, torch.empty(0))), Drafter(), sampling)
         self.wants_hidden = True
         self._verified: HiddenState | None = None
 

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 
-from offload_rt.config import LOOKUP, SUFFIX
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
-from offload_rt.drafting.expectations import LOOKUP_ACCEPTANCE
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.model.scheduler import LevelStats, Work
 from offload_rt.rejection_sampling import Draft, Tokens
@@ -27,7 +25,6 @@ class Source(Drafter, ABC):
     """
 
     name: str
-    expected_acceptance = LOOKUP_ACCEPTANCE
 
     def __init__(self) -> None:
         self.stats = LevelStats(self.name)
@@ -70,7 +67,7 @@ class NGrams(Source):
     at any length.
     """
 
-    name = LOOKUP
+    name = "lookup"
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         super().__init__()
@@ -108,7 +105,7 @@ class SuffixAutomaton(Source):
         shortest: what is shorter is no occurrence.
     """
 
-    name = SUFFIX
+    name = "suffix"
 
     def __init__(self, shortest: int) -> None:
         super().__init__()

@@ -9,9 +9,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from offload_rt.caches.base import Cache, NewTokens
-from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, Round, TokenView
-from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
@@ -34,19 +32,6 @@ class Sampling:
     stop_tokens: Collection[int] = ()
 
 
-@dataclass(frozen=True)
-class Order:
-    """An order of layers, and what passes in it cost.
-
-    Attributes:
-        plan: None: as the model does it.
-        cost: at nominal rates.
-    """
-
-    plan: LayerPlan | None
-    cost: Cost
-
-
 @dataclass(eq=False)
 class Verifier:
     """A model over a cache, with a drafter that proposes to it.
@@ -56,9 +41,9 @@ class Verifier:
 
     Attributes:
         name: of the level.
-        order: of layers.
-        first_order: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
-            verifier whose own is not (EasySpec's bonus calibration); None: the same.
+        plan: order of layers; None: as the model runs them.
+        first_plan: order of layers of a draft's first pass, over the newest verified tokens: all layers in
+            turn calibrate a verifier whose own plan is rougher (EasySpec's bonus calibration); None: `plan`.
     """
 
     name: str
@@ -66,8 +51,8 @@ class Verifier:
     cache: Cache
     drafter: Drafter
     sampling: Sampling
-    order: Order
-    first_order: Order | None = None
+    plan: LayerPlan | None = None
+    first_plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
         self.stats = LevelStats(self.name)
@@ -116,11 +101,9 @@ class Verifier:
             first: in the order of layers of a draft's first pass.
         """
         new = NewTokens.below(self.cache.held, parents, known, drawn)
-        length = self.cache.verified_length + max(new.depths)
-        order = self.first_order if first and self.first_order else self.order
-        self.stats.nominal_ms += order.cost(length, new.count)
+        plan = self.first_plan if first and self.first_plan else self.plan
         self.stats.passes += 1
-        return Forward(self.model, Part(self.cache, new, rows, hidden), order.plan, self.stats)
+        return Forward(self.model, Part(self.cache, new, rows, hidden), plan, self.stats)
 
     def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
         """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
@@ -165,15 +148,3 @@ class Verifier:
         self.cache.keep([])
         known = Draft(Tokens(drawn.tokens.known), drawn.tree)
         self.model.raise_nan(self.verification(view, known).part)
-
-    def nominal_round_ms(self, length: int, shape: DraftShape) -> float:
-        """Cost of a round with such a draft, at nominal rates and the usual acceptance below."""
-        return self.nominal_pass_ms(length, shape.size) + self.drafter.nominal_draft_ms(length, shape)
-
-    def nominal_pass_ms(self, length: int, nodes: int) -> float:
-        """Cost of verifying so many drafted tokens."""
-        return self.order.cost(length, nodes + 1)
-
-    def expected_tokens(self, count: int) -> float:
-        """What a round that verifies a chain of `count` tokens usually yields."""
-        return expected_tokens(self.drafter.expected_acceptance, count)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from time import perf_counter
 
 from offload_rt.drafting.base import Outcome, Proposal, Round
-from offload_rt.drafting.verifier import Verifier
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.scheduler import Begin, Finish, Running, Work
@@ -25,17 +24,17 @@ def decode_step(text: TokenSequence) -> Work[Round]:
     The link needs no scheduling here: when a pass begins, the full cache opens the stream of the next one, so
     that the copies go on the moment the staging ring has room.
     """
-    verifier, pace, view = text.verifier, text.controller, text.view
-    started, nominal_ms = perf_counter(), _nominal_ms(verifier)
+    verifier, controller, view = text.verifier, text.controller, text.view
+    started = perf_counter()
 
-    shape = pace.shape(text.room - 1)
+    shape = controller.shape(text.room - 1)
     proposal = text.ready or verifier.drafter.proposal(view, shape)
     text.ready, resumed = None, _depth(proposal.draft())
     with text.timeline.span("draft", "draft"):
         draft = yield from proposal.complete()
     drafted = perf_counter()
 
-    outcomes = pace.outcomes(len(view)) if len(draft) else 0
+    outcomes = controller.outcomes(len(view)) if len(draft) else 0
     if outcomes:
         text.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
     verification = verifier.verification(view, draft)
@@ -57,7 +56,6 @@ def decode_step(text: TokenSequence) -> Work[Round]:
         pass_ms=running.ms,
         ahead_ms=1e3 * (made - drafted) if ahead else 0.0,
         verdict_ms=1e3 * (done - both),
-        nominal_ms=_nominal_ms(verifier) - nominal_ms,
         guessed=text.ready is not None if ahead else None,
         asked=shape.depth,
         proposed=round.proposed,
@@ -72,19 +70,19 @@ def draft_ahead(
     text: TokenSequence, proposal: Proposal, running: Running, most: int
 ) -> Work[dict[Outcome, Proposal]]:
     """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
-    verifier, pace, view = text.verifier, text.controller, text.view
+    verifier, controller, view = text.verifier, text.controller, text.view
     made: dict[Outcome, Proposal] = {}
-    if not (most and pace.shape(text.room - 2).depth) or pace.over(running):
+    if not (most and controller.shape(text.room - 2).depth) or controller.over(running):
         return made
     with text.timeline.span("draft", "ahead"):
-        for outcome in (yield from proposal.outcomes(most, pace.acceptance.rate)):
-            shape = pace.shape(text.room - len(outcome) - 1)
+        for outcome in (yield from proposal.outcomes(most, controller.acceptance.rate)):
+            shape = controller.shape(text.room - len(outcome) - 1)
             if not shape.depth:
                 continue
-            if pace.over(running):
+            if controller.over(running):
                 break
             made[outcome] = verifier.drafter.proposal(view.extended(outcome), shape)
-            while not pace.over(running) and (yield from made[outcome].step()):
+            while not controller.over(running) and (yield from made[outcome].step()):
                 pass
     return made
 
@@ -92,7 +90,3 @@ def draft_ahead(
 def _depth(draft: Draft) -> int:
     """Of what was drawn."""
     return max(draft.tree.depths[: len(draft) - draft.found], default=0)
-
-
-def _nominal_ms(verifier: Verifier) -> float:
-    return sum(level.nominal_ms for level in verifier.levels)

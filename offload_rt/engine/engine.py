@@ -13,19 +13,22 @@ from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.fused import use_triton
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
-from offload_rt.config import HEAD, Config, possible
+from offload_rt.config import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import kept_means, levels_of, possible
 from offload_rt.machine.advice import without_kernel
 from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.memory import available_memory
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread
+from offload_rt.model.shape import ModelShape, shape_of
 from offload_rt.planning.placement import (
     PlanRequest,
     available,
@@ -34,7 +37,7 @@ from offload_rt.planning.placement import (
     shared,
 )
 from offload_rt.planning.planner import Plan, comparison, ranked
-from offload_rt.planning.shapes import ModelShape, from_config
+from offload_rt.planning.prices import behind_a_link
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
@@ -118,8 +121,8 @@ class Engine:
         Raises:
             UsageError: none would be left, or a head cannot be had.
         """
-        if HEAD in config.speculation.names:
-            self._heads.of(config.head, self.target)
+        for level in levels_of(config):
+            level.load(self.target, self._heads)
         left = available(config, self.draft is not None)
         if left != config:
             self._on_notice(f"no draft model: {' → '.join(left.speculation.names)} drafts alone")
@@ -138,11 +141,12 @@ class Engine:
         with self.lock:
             self.check_room([(len(tokens), new_tokens)])
             runner = self.target.for_text(len(tokens), new_tokens)
-            config = self.configs[0]
             if tiers is None:
-                config, tiers = self._plan(len(tokens), new_tokens, texts)
+                request, tiers = self.plan(len(tokens), new_tokens, texts)
+            else:
+                request = self._request(self.configs[0], len(tokens), new_tokens, self._assumed_hardware)
             shared = replace(self._shared, timeline=self.timeline)
-            sequence = TokenSequence(shared, config, runner, len(tokens) + new_tokens, tiers)
+            sequence = TokenSequence(shared, request, runner, len(tokens) + new_tokens, tiers)
             self._sequences.append(sequence)
             try:
                 self.read(sequence, tokens)
@@ -202,23 +206,29 @@ class Engine:
             sequence.full.cancel()
             self._thread.join()
 
-    def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Tiers]:
-        """Composition, sizes and shares for such a text; the planner keeps what the config gives."""
+    def plan(self, prompt: int, new_tokens: int, texts: int = 1) -> tuple[PlanRequest, Tiers]:
+        """Plans a sequence of so many tokens; the planner keeps what the config gives.
+
+        Args:
+            texts: how many sequences share what is free of a GPU.
+
+        Returns:
+            What runs, with the composition and the sizes that were chosen, and where its KV lies.
+        """
         on_gpu = self.target.device.type == "cuda"
-        config = self.configs[0]
+        request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
         if on_gpu or len(self.configs) > 1:
-            planned = self._fastest(prompt_tokens, new_tokens, texts)
-            config = planned.request.config
+            planned = self._fastest(request.context, request.new_tokens, texts)
+            request = replace(request, config=planned.request.config)
         if self._link.in_place:
-            return config, EVERYTHING_STREAMED
-        offload = config.offload
+            return request, EVERYTHING_STREAMED
+        offload, page = request.config.offload, request.config.store.page
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
-        page = config.store.page
         gpus: tuple[GpuTier, ...] = ()
         late = 0
         if on_gpu:
             planned.check()
-            placement = planned.placement
+            request, placement = planned.request, planned.placement
             gpus = tuple(
                 GpuTier(-(-gpu.resident_tokens // page) * page, gpu.streamed_tokens // page * page)
                 for gpu in placement.gpus
@@ -228,14 +238,32 @@ class Engine:
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page
         elif self._other_links:  # links of no known rate share evenly
-            pages = max(0, prompt_tokens - resident - cpu) // page // (1 + len(self._other_links))
+            pages = max(0, request.context - resident - cpu) // page // (1 + len(self._other_links))
             gpus = (GpuTier(0, pages * page),) * len(self._other_links)
-        return config, Tiers(resident, cpu, gpus, late)
+        return request, Tiers(resident, cpu, gpus, late)
+
+    def _request(
+        self, config: Config, prompt_tokens: int, new_tokens: int, hardware: Hardware
+    ) -> PlanRequest:
+        remote = len(self.target.remote_mlps)
+        shapes = self._shapes
+        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, mlps_elsewhere=remote)
+
+    @cached_property
+    def _assumed_hardware(self) -> Hardware:
+        """What drafts are priced by where nothing was measured for a plan."""
+        others = len(self._other_links)
+        if self._link.in_place:
+            return named_hardware(NO_GPU)
+        if self.target.device.type == "cuda":
+            return named_hardware("rtx4090", 1 + others)
+        rate = self._link.bytes_per_second
+        return behind_a_link(None if rate is None else rate / 1e9, others)
 
     @cached_property
     def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
         target, draft = (
-            None if model is None else from_config(model.module.config, model.dtype, model.name)
+            None if model is None else shape_of(model.module, model.dtype, model.name)
             for model in (self.target, self.draft)
         )
         assert target is not None
@@ -253,12 +281,7 @@ class Engine:
         if texts > 1:
             held = loaded - there, *(size for _, size in others)
             hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(texts), held)))
-        plans = ranked(
-            PlanRequest(
-                *(*self._shapes, config, prompt_tokens, new_tokens, hardware), mlps_elsewhere=len(elsewhere)
-            )
-            for config in self.configs
-        )
+        plans = ranked(self._request(config, prompt_tokens, new_tokens, hardware) for config in self.configs)
         chosen = plans[0].request.config.name
         if len(plans) > 1 and plans[0].fits and chosen != self._chosen:
             self._on_notice(f"config auto: {comparison(plans)}")
@@ -278,7 +301,7 @@ class Engine:
         layout = self.store.layout
         token_bytes = layout.token_bytes
         page = layout.page_size
-        token_bytes += max(layout.means_bytes(page, *config.kept_means) for config in self.configs) // page
+        token_bytes += max(layout.means_bytes(page, *kept_means(config)) for config in self.configs) // page
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -17,16 +17,20 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
-from offload_rt.config import TARGET_RETRIEVED, Config
+from offload_rt.config import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
-from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.prefill import Progress, prefill
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import Resources, kept_means, levels_of
+from offload_rt.levels.compose import compose
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import run_alone
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.prices import Prices
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 
@@ -66,7 +70,8 @@ class TokenSequence:
     """Owns what a text needs, from its first token to `close`.
 
     Args:
-        config: by which the text is read; its keys for prefill and store hold from here on.
+        request: what is to run: the config by which the sequence is read, whose keys for prefill and store
+            hold from here on, and the machine by which drafts are priced.
         target: the runner for texts of this length.
         room: tokens that there should be room for.
         tiers: which tokens of each layer are not streamed to the device.
@@ -83,18 +88,19 @@ class TokenSequence:
     """
 
     verifier: Verifier
-    pace: SpeculationController
+    controller: SpeculationController
 
     def __init__(
         self,
         shared: Shared,
-        config: Config,
+        request: PlanRequest,
         target: CausalModel,
         room: int,
         tiers: Tiers = EVERYTHING_STREAMED,
     ) -> None:
-        self.config = config
+        self.config = config = request.config
         self.planned = config  # stays, whatever it is recomposed to
+        self._request = request
         self.tokens: list[int] = []
         self.start = 0
         self.read_tokens = 0
@@ -108,7 +114,7 @@ class TokenSequence:
         self._ended = False
         self._consumed = True  # what was read has been counted for a continuation
         self._caches: list[BoundedCache] = []
-        self._kv = shared.store.new_sequence(*config.kept_means)
+        self._kv = shared.store.new_sequence(*kept_means(config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
@@ -143,7 +149,7 @@ class TokenSequence:
         self._release_caches()
         self.full.derived.clear()
         self.full.scores = None
-        parts = Parts(
+        made = Resources(
             config,
             self.target,
             shared.draft,
@@ -153,16 +159,16 @@ class TokenSequence:
             shared.pool,
             shared.heads,
         )
-        self._caches = parts.caches
-        self.verifier = compose(parts)
+        self._caches = made.caches
+        self.verifier = compose(made)
         shared.pool.drop_free()
-        shapes = config.speculation.shapes
-        # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-        ahead = 0 if shared.link.in_place or not shapes else config.offload.ahead
+        levels, shapes = levels_of(config), config.speculation.shapes
         self.controller = SpeculationController(
-            self.verifier,
-            shapes[-1] if shapes else None,
-            ahead=ahead,
+            Prices(replace(self._request, config=config), self.tiers),
+            shapes[-1].candidates() if shapes else [CHAIN],
+            levels[-1].acceptance() if levels else 0.0,
+            # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
+            ahead=0 if shared.link.in_place or not shapes else config.offload.ahead,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
             clock=continuation.sampling.sampler.greedy,
@@ -319,24 +325,8 @@ class TokenSequence:
             return config
         if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
             config = config.having("offload.refresh_from", self.planned.offload.refresh_from)
-        (chunks, pages), (kept_chunks, kept_pages) = config.kept_means, self.planned.kept_means
-        if chunks not in (None, kept_chunks):
-            raise UsageError(
-                f"config {config.name}: retrieval.select mean_keys needs mean keys of chunks of {chunks} "
-                "tokens, and the text was read without: read it with an LLM of this config, or set "
-                "retrieval.select=attention"
-            )
-        if pages and not kept_pages:
-            raise UsageError(
-                f"config {config.name}: retrieval.rest needs means of pages, and the text was read "
-                "without: read it with an LLM of this config, or set retrieval.rest=false"
-            )
-        chunk, page = config.retrieval.chunk, self._kv.layout.page_size
-        if TARGET_RETRIEVED in config.speculation.names and page % chunk:
-            raise UsageError(
-                f"config {config.name}: retrieval.chunk = {chunk} must divide the store's page of {page} "
-                "tokens, by which the text was read"
-            )
+        for level in levels_of(config):
+            level.check_read(self.planned, self._kv.layout.page_size)
         return config
 
     def close(self) -> None:

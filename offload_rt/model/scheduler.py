@@ -53,7 +53,6 @@ class LevelStats:
         accepted: how many of them it accepted.
         ms: time in its passes and reads, without those of the levels below; of a pass over several texts an
             equal share. On a GPU the host's time: what the device still has to do counts where it is read.
-        nominal_ms: the same by the shapes of its passes, at nominal rates (`costs.py`).
         host_reads: how often the host waited for its results.
     """
 
@@ -62,7 +61,6 @@ class LevelStats:
     proposed: int = 0
     accepted: int = 0
     ms: float = 0.0
-    nominal_ms: float = 0.0
     host_reads: int = 0
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from cpu_kv import KVLayout
 from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import refuse_unsupported
+from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.loading import DEMO, demo_model, model_config
 
 DEMO_DRAFT = "demo-draft"
@@ -76,6 +77,13 @@ class ModelShape:
     def layout(self, page: int) -> KVLayout:
         """The layout of its KV in the store, in pages of `page` tokens."""
         return KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, page)
+
+    def running(self, plan: LayerPlan) -> ModelShape:
+        """The shape of the blocks that `plan` does not leave out."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        left_out = len(plan.no_attention) * attention + len(plan.no_mlp) * self.mlp_parameters
+        layers = self.layers - len(plan.no_attention)
+        return replace(self, layers=layers, parameters=self.parameters - left_out)
 
     @cached_property
     def token_bytes(self) -> int:
@@ -154,6 +162,15 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype | None, name: str) 
         kind = ", ".join(config.architectures or [config.model_type])
         raise UsageError(f"model {name} ({kind}): is no causal language model: {error}") from error
     refuse_unsupported(model, name)
+    return shape_of(model, dtype, name)
+
+
+def shape_of(model: PreTrainedModel, dtype: torch.dtype | None, name: str) -> ModelShape:
+    """The shape of a transformers model.
+
+    Args:
+        dtype: of weights and KV; None: the config's own, float32 where it names none.
+    """
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
     mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
