@@ -278,7 +278,7 @@ class LLM:
             # The shortest first: what it leaves of its share of a GPU's memory is for the longer ones.
             for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
                 left = len(sizes) - len(opened)
-                sequence = engine.open(checked[at], wanted[at].max_tokens, texts=left)
+                sequence = engine.open(checked[at], wanted[at].max_tokens, sequences=left)
                 closing.callback(engine.close_sequence, sequence)
                 engine.begin(sequence, None, self.continuation(wanted[at]))
                 opened[at] = self.writer(sequence, wanted[at])
@@ -341,11 +341,11 @@ class LLM:
             raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
 
     def writer(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
-        """What turns the rounds of a text into events."""
+        """Returns the output processor of a sequence, which turns rounds into events."""
         return OutputProcessor(self.engine, sequence, params, self._tokenizer, self._notices, start)
 
     def continuation(self, params: SamplingParams) -> Continuation:
-        """How a text is continued, by parameters that have a seed."""
+        """Returns the settings of a continuation; `params` must have a seed."""
         self._check_params(params)
         assert params.seed is not None
         draws = GeneratorDraws(params.seed, self.engine.target.device)

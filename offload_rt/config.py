@@ -1,4 +1,4 @@
-"""What composes a decoder and how large its parts are: frozen dataclasses.
+"""Configuration of a composition and of the sizes of its parts, as frozen dataclasses.
 
 Every key is listed here, and nowhere else, with its default. `toml` reads them from files, which state what
 differs.
@@ -44,7 +44,7 @@ def require(allowed: bool, key: str, value: object, rule: str) -> None:
 
 @dataclass(frozen=True)
 class RefreshPolicy:
-    """When the retrieved cache chooses its entries anew.
+    """Schedule by which the retrieved cache chooses its entries anew.
 
     Attributes:
         kind: `every` verification; every `stride` generated tokens; or when the rolling `acceptance`
@@ -105,7 +105,7 @@ class RetrievalConfig:
 
 @dataclass(frozen=True)
 class LevelConfig:
-    """Who drafts for the next level; written as a table, or short as its name, `model:cache`.
+    """One level, which drafts for the next one; written as a table, or short as its name, `model:cache`.
 
     Which levels there are, and what each allows, is said by their classes (`levels`).
     """
@@ -155,7 +155,7 @@ class LevelConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Who drafts, and how far ahead."""
+    """The levels that draft, and the depth of their drafts."""
 
     # From the cheapest to the most expensive; each drafts for the next one, the last for the target over its
     # full cache. None: plain decoding.
@@ -222,7 +222,7 @@ class DatastoreConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How a prompt is read."""
+    """Settings of the prefill."""
 
     chunk: Positive = 2048  # tokens taken through a layer at a time; it bounds the memory for activations
 
@@ -247,7 +247,7 @@ RefreshFrom = Literal["auto", "stream", "store"]
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """How the full KV cache is used over a link; where KV is attended in place, nothing of it applies."""
+    """Use of the full KV cache over a link; ignored where KV is attended in place."""
 
     resident_tokens: Annotated[int, -1] = -1  # the first of each layer, on the GPU; -1: as planned
     cpu_tokens: Annotated[int, -1] = -1  # those that follow, attended by the CPU in place; -1: as planned
@@ -259,7 +259,7 @@ class OffloadConfig:
 
     @property
     def refreshes_from_stream(self) -> bool:
-        """Whether a refresh takes its entries from the stream: also where nothing is decided."""
+        """A refresh takes its entries from the stream, also where nothing is decided."""
         return self.refresh_from != "store"
 
 

@@ -18,7 +18,7 @@ Prompt = str | Sequence[int]
 
 
 class Host(Protocol):
-    """What a context asks of its `LLM`."""
+    """The part of an `LLM` that a context needs."""
 
     engine: Engine
 
@@ -64,7 +64,7 @@ class Context:
 
     @property
     def placement(self) -> dict[str, int]:
-        """How many tokens of each layer lie where."""
+        """Number of tokens of each layer by tier: resident, CPU, other GPUs, streamed."""
         return self._session.placement
 
     def append(self, prompt: Prompt) -> None:

@@ -451,7 +451,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
     capture = RecordingCapture()
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
     monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
-    monkeypatch.setattr(GraphedModel, "RARE", 6)  # as often a draft may go on from another's outcome
+    monkeypatch.setattr(GraphedModel, "RARE", 12)  # as often a draft may go on from another's outcome
     target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=40)
     sizes = SMALL | {"draft.window": 60}  # too long to be recorded where the prompt is read
     with LLM.from_models(

@@ -68,7 +68,7 @@ class Datastore(Source):
         """Nothing depends on the text."""
 
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
-        """Of the longest end that something follows."""
+        """Returns continuations of the longest end of `view` that something follows."""
         asked = view.part(max(0, len(view) - self._longest))
         # What occurs with more tokens in front occurs with fewer.
         sizes = range(1, len(asked) + 1)
@@ -87,7 +87,7 @@ class Datastore(Source):
         return tokens[: tokens.index(END)] if END in tokens else tokens
 
     def _span(self, asked: list[int]) -> range:
-        """Where the suffixes that begin with `asked` lie in the order."""
+        """Returns the range of suffixes, in their order, that begin with `asked`."""
 
         def begins(at: int) -> list[int]:
             start = int(self._order[at])
@@ -137,6 +137,6 @@ def suffix_order(tokens: Tensor) -> Tensor:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what its ids mean."""
+    """Returns a digest of a tokenizer's vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:32]

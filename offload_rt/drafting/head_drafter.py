@@ -74,7 +74,7 @@ class HeadModel:
 
     @torch.inference_mode()
     def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        """One pass of new tokens of several texts: generation by generation, of all texts together."""
+        """Runs new tokens of several sequences, one generation of the trees after another."""
         caches = [cast(HeadStates, part.cache) for part in parts]
         embedded = self.target.embed(torch.cat([part.ids(self.device) for part in parts]))[0]
         held = sum(len(cache.states) for cache in caches)
@@ -145,7 +145,7 @@ class HeadDrafter(ModelDrafter):
 
 
 class Heads:
-    """Those of one target, by their files; each is read once."""
+    """The heads of one target by their files; each file is read once."""
 
     def __init__(self) -> None:
         self._read: dict[Path, HeadModel] = {}

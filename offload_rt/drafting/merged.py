@@ -72,7 +72,7 @@ class MergedProposal(Proposal):
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:
-    """`draft` with a chain of certain tokens below the text, as far as they are not in it."""
+    """`draft` with a chain of certain tokens below the sequence, as far as they are not in it."""
     tokens, parents = list(draft.tokens.known), list(draft.tree.parents)
     nodes: dict[tuple[int, int], int] = {}
     for node, place in enumerate(zip(parents, tokens, strict=True)):

@@ -1,8 +1,8 @@
-"""A model that drafts for a dearer one: by itself, or with a cheaper drafter below it.
+"""A model that drafts for a more expensive one: by itself, or with a cheaper drafter below it.
 
-A verifier is a drafter for a dearer one. A small model that draws a chain of γ tokens is the classic draft
-model; a target over a retrieved cache that verifies what the small model drafts, round by round until enough
-tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
+A verifier is a drafter for a more expensive one. A small model that draws a chain of γ tokens is the classic
+draft model; a target over a retrieved cache that verifies what the small model drafts, round by round until
+enough tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload_rt.trees import forest
 
 @dataclass(eq=False)
 class ModelDrafter(Verifier, Drafter):
-    """A model over a bounded cache that proposes to a dearer verifier.
+    """A model over a bounded cache that proposes to a more expensive verifier.
 
     What it reports is its own distribution as a verifier: its tokens have it, however they were drafted. How
     many are proposed depends only on tokens already proposed, which leaves each one's distribution as
@@ -72,12 +72,13 @@ class SmallModelDrafter(ModelDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known = 0  # length of the text when it was verified last
+        self._known = 0  # length of the sequence when it was verified last
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
         self.roll_back(view)
-        # What follows the text that was known then was drafted in another order of layers: it is forgotten.
+        # What follows the sequence that was known then was drafted in another order of layers: it is
+        # forgotten.
         final = len(view) if self.first_plan is None else self._known
         self.cache.keep(range(min(len(self.cache.held), final - self.cache.verified_length)))
         self.cache.settle()
@@ -98,7 +99,7 @@ class SmallModelDrafter(ModelDrafter):
             yield from self._read(view.part(at, min(at + cache.window, end)))
 
     def _read(self, tokens: Sequence[int]) -> Work[None]:
-        """Takes tokens of the text into the cache, for good, without sampling."""
+        """Takes tokens of the sequence into the cache, for good, without sampling."""
         forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1)
         output = yield forward
         (nan,) = yield Read([output.logits.isnan().any()], self.stats)

@@ -1,4 +1,4 @@
-"""A verifier turns any draft into tokens that have its model's output distribution over its cache."""
+"""Verifier: turns any draft into tokens that have its model's output distribution over its cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from offload_rt.sampling import Draws, Sampler, choices
 
 @dataclass
 class Sampling:
-    """How all levels of a composition draw their tokens.
+    """Sampling settings that all levels of a composition share.
 
     Attributes:
-        stop_tokens: the text ends with the first of these: no use to draft beyond one.
+        stop_tokens: the sequence ends with the first of these: no use to draft beyond one.
     """
 
     sampler: Sampler
@@ -36,7 +36,7 @@ class Sampling:
 class Verifier:
     """A model over a cache, with a drafter that proposes to it.
 
-    The cache may lag behind the text it is given: what it lacks goes through the model in front of the
+    The cache may lag behind the sequence it is given: what it lacks goes through the model in front of the
     draft. It may also hold tokens that turned out otherwise: those are rolled back first.
 
     Attributes:
@@ -70,7 +70,7 @@ class Verifier:
         return (yield from self.verdict(draft, verification.part, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
-        """Rolls the cache back; the pass over what it lacks of the text, and over `draft`."""
+        """Rolls the cache back and returns the pass over the tokens that it lacks, and over `draft`."""
         missing, held = self.roll_back(view), len(self.cache.held)
         behind = held + len(missing)
         parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
@@ -78,7 +78,7 @@ class Verifier:
         return self.forward(parents, missing, draft.tokens, rows=1 + len(draft), hidden=hidden)
 
     def roll_back(self, view: TokenView) -> list[int]:
-        """Lets the cache forget what is not on the way to the text's last token; returns what it lacks."""
+        """Drops speculative entries that are not in the sequence; returns the tokens that the cache lacks."""
         cache = self.cache
         kept = cache.held.match(view.part(cache.verified_length, len(view) - 1))
         if len(kept) != len(cache.held):
@@ -106,7 +106,7 @@ class Verifier:
         return Forward(self.model, Part(self.cache, new, rows, hidden), plan, self.stats)
 
     def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
-        """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
+        """Accepts or rejects `draft`, the last tokens of `part`, and commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
         if probs is None:
@@ -140,7 +140,8 @@ class Verifier:
         )
 
     def trace_nan(self, view: TokenView, drawn: Draft) -> NoReturn:
-        """Says why tokens that were drawn below `view` come from NaN logits; they are known by now.
+        """Names the cause of NaN logits that tokens below `view` were drawn from; they are on the host by
+        now.
 
         Raises:
             NotANumber: naming the weight or the layer.

@@ -168,7 +168,7 @@ class SpeculationController:
         return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance.rates)
 
     def outcomes(self, length: int) -> int:
-        """How many outcomes of a pass behind `length` tokens to draft for while it runs.
+        """Returns the number of outcomes of a pass behind `length` tokens to draft for while it runs.
 
         As many as are predicted to end with the pass, where the clock may not end drafting then.
         """
@@ -181,7 +181,7 @@ class SpeculationController:
         )
 
     def over(self, running: Running) -> bool:
-        """Whether a pass is over, so that no more drafts for its outcomes are begun."""
+        """Returns whether a pass is over, so that no more drafts for its outcomes are begun."""
         return self._clock and running.done
 
     def observe(self, length: int, round: Round, times: RoundTimes) -> None:
@@ -228,7 +228,7 @@ class SpeculationController:
         self._judged.clear()
 
     def _loses(self) -> bool:
-        """Whether the judged rounds, but for the slowest quarter, took longer a token than plain ones."""
+        """Returns whether judged rounds took longer a token than plain ones; the slowest quarter is left out."""
         quicker = sorted(self._judged)[: len(self._judged) - len(self._judged) // 4]
         plain = median(self._plain_ms) if self._clock else self._prices.pass_ms(self._length, CHAIN)
         return fmean(quicker) > MARGIN * plain * fmean(self._yields)

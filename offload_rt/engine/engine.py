@@ -1,4 +1,4 @@
-"""Owns what texts share (models, store, link, pass thread), opens sequences and steps any number of them."""
+"""Owns models, store, link and pass thread; opens sequences and steps any number of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ProgressReport = Callable[[str, int, int], None]
 
 
 class Engine:
-    """A target model, perhaps a draft model, and any number of texts that they continue.
+    """A target model, perhaps a draft model, and any number of sequences that they continue.
 
     Calls from several threads take turns.
 
@@ -53,12 +53,12 @@ class Engine:
         link: what moves KV to the device; None: what the target's device calls for.
         on_progress: told how far a prefill is, and what is measured of a machine for its first plan.
         on_notice: told, in a line, what a user should know.
-        other_links: to other GPUs, which keep and attend a share of the KV of each text.
+        other_links: to other GPUs, which keep and attend a share of the KV of each sequence.
 
     Attributes:
-        configs: among which the planner chooses for each text; without levels that cannot be had.
-        timeline: records what runs when; it may be set before a text is opened.
-        lock: of the thread that opens, steps or ends texts.
+        configs: among which the planner chooses for each sequence; without levels that cannot be had.
+        timeline: records what runs when; it may be set before a sequence is opened.
+        lock: of the thread that opens, steps or ends sequences.
     """
 
     def __init__(
@@ -129,20 +129,20 @@ class Engine:
         return left
 
     def open(
-        self, tokens: Sequence[int], new_tokens: int, tiers: Tiers | None = None, texts: int = 1
+        self, tokens: Sequence[int], new_tokens: int, tiers: Tiers | None = None, sequences: int = 1
     ) -> TokenSequence:
-        """Reads a text, which may then be continued. Others may be under way.
+        """Opens a sequence and reads its prompt. Other sequences may be open.
 
         Args:
             new_tokens: how many more it is planned for.
             tiers: which tokens of each layer are not streamed; None: as planned.
-            texts: how many, this one and those that are opened after it, share what is free of a GPU.
+            sequences: how many, this one and those that are opened after it, share what is free of a GPU.
         """
         with self.lock:
             self.check_room([(len(tokens), new_tokens)])
             runner = self.target.for_text(len(tokens), new_tokens)
             if tiers is None:
-                request, tiers = self.plan(len(tokens), new_tokens, texts)
+                request, tiers = self.plan(len(tokens), new_tokens, sequences)
             else:
                 request = self._request(self.configs[0], len(tokens), new_tokens, self._assumed_hardware)
             shared = replace(self._shared, timeline=self.timeline)
@@ -156,14 +156,14 @@ class Engine:
             return sequence
 
     def read(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
-        """Appends tokens to a text. Where that fails, the text is as it was."""
+        """Appends tokens to a sequence. Where that fails, the sequence is as it was."""
         report = self._on_progress
         with self.lock:
             self.stop(sequence)
             sequence.read(tokens, None if report is None else lambda done, of: report("prefill", done, of))
 
     def begin(self, sequence: TokenSequence, config: Config | None, continuation: Continuation) -> None:
-        """Begins a continuation of a text.
+        """Begins a continuation of a sequence.
 
         Args:
             config: None: the one that it was planned with.
@@ -174,7 +174,7 @@ class Engine:
             sequence.begin(sequence.planned if config is None else config, continuation)
 
     def rewind(self, sequence: TokenSequence, length: int) -> None:
-        """Forgets the tokens of a text from position `length` on."""
+        """Forgets the tokens of a sequence from position `length` on."""
         with self.lock:
             self.stop(sequence)
             sequence.rewind(length)
@@ -186,14 +186,14 @@ class Engine:
             return BatchRunner([decode_step(sequence) for sequence in sequences], self._thread).run()
 
     def stop(self, sequence: TokenSequence) -> None:
-        """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
+        """Aborts what was begun for the next round of a sequence. Idempotent."""
         with self.lock:
             if sequence in self._sequences:
                 self._end_pass(sequence)
                 sequence.stop()
 
     def close_sequence(self, sequence: TokenSequence) -> None:
-        """Gives the memory of a text back. Idempotent."""
+        """Gives the memory of a sequence back. Idempotent."""
         with self.lock:
             if sequence in self._sequences:
                 self._sequences.remove(sequence)
@@ -206,11 +206,11 @@ class Engine:
             sequence.full.cancel()
             self._thread.join()
 
-    def plan(self, prompt: int, new_tokens: int, texts: int = 1) -> tuple[PlanRequest, Tiers]:
+    def plan(self, prompt: int, new_tokens: int, sequences: int = 1) -> tuple[PlanRequest, Tiers]:
         """Plans a sequence of so many tokens; the planner keeps what the config gives.
 
         Args:
-            texts: how many sequences share what is free of a GPU.
+            sequences: how many sequences share what is free of a GPU.
 
         Returns:
             What runs, with the composition and the sizes that were chosen, and where its KV lies.
@@ -218,7 +218,7 @@ class Engine:
         on_gpu = self.target.device.type == "cuda"
         request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
         if on_gpu or len(self.configs) > 1:
-            planned = self._fastest(request.context, request.new_tokens, texts)
+            planned = self._fastest(request.context, request.new_tokens, sequences)
             request = replace(request, config=planned.request.config)
         if self._link.in_place:
             return request, EVERYTHING_STREAMED
@@ -251,7 +251,7 @@ class Engine:
 
     @cached_property
     def _assumed_hardware(self) -> Hardware:
-        """What drafts are priced by where nothing was measured for a plan."""
+        """The machine by which drafts are priced where nothing was measured for a plan."""
         others = len(self._other_links)
         if self._link.in_place:
             return named_hardware(NO_GPU)
@@ -269,18 +269,18 @@ class Engine:
         assert target is not None
         return target, draft
 
-    def _fastest(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> Plan:
-        """The fastest plan for such a text; tells which composition that is, where there is a choice."""
+    def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int = 1) -> Plan:
+        """Returns the fastest plan for such a sequence; a notice names the composition if there was a choice."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
-        loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
+        loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
         elsewhere = self.target.remote_mlps  # on the first of the other GPUs
         there = sum(block.weight_bytes for block in elsewhere)
         others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
-        if texts > 1:
+        if sequences > 1:
             held = loaded - there, *(size for _, size in others)
-            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(texts), held)))
+            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(sequences), held)))
         plans = ranked(self._request(config, prompt_tokens, new_tokens, hardware) for config in self.configs)
         chosen = plans[0].request.config.name
         if len(plans) > 1 and plans[0].fits and chosen != self._chosen:
@@ -289,7 +289,7 @@ class Engine:
         return plans[0]
 
     def check_room(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Refuses texts of which one has more tokens than the model has positions, or all than memory holds.
+        """Refuses sequences that exceed the model's positions, or together the memory.
 
         Args:
             sizes: tokens of each prompt, and new ones.
@@ -314,14 +314,14 @@ class Engine:
             )
         needed = total * token_bytes
         if needed > available:
-            fits = "the longest context that fits is" if len(sizes) == 1 else "of all texts together fit"
+            fits = "the longest context that fits is" if len(sizes) == 1 else "of all sequences together fit"
             raise UsageError(
                 f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
                 f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
             )
 
     def check_growth(self, sequence: TokenSequence, tokens: int) -> None:
-        """Refuses so many more tokens of an open text where they cannot be."""
+        """Refuses so many more tokens of an open sequence where they exceed positions or memory."""
         check_positions(self.target, len(sequence.tokens), tokens)
         sequence.check_length(len(sequence.tokens) + tokens)
         self.check_room([(0, max(0, len(sequence.tokens) + tokens - sequence.full.sequence.reserved_tokens))])

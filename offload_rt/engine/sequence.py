@@ -1,4 +1,4 @@
-"""One text being continued: its tokens, its KV, its caches, its composition; nothing of other texts."""
+"""One sequence: its tokens, KV, caches and composition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from offload_rt.timeline import NO_TIMELINE, Timeline
 
 @dataclass(frozen=True)
 class Shared:
-    """What all texts of an engine share.
+    """Resources that all sequences of an engine share.
 
     Attributes:
         link: to the device where the target is.
@@ -56,7 +56,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a text is continued.
+    """Settings of one continuation of a sequence.
 
     Attributes:
         max_tokens: how many may be generated.
@@ -67,12 +67,12 @@ class Continuation:
 
 
 class TokenSequence:
-    """Owns what a text needs, from its first token to `close`.
+    """A sequence of tokens with its KV, caches and composition, from its first token to `close`.
 
     Args:
         request: what is to run: the config by which the sequence is read, whose keys for prefill and store
             hold from here on, and the machine by which drafts are priced.
-        target: the runner for texts of this length.
+        target: the runner for sequences of this length.
         room: tokens that there should be room for.
         tiers: which tokens of each layer are not streamed to the device.
 
@@ -81,7 +81,7 @@ class TokenSequence:
         tokens: those that were read, and those that were generated behind them.
         start: how many there were when the newest continuation began.
         verifier: the composition; the target over its full cache.
-        ready: a draft that was begun for the text as it is now.
+        ready: a draft that was begun for the sequence as it is now.
         rounds: times of the rounds so far.
         read_tokens: tokens that were read since the continuation before.
         read_ms: time in which they were read and small caches filled.
@@ -183,9 +183,9 @@ class TokenSequence:
         self._caches = []
 
     def read(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """Appends tokens. The full cache takes all but the text's last one, which opens the next round.
+        """Appends tokens. The full cache takes all but the sequence's last one, which opens the next round.
 
-        Where that fails, the text is as it was.
+        Where that fails, the sequence is as it was.
         """
         before = len(self.tokens)
         started = perf_counter()
@@ -202,7 +202,7 @@ class TokenSequence:
         self.read_ms += 1e3 * (perf_counter() - started)
 
     def _read(self, progress: Progress | None = None) -> None:
-        """Lets the full cache take what it lacks of the text, but for the last token."""
+        """Prefills the tokens that the full cache lacks, but for the last one."""
         missing = self.tokens[self.full.verified_length : -1]
         if missing:
             prefill(self.target, self.full, missing, self.planned.prefill.chunk, progress)
@@ -218,13 +218,14 @@ class TokenSequence:
 
     @torch.inference_mode()
     def begin(self, config: Config, continuation: Continuation) -> None:
-        """Begins a continuation of the text, by a composition over its full cache.
+        """Begins a continuation of the sequence, by a composition over its full cache.
 
         Counters of transfers are those of this continuation from here on; the keys of `config` for prefill
         and store come too late.
 
         Raises:
-            UsageError: `config` retrieves by means that were not kept when the text was read, or in chunks
+            UsageError: `config` retrieves by means that were not kept when the sequence was read, or in
+                chunks
                 that its pages do not hold whole; or see `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
@@ -245,14 +246,14 @@ class TokenSequence:
         self.read_ms += 1e3 * (perf_counter() - started)
 
     def take_prompt(self) -> None:
-        """Lets the drafts' caches fill themselves: the full one has the text but for its last token."""
+        """Fills the caches of the drafting levels; the full cache lacks only the last token."""
         if self.full.verified_length:
             self.full.build_derived()
         run_alone(self.verifier.drafter.prefill(self.view))
         self.controller.begin(len(self.tokens))
 
     def check_length(self, length: int) -> None:
-        """Raises UsageError where a text of so many tokens would need KV by other rotary frequencies."""
+        """Raises UsageError where a sequence of so many tokens would need KV by other rotary frequencies."""
         if self.tokens and self._shared.target.for_text(length, 0) is not self.target:
             self._shared.target.for_text(len(self.tokens), max(0, length - len(self.tokens)))
             raise UsageError(
@@ -262,19 +263,19 @@ class TokenSequence:
 
     @property
     def view(self) -> TokenView:
-        """The text so far."""
+        """All tokens so far."""
         return TokenView(self.tokens)
 
     @property
     def counters(self) -> TransferCounters:
-        """What crossed all links, since the prompt was read or the text begun again."""
+        """Bytes that crossed all links in this continuation, and waits for them."""
         return TransferCounters(
             *map(sum, zip(*(astuple(engine.counters) for engine in self._engines), strict=True))
         )
 
     @property
     def placement(self) -> dict[str, int]:
-        """How many tokens of each layer lie where; the last page is on the device until it is full."""
+        """Number of tokens of each layer by tier; the last page is on the device until it is full."""
         page, tiers = self._kv.layout.page_size, self.tiers
         left = max(0, len(self.tokens) - 1) // page * page
         placed = {}
@@ -290,17 +291,17 @@ class TokenSequence:
 
     @property
     def stop_tokens(self) -> Collection[int]:
-        """The text ends with the first of these, wherever in a draft it occurs."""
+        """Tokens that end the sequence, wherever in a draft one occurs."""
         return self._continuation.sampling.stop_tokens
 
     @property
     def room(self) -> int:
-        """How many more tokens may be generated."""
+        """Number of tokens that may still be generated."""
         return self._continuation.max_tokens - (len(self.tokens) - self.start)
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete."""
+        """The sequence is complete."""
         return self._ended or self.room <= 0
 
     def extend(self, round: Round, times: RoundTimes) -> None:
@@ -316,11 +317,11 @@ class TokenSequence:
             self._ended = True
 
     def stop(self) -> None:
-        """Ends what was begun for a pass that nobody will ask for; no pass of this text may be running."""
+        """Aborts prefetching for the next pass. No pass may be running."""
         self.full.abandon()
 
     def _retrievable(self, config: Config) -> Config:
-        """`config` as it can retrieve from this text; UsageError where it cannot."""
+        """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config
         if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned

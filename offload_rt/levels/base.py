@@ -1,4 +1,4 @@
-"""What a level of a composition is, and the registry of all kinds.
+"""The interface of a level of a composition, and the registry of all kinds.
 
 A composition is a list of levels below the target over its full cache; each drafts for the next one. A kind
 of level is one class: it says what it needs, how much memory and time it takes, and how it drafts. Planning
@@ -51,7 +51,7 @@ class Cost:
 
 
 class Sizes(Protocol):
-    """What a level's memory depends on; a plan's request is one."""
+    """Sizes that the memory of a level depends on; a `PlanRequest` is one."""
 
     @property
     def target(self) -> ModelShape: ...
@@ -103,7 +103,7 @@ class Rates(Protocol):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a composition is built from.
+    """Models, caches and settings that a composition is built from.
 
     Attributes:
         draft: the small model; None where no level needs it.
@@ -194,7 +194,7 @@ class Level(ABC):
         return Cost()
 
     def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
-        """How its cache is renewed while decoding.
+        """Returns how its cache is renewed while decoding.
 
         Args:
             tokens: that a round yields.
@@ -249,7 +249,7 @@ def used_levels(config: Config) -> list[Level]:
 
 
 def needs_draft_model(configs: Iterable[Config]) -> bool:
-    """Whether a level of one of the configs runs a small model."""
+    """Returns whether a level of one of the configs runs a small model."""
     return any(level.needs_draft_model for config in configs for level in levels_of(config))
 
 

@@ -32,7 +32,7 @@ def machine(request: PlanRequest) -> Iterator[str]:
 
 
 def reckoning(request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
-    """How times were predicted, and where the plan departs from the request.
+    """The assumptions behind predicted times, and departures of the plan from the request.
 
     Args:
         request: as it was made.

@@ -1,4 +1,4 @@
-"""What a run keeps where, in bytes, and what does not fit.
+"""Placement of KV and weights in the memories of a machine, in bytes.
 
 All KV lies in host memory. With a GPU the first tokens of every layer are kept there as well (resident), the
 CPU attends the next ones where they lie, and the rest is streamed through the staging ring for every pass:
@@ -31,10 +31,10 @@ RESERVE_SHARE = 0.03
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to run, and on what.
+    """A model pair, a config and a context to be planned, and the machine to plan them for.
 
     Raises:
-        UsageError: for values out of range, and for models or cards that do not go together.
+        UsageError: for values out of range, and for models or GPUs that do not go together.
     """
 
     target: ModelShape
@@ -104,14 +104,14 @@ class PlanRequest:
         left = _left(replace(self, mlps_elsewhere=0), 0, self.given_resident or 0) if self.other_gpus else 0
         if left >= 0:
             return 0
-        # Decided before weights are loaded, for texts that are planned afterwards: then less may be free.
+        # Decided before weights are loaded, for sequences that are planned afterwards: then less may be free.
         missing = (GPU_RESERVE_BYTES - left, -left)
         roomy, least = (min(self.target.layers, -(-size // self.target.mlp_bytes)) for size in missing)
         return roomy if shortage(replace(self, mlps_elsewhere=roomy)) is None else least
 
     @property
     def other_gpus(self) -> tuple[Gpu, ...]:
-        """Those that keep and attend KV, and compute nothing else."""
+        """GPUs that keep and attend KV, and compute nothing else."""
         return self.hardware.gpus[1:]
 
     @cached_property
@@ -161,7 +161,7 @@ class PlanRequest:
         return tokens
 
     def late_tokens(self, resident: int) -> int:
-        """How many of so many resident tokens of the first GPU have room only after the prefill."""
+        """Returns how many of `resident` tokens of the first GPU have room only after the prefill."""
         page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
         return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
 
@@ -186,7 +186,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of the context lie or are attended; the same in every layer."""
+    """Number of context tokens by where they are attended; the same in every layer."""
 
     resident_tokens: int  # the first ones, kept on the first GPU
     cpu_tokens: int  # the next ones, attended by the CPU
@@ -212,7 +212,7 @@ class Placement:
 
 
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Raises UsageError where a text has more tokens than the model has positions."""
+    """Raises UsageError where a sequence has more tokens than the model has positions."""
     limit = model.max_positions
     if prompt_tokens + new_tokens <= limit:
         return
@@ -254,7 +254,7 @@ def available(config: Config, draft_model: bool) -> Config:
 
 
 def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
-    """What one GPU holds with so many tokens of the context resident there.
+    """Returns the bytes that one GPU holds with so many tokens of the context resident there.
 
     On the first one, resident KV takes the place of what only the prefill needs, where it must.
     """
@@ -291,15 +291,15 @@ def _gpu_reserve(gpu: Gpu) -> int:
     return max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * gpu.memory_bytes))
 
 
-def shared(gpu: Gpu, texts: int, loaded_bytes: int) -> Gpu:
-    """A GPU as it is for one of several texts, which share what is free beside the models and the reserve."""
+def shared(gpu: Gpu, sequences: int, loaded_bytes: int) -> Gpu:
+    """Returns a GPU as one of several sequences sees it: they share what is free beside the models."""
     common = loaded_bytes + _gpu_reserve(gpu)
-    memory = common + max(0, gpu.memory_bytes - common) // texts
-    return replace(gpu, name=f"{gpu.name}, shared by {texts} texts", memory_bytes=memory)
+    memory = common + max(0, gpu.memory_bytes - common) // sequences
+    return replace(gpu, name=f"{gpu.name}, shared by {sequences} sequences", memory_bytes=memory)
 
 
 def host_memory(request: PlanRequest) -> Memory:
-    """What the host holds. With a GPU, `kv` is page-locked."""
+    """Returns the bytes that the host holds. With a GPU, `kv` is page-locked."""
     target, tokens = request.target, request.context + request.new_tokens
     layout = target.layout(request.config.store.page)
     memory = {"kv": layout.reserved_bytes(tokens)}
@@ -311,7 +311,7 @@ def host_memory(request: PlanRequest) -> Memory:
 
 
 def _computing_memory(request: PlanRequest) -> Memory:
-    """What a processor that computes holds."""
+    """Returns the bytes that the processor that computes holds."""
     target = request.target
     memory = {"weights": target.weight_bytes - request.elsewhere * target.mlp_bytes}
     for level in request.levels:
@@ -337,7 +337,7 @@ def _left(request: PlanRequest, gpu: int, resident: int = 0) -> int:
 
 
 def shortage(request: PlanRequest) -> str | None:
-    """What does not fit even with the smallest share of the GPU, in figures; None: all fits."""
+    """Returns which memory is too small even with the least KV on the GPU, in figures; None if all fits."""
     host, memory = request.hardware.host, host_memory(request)
     needs = list[tuple[str, int, Memory]]()
     for number, gpu in enumerate(request.hardware.gpus):

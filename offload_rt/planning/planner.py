@@ -1,4 +1,4 @@
-"""What goes where, and how fast that will be: decided and predicted before anything is loaded.
+"""Chooses the placement of KV and weights and predicts its speed, before anything is loaded.
 
 Of all placements that fit, the planner takes the one with the least predicted time per token: how much of the
 context the CPU attends, how many tokens are drafted, and whether a refresh of the retrieved cache fills a
@@ -47,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where, and what that costs."""
+    """A placement with its predicted times, or the reason why nothing fits."""
 
     request: PlanRequest  # with the budget that fits, and on a GPU with where refreshes take their entries
     placement: Placement
@@ -62,17 +62,17 @@ class Plan:
 
     @property
     def ms_per_token(self) -> float:
-        """As predicted; infinite where it does not fit."""
+        """Predicted ms a token; infinite where it does not fit."""
         return self.predicted.ms_per_token if self.predicted else inf
 
     @property
     def late_resident_tokens(self) -> int:
-        """How many of the first GPU's resident tokens are loaded after the prefill."""
+        """Number of the first GPU's resident tokens that are loaded after the prefill."""
         return 0 if self.request.in_place else self.request.late_tokens(self.placement.resident_tokens)
 
     @property
     def gpus(self) -> list[Memory]:
-        """What each GPU holds."""
+        """Bytes that each GPU holds, by purpose."""
         if self.request.in_place:
             return []
         placement = self.placement
@@ -81,18 +81,18 @@ class Plan:
 
     @property
     def host(self) -> Memory:
-        """What the host holds."""
+        """Bytes that the host holds, by purpose."""
         return host_memory(self.request)
 
     def check(self) -> Prediction:
-        """What is predicted. Raises UsageError where it does not fit."""
+        """Returns the prediction. Raises UsageError where the plan does not fit."""
         if self.predicted is None:
             model, context = self.request.target.name, self.request.context
             raise UsageError(f"{model} at {context} tokens does not fit: {self.refusal}")
         return self.predicted
 
     def to_json(self) -> dict[str, object]:
-        """As JSON values; `refusal` is there only where the plan does not fit."""
+        """Returns JSON values; `refusal` is there only where the plan does not fit."""
         unknown = dict.fromkeys(field.name for field in fields(Prediction))
         request, placement = self.request, self.placement
         place = "stream" if request.refreshes_from_stream else "store"
@@ -167,7 +167,7 @@ def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
 
 
 def comparison(plans: Sequence[Plan]) -> str:
-    """What was chosen of `ranked` plans, and what the others would take."""
+    """Returns the config that was chosen of `ranked` plans, and the predicted ms a token of the others."""
     first, *others = (
         f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
     )

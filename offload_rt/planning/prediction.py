@@ -1,4 +1,4 @@
-"""How long passes, drafts, rounds and the prefill take, from a machine's figures.
+"""Predicts the times of passes, drafts, rounds and the prefill from a machine's figures.
 
 A pass over the full cache has lanes that run side by side: the links, the CPU's attention, the GPU that
 computes, the attention of other GPUs, and the host memory that links and CPU both read. The slowest decides.
@@ -244,7 +244,7 @@ class Predictor:
         return max(found, default=(0.0, 0.0))
 
     def busy_ms(self, verification: PassTime) -> float:
-        """What a pass takes from drafting beside it.
+        """Returns for how long a pass keeps the processor from drafting beside it.
 
         The GPU is counted as if it attended all of the context, so that no plan looks better for attending
         less of it there.
@@ -256,7 +256,7 @@ class Predictor:
         return busy
 
     def bottleneck(self, best: RoundTime) -> str:
-        """What would have to become faster first for a shorter round."""
+        """Returns the part that would have to become faster first for a shorter round."""
         verification, draft, dense = best.verification, best.draft, best.verification.dense
         drafted = draft.ms + (self.busy_ms(verification) if best.chances else 0.0)
         if self.request.in_place:

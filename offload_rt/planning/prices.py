@@ -1,4 +1,4 @@
-"""What the planner predicts passes and drafts to take, asked for while a sequence is decoded."""
+"""Predicted times of passes and drafts, for the controller of a sequence while it is decoded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Prices:
         return self._found[key]
 
     def _placement(self, length: int) -> Placement:
-        """Where so many tokens lie."""
+        """Returns the placement of so many tokens."""
         left, tiers = length, self._tiers
         resident = min(left, tiers.resident_tokens)
         cpu = min(left - resident, tiers.cpu_tokens)
