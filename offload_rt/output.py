@@ -5,11 +5,11 @@ from __future__ import annotations
 import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from time import perf_counter
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from offload_rt import clock
 from offload_rt.drafting.base import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
@@ -30,9 +30,9 @@ def step(engine: Engine, writers: Sequence[OutputProcessor]) -> Iterator[Iterato
     """A round of every text that has not ended: the events of one after the other, for the caller to take."""
     going = [writer for writer in writers if not writer.ended]
     with engine.lock:  # without what other threads do, nor what the caller does between two rounds
-        started = perf_counter()
+        started = clock.now()
         rounds = engine.step([writer.sequence for writer in going])
-        ms = 1e3 * (perf_counter() - started)
+        ms = 1e3 * (clock.now() - started)
     return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
 
 

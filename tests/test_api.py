@@ -27,15 +27,13 @@ from transformers import PreTrainedModel
 
 import offload_rt
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, native, output
+from offload_rt import LLM, SamplingParams, clock, native
 from offload_rt.context import TokenStream
-from offload_rt.drafting import sources
-from offload_rt.engine import controller, decode
+from offload_rt.engine import controller
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine import memory
-from offload_rt.model import scheduler
 from offload_rt.planning.prediction import Predictor, RoundTime
 
 ASCII = 128
@@ -383,12 +381,14 @@ def test_times_are_those_of_rounds(make: Any, monkeypatch: pytest.MonkeyPatch) -
     """Whatever the caller does between two tokens."""
     now = 0.0
 
-    def clock() -> float:
+    def step(subject: Engine, *sequences: Any) -> Any:
         nonlocal now
         now += 1.0
-        return now
+        return stepped(subject, *sequences)
 
-    monkeypatch.setattr("offload_rt.output.perf_counter", clock)
+    stepped = Engine.step
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(clock, "now", lambda: now)
     for _ in (stream := make("triforce").stream(PROMPT, PARAMS)):
         now += 100.0
     assert stream.result.timings.predicted_ms == 1e3 * stream.result.rounds
@@ -621,17 +621,16 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     if config != "plain":
         assert expected.timings.draft_n > 0
     for load in (1, 2):
-        clock = random.Random(load)
+        source = random.Random(load)
         now = 0.0
 
         def wild() -> float:
             nonlocal now
-            now += clock.choice([1e-6, 1e-3, 10.0])  # noqa: B023
+            now += source.choice([1e-6, 1e-3, 10.0])  # noqa: B023
             return now
 
         with monkeypatch.context() as patch:
-            for module in (decode, scheduler, sources, output):
-                patch.setattr(module, "perf_counter", wild)
+            patch.setattr(clock, "now", wild)
             assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
 
 

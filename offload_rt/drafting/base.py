@@ -112,8 +112,9 @@ class Proposal:
         return self._made
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        """Returns what a verification of it may yield, the likeliest first; its tokens are on the host by
-        now.
+        """Returns what a verification of it may yield, the likeliest first.
+
+        Its tokens are on the host by now.
 
         The base tells none: what was made at once took no time that could be hidden.
 

@@ -46,9 +46,8 @@ class Growth(Proposal, ABC):
         self._probs: list[Tensor] = []
         self._newest = range(ROOT, 0)  # nodes of the last level; at first the sequence's last token
         self._nan: Tensor | None = None  # 0-d bool: met in the logits after them
-        self._entries: list[
-            int
-        ] = []  # in the cache: of the sequence's last token, and of nodes in their order
+        # In the cache: the entry of the sequence's last token, and those of nodes in their order.
+        self._entries: list[int] = []
         self._changes = -1  # of the cache's held tokens when the entries were right
 
     def draft(self) -> Draft:
@@ -105,8 +104,9 @@ class Growth(Proposal, ABC):
         return output.logits
 
     def _find(self) -> tuple[list[int], list[int]]:
-        """Finds the sequence and nodes in the cache after other drafts have used it; the cache forgets the
-        rest.
+        """Finds the sequence and nodes in the cache after other drafts have used it.
+
+        The cache forgets everything else.
 
         Returns:
             Tokens that it lacks: the end of the sequence, and nodes that it held before.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from time import perf_counter
 
+from offload_rt import clock
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.model.scheduler import LevelStats, Work
@@ -46,17 +46,17 @@ class Source(Drafter, ABC):
         self.extend(view)  # which is the prompt's time, not the level's
 
     def observe(self, view: TokenView, round: Round) -> None:
-        started = perf_counter()
+        started = clock.now()
         self.extend(view)
-        self.stats.ms += 1e3 * (perf_counter() - started)
+        self.stats.ms += 1e3 * (clock.now() - started)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         if not shape.depth:
             return Proposal()
-        started = perf_counter()
+        started = clock.now()
         draft = heaviest(self.find(view, shape.depth), shape)
         self.stats.passes += 1
-        self.stats.ms += 1e3 * (perf_counter() - started)
+        self.stats.ms += 1e3 * (clock.now() - started)
         return Proposal(draft)
 
 

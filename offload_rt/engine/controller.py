@@ -40,7 +40,7 @@ class RoundTimes:
     """Times of one round.
 
     Attributes:
-        started: seconds of `time.perf_counter`.
+        started: seconds of `clock.now`.
         ms: the whole round, from its draft to its verdict.
         draft_ms: drafting before the pass began; drafting ahead has spared the rest.
         pass_ms: from the begin of the pass to its logits.
@@ -228,7 +228,7 @@ class SpeculationController:
         self._judged.clear()
 
     def _loses(self) -> bool:
-        """Returns whether judged rounds took longer a token than plain ones; the slowest quarter is left out."""
+        """Returns whether judged rounds, the slowest left out, took longer a token than plain ones."""
         quicker = sorted(self._judged)[: len(self._judged) - len(self._judged) // 4]
         plain = median(self._plain_ms) if self._clock else self._prices.pass_ms(self._length, CHAIN)
         return fmean(quicker) > MARGIN * plain * fmean(self._yields)

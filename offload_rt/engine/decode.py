@@ -9,8 +9,7 @@ however long it took: what has been drawn of it is kept, and the rest is drawn a
 
 from __future__ import annotations
 
-from time import perf_counter
-
+from offload_rt import clock
 from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.sequence import TokenSequence
@@ -25,14 +24,14 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     that the copies go on the moment the staging ring has room.
     """
     verifier, controller, view = sequence.verifier, sequence.controller, sequence.view
-    started = perf_counter()
+    started = clock.now()
 
     shape = controller.shape(sequence.room - 1)
     proposal = sequence.ready or verifier.drafter.proposal(view, shape)
     sequence.ready, resumed = None, _depth(proposal.draft())
     with sequence.timeline.span("draft", "draft"):
         draft = yield from proposal.complete()
-    drafted = perf_counter()
+    drafted = clock.now()
 
     outcomes = controller.outcomes(len(view)) if len(draft) else 0
     if outcomes:
@@ -41,14 +40,14 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     running: Running = yield Begin(verification, sequence.full)
 
     ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
-    made = perf_counter()
+    made = clock.now()
     output = yield Finish(running)
 
-    both = perf_counter()
+    both = clock.now()
     round = yield from verifier.verdict(draft, verification.part, output)
     sequence.ready = ahead.get(tuple(round.tokens))
     verifier.stats.ms += running.ms / running.texts
-    done = perf_counter()
+    done = clock.now()
     times = RoundTimes(
         started=started,
         ms=1e3 * (done - started),

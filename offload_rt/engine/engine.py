@@ -270,7 +270,7 @@ class Engine:
         return target, draft
 
     def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int = 1) -> Plan:
-        """Returns the fastest plan for such a sequence; a notice names the composition if there was a choice."""
+        """Returns the fastest plan for such a sequence; a notice names the composition that was chosen."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
-from time import perf_counter
 
 import torch
 
 from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
+from offload_rt import clock
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
@@ -188,7 +188,7 @@ class TokenSequence:
         Where that fails, the sequence is as it was.
         """
         before = len(self.tokens)
-        started = perf_counter()
+        started = clock.now()
         self.rewind(before)
         self.tokens += tokens
         try:
@@ -199,7 +199,7 @@ class TokenSequence:
         if self._consumed:
             self.read_tokens, self.read_ms, self._consumed = 0, 0.0, False
         self.read_tokens += len(tokens)
-        self.read_ms += 1e3 * (perf_counter() - started)
+        self.read_ms += 1e3 * (clock.now() - started)
 
     def _read(self, progress: Progress | None = None) -> None:
         """Prefills the tokens that the full cache lacks, but for the last one."""
@@ -230,7 +230,7 @@ class TokenSequence:
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
         config = self._retrievable(config)
-        started = perf_counter()
+        started = clock.now()
         if self._consumed:
             self.read_tokens, self.read_ms = 0, 0.0
         self._consumed = True
@@ -243,7 +243,7 @@ class TokenSequence:
             engine.counters = TransferCounters()
         self._compose(config, continuation)
         self.take_prompt()
-        self.read_ms += 1e3 * (perf_counter() - started)
+        self.read_ms += 1e3 * (clock.now() - started)
 
     def take_prompt(self) -> None:
         """Fills the caches of the drafting levels; the full cache lacks only the last token."""

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from time import perf_counter
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from cpu_kv import CopyFailed
 from cpu_kv.streams import device_streams
+from offload_rt import clock
 from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.model.layer_plan import LayerPlan
@@ -101,7 +101,7 @@ Outputs = dict[int, Output]
 """By the number of a text's work."""
 
 Passed = tuple[Outputs, float]
-"""Outputs of a background pass, and when it ended, in seconds of `time.perf_counter`."""
+"""Outputs of a background pass, and when it ended, in seconds of `clock.now`."""
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Running:
         passed: what it computed, once it is over.
         number: of this text's work.
         texts: whose pass it is.
-        started: seconds of `time.perf_counter`.
+        started: seconds of `clock.now`.
     """
 
     passed: Future[Passed]
@@ -168,7 +168,7 @@ class PassThread:
     ) -> Passed:
         with self._timeline().span("pass", "verify"):
             if self._stream is None or fence is None:
-                return forward(), perf_counter()
+                return forward(), clock.now()
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(fence)
                 try:
@@ -179,7 +179,7 @@ class PassThread:
                         _finish_compute(caches)
                     raise
                 _finish_compute(caches)
-            return outputs, perf_counter()
+            return outputs, clock.now()
 
     def join(self) -> None:
         """Waits until nothing runs, also what an interrupt kept its starter from knowing of."""
@@ -254,13 +254,13 @@ class BatchRunner(Generic[T]):
 
     def _forward(self, asked: dict[int, Forward]) -> None:
         for model, plan, group in _by_model(asked):
-            started = perf_counter()
+            started = clock.now()
             try:
                 outputs = model.forward([request.part for request in group.values()], plan)
             except Exception as error:
                 self._answer(dict.fromkeys(group, error))
                 continue
-            ms = 1e3 * (perf_counter() - started) / len(group)
+            ms = 1e3 * (clock.now() - started) / len(group)
             for request in group.values():
                 request.stats.ms += ms
             self._answer(
@@ -270,13 +270,13 @@ class BatchRunner(Generic[T]):
     def _read(self, asked: dict[int, Read]) -> None:
         if not asked:
             return
-        started = perf_counter()
+        started = clock.now()
         try:
             read = iter(to_host(*(tensor for request in asked.values() for tensor in request.tensors)))
         except Exception as error:
             self._answer(dict.fromkeys(asked, error))
             return
-        ms = 1e3 * (perf_counter() - started) / len(asked)
+        ms = 1e3 * (clock.now() - started) / len(asked)
         for request in asked.values():
             request.stats.ms += ms
             request.stats.host_reads += 1
@@ -294,12 +294,12 @@ class BatchRunner(Generic[T]):
                 outputs |= zip(group, model.forward(parts, plan), strict=True)
             return outputs
 
-        started, passed = perf_counter(), Future[Passed]()
+        started, passed = clock.now(), Future[Passed]()
         if self._thread is not None:
             passed = self._thread.start(caches, forward)
         else:
             try:
-                passed.set_result((forward(), perf_counter()))
+                passed.set_result((forward(), clock.now()))
             except Exception as error:
                 passed.set_exception(error)
         self._answer({number: Running(passed, number, len(asked), started) for number in asked})
