@@ -130,7 +130,7 @@ class Level(ABC):
 
     Attributes:
         name: as in a config, `model:cache` or one word.
-        rank: its place among all kinds; a level drafts for levels of higher ranks only.
+        rank: its place among all kinds, in steps of 10; a level drafts for levels of higher ranks only.
         shapes: kinds of drafts that it may be told to propose; empty: all.
         needs_draft_model: it runs the small model.
         needs_target_states: it goes on from hidden states that a level of the target left.

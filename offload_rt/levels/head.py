@@ -16,7 +16,7 @@ class HeadLevel(Level):
     """A head proposes from the newest hidden state of the level above, without KV of its own."""
 
     name = "head"
-    rank = 3
+    rank = 30
     needs_target_states = True
     verifies = False
 

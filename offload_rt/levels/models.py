@@ -109,7 +109,7 @@ class SmallModelLevel(WindowLevel):
     """A small model (TriForce's first level, EasySpec's draft model)."""
 
     name = "draft:streaming"
-    rank = 4
+    rank = 40
     needs_draft_model = True
     drafter_class = SmallModelDrafter
 
@@ -134,7 +134,7 @@ class StreamingLevel(WindowLevel):
     """The target itself over attention sinks and a recent window."""
 
     name = "target:streaming"
-    rank = 5
+    rank = 50
     of_target = True
 
     def memory(self, sizes: Sizes) -> Memory:
@@ -145,7 +145,7 @@ class RetrievedLevel(ModelLevel):
     """The target over the chunks of the full KV that matter (TriForce's middle level)."""
 
     name = "target:retrieved"
-    rank = 6
+    rank = 60
     of_target = True
 
     def entries(self, sizes: Sizes) -> int:
@@ -239,7 +239,7 @@ class SharedLevel(ModelLevel):
     """The target over the full KV with layers left out (Draft & Verify)."""
 
     name = "target:shared"
-    rank = 7
+    rank = 70
     of_target = True
     drafts_on_host = True
 

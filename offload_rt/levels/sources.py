@@ -54,7 +54,7 @@ class SuffixLevel(SourceLevel):
     """The longest end of the sequence that occurred before, whatever its length."""
 
     name = "suffix"
-    rank = 1
+    rank = 10
 
     def source(self) -> Source:
         return SuffixAutomaton(self.config.lookup.min_ngram)
@@ -64,7 +64,7 @@ class DatastoreLevel(SourceLevel):
     """The end of the sequence, looked up in a datastore of other texts (REST)."""
 
     name = "datastore"
-    rank = 2
+    rank = 20
     shapes = ("chain", "grown")
 
     def source(self) -> Datastore:
