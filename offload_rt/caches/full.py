@@ -176,16 +176,16 @@ class FullCache:
         """Attends what is on the device, or comes to it."""
         assert self._coverage is not None
         resident, stream = self._coverage.resident, self._coverage.stream
-        total.expect(0, resident)
+        total.track_mass(0, resident)
         at = 0
         for segment in self._resident.views(layer, resident):
-            total.attend_expected(*segment)
+            total.attend_tracked(*segment)
             self._refill(layer, at, [segment])
             at += len(segment[0]) * self.layout.page_size
-        total.expect(stream.start, stream.end)
+        total.track_mass(stream.start, stream.end)
         at = stream.start
         for segment in stream.segments(layer):
-            total.attend_expected(*segment)
+            total.attend_tracked(*segment)
             self._refill(layer, at, [segment])
             at += len(segment[0]) * self.layout.page_size
 

@@ -89,9 +89,9 @@ class RemoteAttention(ABC):
 
 def attend_runs(total: AttentionSum, heads: int, runs: Iterable[KeysValues], tokens: int) -> Results:
     """Attention over the runs of a range of so many tokens, each read before the next one is asked for."""
-    total.expect(0, tokens)
+    total.track_mass(0, tokens)
     for keys, values in runs:
-        total.attend_expected(keys, values)
+        total.attend_tracked(keys, values)
     assert total.lse is not None
     results = [total.result(), unfold(total.lse, heads)]
     return [*results, summed_mass(total.mass, total.lse, total.sample)] if total.mass else results

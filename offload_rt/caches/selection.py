@@ -89,9 +89,9 @@ class AttentionScores:
         """
         for one in ranges:
             assert one.reference is not None
-            scores = self.values[layer, :, one.first : one.first + one.units.shape[2]]
+            scores = self.values[layer, :, one.first : one.first + one.mass.shape[2]]
             every = (sample.period, sample.step)
-            backend.operators.add_mass_(scores, one.units, one.reference, lse, self._decay, *every)
+            backend.operators.add_mass_(scores, one.mass, one.reference, lse, self._decay, *every)
 
     def restart(self, queries: Tensor, sequence: SequenceKV, end: int, scale: float) -> None:
         """Starts over with a text whose first `end` tokens, whole pages, are in the store.
@@ -104,15 +104,15 @@ class AttentionScores:
         backend = choose_backend(asking.device)  # where the store is
         for layer in range(self._layout.layers if end else 0):
             total = AttentionSum(backend, asking[layer], self._layout.kv_heads, scale, self.chunk)
-            total.expect(0, end)
+            total.track_mass(0, end)
             for segment in sequence.views(layer, 0, end):
-                total.attend_expected(*segment)
+                total.attend_tracked(*segment)
             assert total.lse is not None
             scores = torch.zeros(self.values.shape[1], end // self.chunk)
             (mass,) = total.mass
             assert mass.reference is not None
             every = (total.sample.period, total.sample.step)
-            backend.operators.add_mass_(scores, mass.units, mass.reference, total.lse, 1.0, *every)
+            backend.operators.add_mass_(scores, mass.mass, mass.reference, total.lse, 1.0, *every)
             self.values[layer, :, : end // self.chunk] = scores.to(self.values.device)
 
     def now(self, queries: Tensor, scale: float) -> Scores:

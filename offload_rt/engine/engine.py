@@ -10,8 +10,7 @@ from functools import cached_property
 from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.fused import use_triton
+from offload_rt.attention.backends import choose_backend, use_triton
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config import HEAD, Config, possible
 from offload_rt.drafting.base import Round

@@ -81,8 +81,8 @@ class HostKV:
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
         # With the attention mass by which chunks are chosen, as most configurations want it.
         total = AttentionSum(self._backend, asked, _KV_HEADS, _HEAD_DIM**-0.5, _CHUNK)
-        total.expect(0, len(self._pages) * _PAGE)
-        total.attend_expected(self._pages[:, 0], self._pages[:, 1])
+        total.track_mass(0, len(self._pages) * _PAGE)
+        total.attend_tracked(self._pages[:, 0], self._pages[:, 1])
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""

@@ -13,7 +13,7 @@
 
 #include <algorithm>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "block.h"
 #include "vectors.h"
 
@@ -36,32 +36,32 @@ class Bf16DotProducts {
         scale_ = scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of queries base .. base + count and `held` keys. `next`: the keys read after them.
-    void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int held, int count,
+    // scores [count][BLOCK] of queries base .. base + count and `block_tokens` keys. `next`: the keys read after them.
+    void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int block_tokens, int count,
                float* scores) {
-        for (int group = 0; group < held; group += GROUPS * LANES) {
+        for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
-                int lanes = std::clamp(held - group - g * LANES, 0, LANES);
+                int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
                 transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g);
             }
-            Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
+            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
             int r = 0;
-            for (; r + 4 <= count; r += 4) score_rows<4>(base, r, scores + group, ahead);
-            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, ahead);
-            if (r < count) score_rows<1>(base, r, scores + group, ahead);
+            for (; r + 4 <= count; r += 4) score_rows<4>(base, r, scores + group, prefetcher);
+            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
+            if (r < count) score_rows<1>(base, r, scores + group, prefetcher);
         }
     }
 
-    // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values; see `finish` for their order.
-    void sum(const BFloat16* weights, const BFloat16* values, const BFloat16* next, int64_t stride, int held, int count,
+    // sums [count][dim] += weights [count][BLOCK] of `block_tokens` tokens * values; see `finish` for their order.
+    void sum(const BFloat16* weights, const BFloat16* values, const BFloat16* next, int64_t stride, int block_tokens, int count,
              float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / STEP;
-        Ahead ahead(next, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
+        Prefetcher prefetcher(next, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
         int d = 0;
         for (; d + WIDE <= dim_; d += WIDE)
-            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
-        for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, held, count, sums + d, ahead);
+            sum_columns<SUM_VECS>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
+        for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
     }
 
     // Puts sums [count][dim] in the order of the dimensions: interleaving works on 128 bits at a time.
@@ -97,10 +97,10 @@ class Bf16DotProducts {
         }
     }
 
-    template <int R> OWN_REGISTERS void score_rows(int base, int first, float* scores, Ahead& ahead) const {
+    template <int R> OWN_REGISTERS void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {
         const uint32_t* q = &queries_[(base + first) * dim_ / 2];
         __m512 acc[R][GROUPS] = {};
-        Ahead next = ahead;  // in registers
+        Prefetcher next = prefetcher;  // in registers
         for (int p = 0; p < dim_ / 2; ++p) {
             next.step();
             __m512bh k[GROUPS];
@@ -110,7 +110,7 @@ class Bf16DotProducts {
                 for (int g = 0; g < GROUPS; ++g) acc[r][g] = _mm512_dpbf16_ps(acc[r][g], pair, k[g]);
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int g = 0; g < GROUPS; ++g)
                 _mm512_store_ps(scores + (first + r) * BLOCK + g * LANES,
@@ -128,24 +128,24 @@ class Bf16DotProducts {
     }
 
     template <int W>
-    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count,
-                     float* sums, Ahead& ahead) {
+    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int block_tokens, int count,
+                     float* sums, Prefetcher& prefetcher) {
         float* to = &pairs_[0];
         const BFloat16* row = values;
-        for (int k = 0; k + 2 <= held; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
-        if (held % 2) interleave<W>(row, nullptr, to);
+        for (int k = 0; k + 2 <= block_tokens; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
+        if (block_tokens % 2) interleave<W>(row, nullptr, to);
         int r = 0;
-        for (; r + 4 <= count; r += 4) sum_rows<4, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
-        for (; r + 2 <= count; r += 2) sum_rows<2, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
-        if (r < count) sum_rows<1, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
+        for (; r + 4 <= count; r += 4) sum_rows<4, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
+        for (; r + 2 <= count; r += 2) sum_rows<2, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
+        if (r < count) sum_rows<1, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
     }
 
     template <int R, int W>
-    OWN_REGISTERS void sum_rows(const BFloat16* weights, int held, float* sums, Ahead& ahead) const {
+    OWN_REGISTERS void sum_rows(const BFloat16* weights, int block_tokens, float* sums, Prefetcher& prefetcher) const {
         // From zero: a sum over all tokens in one chain would lose digits with their number.
         __m512 acc[R][W] = {};
-        Ahead next = ahead;
-        for (int p = 0; p < (held + 1) / 2; ++p) {
+        Prefetcher next = prefetcher;
+        for (int p = 0; p < (block_tokens + 1) / 2; ++p) {
             next.step();
             __m512bh v[W];
             for (int w = 0; w < W; ++w) v[w] = pairs(&pairs_[(p * W + w) * LANES]);
@@ -155,7 +155,7 @@ class Bf16DotProducts {
                 for (int w = 0; w < W; ++w) acc[r][w] = _mm512_dpbf16_ps(acc[r][w], both(pair), v[w]);
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int w = 0; w < W; ++w) {
                 float* sum = sums + r * dim_ + w * LANES;

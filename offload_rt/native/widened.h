@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "block.h"
 #include "vectors.h"
 
@@ -23,11 +23,11 @@ template <typename T> class WidenedProducts {
             for (int d = 0; d < dim_; ++d) queries_[(base + r) * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of queries base .. base + count and `held` keys. `next`: the keys read after them.
-    void score(int base, const T* keys, const T* next, int64_t stride, int held, int count, float* scores) {
-        for (int group = 0; group < held; group += GROUPS * LANES) {
+    // scores [count][BLOCK] of queries base .. base + count and `block_tokens` keys. `next`: the keys read after them.
+    void score(int base, const T* keys, const T* next, int64_t stride, int block_tokens, int count, float* scores) {
+        for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
-                int lanes = std::clamp(held - group - g * LANES, 0, LANES);
+                int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
                 const T* first = keys + (group + g * LANES) * stride;
                 for (int d = 0; d < dim_; d += LANES) {
                     Vec rows[LANES];
@@ -37,24 +37,24 @@ template <typename T> class WidenedProducts {
                 }
             }
             int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
-            Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
+            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
             int r = 0;
-            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(base, r, scores + group, ahead);
-            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, ahead);
-            if (r < count) score_rows<1>(base, r, scores + group, ahead);
+            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(base, r, scores + group, prefetcher);
+            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
+            if (r < count) score_rows<1>(base, r, scores + group, prefetcher);
         }
     }
 
-    // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values.
-    void sum(const float* weights, const T* values, const T* next, int64_t stride, int held, int count,
+    // sums [count][dim] += weights [count][BLOCK] of `block_tokens` tokens * values.
+    void sum(const float* weights, const T* values, const T* next, int64_t stride, int block_tokens, int count,
              float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / LANES, calls = count / SUM_ROWS + count % SUM_ROWS;
-        Ahead ahead(next, BLOCK, dim_, stride, passes * calls * BLOCK);
+        Prefetcher prefetcher(next, BLOCK, dim_, stride, passes * calls * BLOCK);
         int d = 0;
         for (; d + WIDE <= dim_; d += WIDE)
-            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
-        for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, held, count, sums + d, ahead);
+            sum_columns<SUM_VECS>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
+        for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
     }
 
     void finish(float*, int) const {}
@@ -66,10 +66,10 @@ template <typename T> class WidenedProducts {
     static constexpr int SUM_VECS = 4;
 
     // Scores of R queries against the keys in keys_t_ [dim][GROUPS][LANES].
-    template <int R> void score_rows(int base, int first, float* scores, Ahead& ahead) const {
+    template <int R> void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {
         const float* q = &queries_[(base + first) * dim_];
         Vec acc[R][GROUPS] = {};
-        Ahead next = ahead;  // in registers
+        Prefetcher next = prefetcher;  // in registers
         for (int d = 0; d < dim_; ++d) {
             next.step();
             Vec k[GROUPS];
@@ -79,26 +79,26 @@ template <typename T> class WidenedProducts {
                 for (int g = 0; g < GROUPS; ++g) acc[r][g] += weight * k[g];
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int g = 0; g < GROUPS; ++g) store(scores + (first + r) * BLOCK + g * LANES, acc[r][g]);
     }
 
     template <int W>
-    void sum_columns(const float* weights, const T* values, int64_t stride, int held, int count, float* sums,
-                     Ahead& ahead) const {
+    void sum_columns(const float* weights, const T* values, int64_t stride, int block_tokens, int count, float* sums,
+                     Prefetcher& prefetcher) const {
         int r = 0;
         for (; r + SUM_ROWS <= count; r += SUM_ROWS)
-            sum_rows<SUM_ROWS, W>(weights + r * BLOCK, values, stride, held, sums + r * dim_, ahead);
-        for (; r < count; ++r) sum_rows<1, W>(weights + r * BLOCK, values, stride, held, sums + r * dim_, ahead);
+            sum_rows<SUM_ROWS, W>(weights + r * BLOCK, values, stride, block_tokens, sums + r * dim_, prefetcher);
+        for (; r < count; ++r) sum_rows<1, W>(weights + r * BLOCK, values, stride, block_tokens, sums + r * dim_, prefetcher);
     }
 
     template <int R, int W>
-    void sum_rows(const float* weights, const T* values, int64_t stride, int held, float* sums, Ahead& ahead) const {
+    void sum_rows(const float* weights, const T* values, int64_t stride, int block_tokens, float* sums, Prefetcher& prefetcher) const {
         // From zero: a sum over all tokens in one chain would lose digits with their number.
         Vec acc[R][W] = {};
-        Ahead next = ahead;
-        for (int k = 0; k < held; ++k) {
+        Prefetcher next = prefetcher;
+        for (int k = 0; k < block_tokens; ++k) {
             next.step();
             const T* row = values + k * stride;
             Vec v[W];
@@ -108,7 +108,7 @@ template <typename T> class WidenedProducts {
                 for (int w = 0; w < W; ++w) acc[r][w] += weight * v[w];
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int w = 0; w < W; ++w) {
                 float* sum = sums + r * dim_ + w * LANES;
