@@ -147,7 +147,7 @@ def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> 
             assert setting.passed == [len(text) - accepted - 1 - held, 1, 1]
             # Accepted tokens stay, but for the last one drawn, whose KV was never computed.
             assert cache.verified_length == len(text) - accepted - 1 + min(accepted, 2)
-            assert len(cache.held) == 0
+            assert len(cache.speculative) == 0
     assert seen == {0, 1, 2, 3}
 
 
@@ -193,7 +193,7 @@ def test_a_draft_is_not_waited_for(
         assert len(path) == result.accepted
         # What was accepted is in the drafter's cache: adopted, or found but for leaves, which nothing passed.
         cache, text = setting.drafter.cache, view.extended(result.tokens[:-1])
-        found = cache.held.match(text.part(cache.verified_length))
+        found = cache.speculative.match(text.part(cache.verified_length))
         computed = result.accepted if config == "retrieval" else min(result.accepted, shape.depth - 1)
         assert cache.verified_length + len(found) == len(view) + computed
 

@@ -206,7 +206,7 @@ class NativeCpuBackend(TorchCpuBackend):
 
 
 class TorchCudaBackend(_TorchBackend):
-    """torch's kernels for CUDA: flash attention for 16 bits without a mask, else memory-efficient attention."""
+    """torch's kernels for CUDA: flash attention for 16 bits without a mask, else the memory-efficient one."""
 
     name = "torch-cuda"
     operators = torch.ops.offload_rt

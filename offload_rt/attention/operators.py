@@ -22,7 +22,7 @@ def clamped_exp(difference: Tensor) -> Tensor:
 
 
 def sampled_rows(tensor: Tensor, period: int, step: int) -> Tensor:
-    """Returns the sampled rows of `[kv_heads, folded_query, …]`: the last of every `period`, and back by `step`."""
+    """Returns rows of `[kv_heads, folded_query, …]`: each `step`th of `period`, back from the last."""
     apart: Tensor = tensor.unflatten(1, (-1, period))
     return apart[:, :, (period - 1) % step :: step].flatten(1, 2)
 

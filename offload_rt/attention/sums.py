@@ -69,7 +69,7 @@ class AttentionSum:
             self.mass.append(MassRange(start // self._chunk, self._chunk, mass, self.lse))
 
     def attend_tracked(self, keys: Tensor, values: Tensor) -> None:
-        """Adds attention over the next segment of the tracked range, `[pages, kv_heads, tokens, head_dim]`."""
+        """Adds attention over the next segment of the range, `[pages, kv_heads, tokens, head_dim]`."""
         if self._chunk is None:
             return self.attend(keys, values)
         backend, tracked = self._backend, self.mass[-1]
@@ -92,7 +92,7 @@ class AttentionSum:
         )
         return None
 
-    def add(self, out: Tensor, lse: Tensor, mass: Tensor | None = None, start: int = 0) -> None:
+    def add(self, out: Tensor, lse: Tensor, mass: Tensor | None = None, *, start: int = 0) -> None:
         """Adds attention that was computed elsewhere, over the tokens from position `start` on.
 
         Args:
@@ -105,6 +105,20 @@ class AttentionSum:
         self._combine(fold(out, heads)[None], folded[None])
         if mass is not None and self._chunk is not None:
             self.mass.append(MassRange(start // self._chunk, self._chunk, mass, folded))
+
+    def add_mass_to(self, scores: Tensor, decay: float) -> None:
+        """Computes `scores = decay * scores + mass` for the chunks whose mass was taken, once all is added.
+
+        Args:
+            scores: updated in place, `[kv_heads, chunks]` float32, of all chunks of the layer.
+        """
+        assert self.lse is not None
+        for one in self.mass:
+            assert one.reference is not None
+            part, every = scores[:, one.first : one.first + one.mass.shape[2]], self.sample
+            self._backend.operators.add_mass_(
+                part, one.mass, one.reference, self.lse, decay, every.period, every.step
+            )
 
     def result(self) -> Tensor:
         """Returns attention over everything added, `[heads, n, head_dim]` in the dtype of the queries."""

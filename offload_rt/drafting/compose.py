@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool, room_for_means
+from offload_rt.caches.buffers import BufferPool, mean_slots_for
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
@@ -78,8 +78,7 @@ def _selection(parts: Parts) -> Selection:
     if retrieval.select == "mean_keys":
         return MeanKeyScores(full.layout, full.sequence.summaries)
     decay = DECAY if retrieval.select == "attention" else 1.0
-    full.scores = AttentionScores(full.layout, full.device, retrieval.chunk, decay, parts.pages)
-    return full.scores
+    return AttentionScores(full.layout, full.device, retrieval.chunk, decay, parts.pages)
 
 
 def open_datastore(config: Config) -> Datastore:
@@ -106,7 +105,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     model = parts.target
     if small:
         assert parts.draft is not None  # levels without a model were left out (`Engine.available`)
-        model = parts.draft.for_text(config.draft.sinks + config.draft.window, 0)  # it sees no more at a time
+        model = parts.draft.for_length(config.draft.sinks + config.draft.window, 0)  # it sees no more
     cache = _cache(level, model, parts)
     parts.caches.append(cache)
     if not small:
@@ -117,7 +116,7 @@ def _level(level: LevelConfig, below: Drafter, shape: DraftShape, own: DraftShap
     recurring = range(1, shape.size + 3) if shape.depth else sorted({1, 2, own.per_pass} - {0})
     for each in plans:
         model.prepare(cache, recurring, each)
-    entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.room
+    entries = None if isinstance(cache, SharedCache) else cache.budget + cache.buffer.mean_slots
     orders = [Order(each, pass_cost(model, entries, plan=each)) for each in plans]
     first = orders[1] if len(orders) > 1 else None
     kind = SmallModelDrafter if small else ModelDrafter
@@ -148,7 +147,7 @@ def _cache(
         recent=config.retrieval.recent,
         refresh=config.retrieval.refresh,
         selection=_selection(parts),
-        room=room_for_means(parts.pages) if config.retrieval.rest else 0,
+        mean_slots=mean_slots_for(parts.pages) if config.retrieval.rest else 0,
         from_stream=config.offload.refreshes_from_stream and not parts.full.engine.link.in_place,
         pool=parts.pool,
     )

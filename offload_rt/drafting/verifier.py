@@ -15,7 +15,7 @@ from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
 from offload_rt.rejection_sampling import Draft, Tokens, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
@@ -86,7 +86,7 @@ class Verifier:
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
         """Rolls the cache back; the pass over what it lacks of the text, and over `draft`."""
-        missing, held = self.roll_back(view), len(self.cache.held)
+        missing, held = self.roll_back(view), len(self.cache.speculative)
         behind = held + len(missing)
         parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
         hidden = self.drafter.wants_hidden
@@ -95,8 +95,8 @@ class Verifier:
     def roll_back(self, view: TokenView) -> list[int]:
         """Lets the cache forget what is not on the way to the text's last token; returns what it lacks."""
         cache = self.cache
-        kept = cache.held.match(view.part(cache.verified_length, len(view) - 1))
-        if len(kept) != len(cache.held):
+        kept = cache.speculative.match(view.part(cache.verified_length, len(view) - 1))
+        if len(kept) != len(cache.speculative):
             cache.keep(kept)
         return view.part(cache.verified_length + len(kept))
 
@@ -115,14 +115,14 @@ class Verifier:
         Args:
             first: in the order of layers of a draft's first pass.
         """
-        new = NewTokens.below(self.cache.held, parents, known, drawn)
+        new = NewTokens.below(self.cache.speculative, parents, known, drawn)
         length = self.cache.verified_length + max(new.depths)
         order = self.first_order if first and self.first_order else self.order
         self.stats.nominal_ms += order.cost(length, new.count)
         self.stats.passes += 1
-        return Forward(self.model, Part(self.cache, new, rows, hidden), order.plan, self.stats)
+        return Forward(self.model, PassInput(self.cache, new, rows, hidden), order.plan, self.stats)
 
-    def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
+    def verdict(self, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
         """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)

@@ -21,7 +21,7 @@ from offload_rt.drafting.base import Round
 from offload_rt.drafting.expectations import LATER_CHOICES
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.scheduler import Running
+from offload_rt.model.scheduler import BackgroundPass
 
 WINDOW = 8  # rounds that are judged together
 CLEAR_WINDOW = 4  # rounds after which a clear loss is enough
@@ -136,7 +136,7 @@ class SpeculationController:
         draft_ms = self._verifier.drafter.nominal_draft_ms(length, shape)
         return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms > 0.0 else self.ahead
 
-    def over(self, running: Running) -> bool:
+    def over(self, running: BackgroundPass) -> bool:
         """Whether a pass is over, so that no more drafts for its outcomes are begun."""
         return self._clock and running.done
 

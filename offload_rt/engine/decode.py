@@ -15,7 +15,7 @@ from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.model.scheduler import Begin, Finish, Running, Work
+from offload_rt.model.scheduler import AwaitPass, BackgroundPass, StartPass, Work
 from offload_rt.rejection_sampling import Draft
 
 
@@ -39,11 +39,11 @@ def decode_step(text: TokenSequence) -> Work[Round]:
     if outcomes:
         text.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
     verification = verifier.verification(view, draft)
-    running: Running = yield Begin(verification, text.full)
+    running: BackgroundPass = yield StartPass(verification, text.full)
 
     ahead = yield from draft_ahead(text, proposal, running, outcomes)
     made = perf_counter()
-    output = yield Finish(running)
+    output = yield AwaitPass(running)
 
     both = perf_counter()
     round = yield from verifier.verdict(draft, verification.part, output)
@@ -69,7 +69,7 @@ def decode_step(text: TokenSequence) -> Work[Round]:
 
 
 def draft_ahead(
-    text: TokenSequence, proposal: Proposal, running: Running, most: int
+    text: TokenSequence, proposal: Proposal, running: BackgroundPass, most: int
 ) -> Work[dict[Outcome, Proposal]]:
     """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
     verifier, pace, view = text.verifier, text.controller, text.view

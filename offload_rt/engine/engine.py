@@ -136,7 +136,7 @@ class Engine:
         """
         with self.lock:
             self.check_room([(len(tokens), new_tokens)])
-            runner = self.target.for_text(len(tokens), new_tokens)
+            runner = self.target.for_length(len(tokens), new_tokens)
             config = self.configs[0]
             if tiers is None:
                 config, tiers = self._plan(len(tokens), new_tokens, texts)

@@ -26,12 +26,18 @@ from cpu_kv.mapped import computed_copy
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, NUMBERS, WORDS, BoundedCache, fixed_frame
+from offload_rt.caches.bounded import (
+    CACHE_INPUTS,
+    MASK_WORDS,
+    MAX_RECORDED_SPECULATION,
+    BoundedCache,
+    fixed_shape_attention,
+)
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
 from offload_rt.model.architecture import Rotary
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 
 Results = tuple[Tensor, Tensor]
@@ -95,7 +101,7 @@ _Key = tuple[int, LayerPlan | None, Rotary]
 """New tokens, order of layers, and rotary frequencies, which very long texts have others of."""
 
 
-Pass = Callable[[Tensor, Part], Output]
+Pass = Callable[[Tensor, PassInput], PassOutput]
 """A recorded pass of one text's part, which has begun in its cache, with the numbers that are its own."""
 
 
@@ -117,19 +123,19 @@ def recorded(
     ids, positions, of_cache = inputs.tensor_split([count, 2 * count])
 
     def step() -> tuple[Tensor, Tensor]:
-        frame = fixed_frame(buffer, backend, count, of_cache)
+        frame = fixed_shape_attention(buffer, backend, count, of_cache)
         hidden = model.compute(frame, ids, positions, plan, range(count))
         return model.logits(hidden), hidden[0]
 
     replay, (logits, hidden) = capture(step)
 
-    def run(numbers: Tensor, part: Part) -> Output:
+    def run(numbers: Tensor, part: PassInput) -> PassOutput:
         # By kernels: `copy_` and `clone` would use a copy engine, which has bulk copies to make.
         computed_copy(numbers, out=inputs)
         replay()
         # Copied: the next replay writes there.
         states = computed_copy(hidden[-part.rows :]) if part.hidden else None
-        return Output(computed_copy(logits[-part.rows :]), states)
+        return PassOutput(computed_copy(logits[-part.rows :]), states)
 
     return run
 
@@ -180,14 +186,14 @@ class GraphedModel(CausalModel):
         self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
         part, cache = parts[0], parts[0].cache
-        told = len(cache.held) + part.new.count <= FIXED_SPECULATION
+        told = len(cache.speculative) + part.new.count <= MAX_RECORDED_SPECULATION
         alone = len(parts) == 1 and part.new.count <= self.LONGEST and told
         if self._capture is None or not alone or not isinstance(cache, BoundedCache) or not cache.recordable:
             return super().forward(parts, plan)
         cache.begin(part.new)
-        numbers = to_device([*part.positions, *cache.numbers(part.new)], self.device)
+        numbers = to_device([*part.positions, *cache.graph_inputs(part.new)], self.device)
         numbers = torch.cat([part.ids(self.device), numbers])
         known = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
         key = (part.new.count, plan, self._rotary)
@@ -203,7 +209,7 @@ class GraphedModel(CausalModel):
         for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(
-                    [0] * (2 * count + NUMBERS) + NewTokens.chain(count).words(WORDS), self.device
+                    [0] * (2 * count + CACHE_INPUTS) + NewTokens.chain(count).words(MASK_WORDS), self.device
                 )
                 for buffer in cache.buffers:
                     self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)

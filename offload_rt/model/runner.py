@@ -29,7 +29,7 @@ from offload_rt.model.attention_hook import (
     restore_model,
 )
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import AttendTogether, Output, Part
+from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.remote_mlp import RemoteMlp
 
 
@@ -106,7 +106,7 @@ class CausalModel:
         """`[rotated / 2]`, radians a position; `rotated` is at most `head_dim`."""
         return self._rotary.frequencies
 
-    def for_text(self, prompt_tokens: int, new_tokens: int) -> Self:
+    def for_length(self, prompt_tokens: int, new_tokens: int) -> Self:
         """The runner of such a text: this one, or, beyond the original context of LongRoPE, another.
 
         Raises:
@@ -126,7 +126,7 @@ class CausalModel:
             self._of_long_texts._rotary = self._rotary.beyond_the_border()
         return self._of_long_texts
 
-    def longest(self, prompt_tokens: int) -> int:
+    def max_length(self, prompt_tokens: int) -> int:
         """Number of tokens that a text may grow to that begins with so many."""
         border = self._rotary.border
         return self.max_positions if border is None or prompt_tokens > border else border
@@ -220,7 +220,7 @@ class CausalModel:
         return logits
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
         """One pass of new tokens of several texts; their KV is pending in the caches afterwards.
 
         Nothing here waits for the device. Who reads what is drawn from the logits looks for NaN then, and
@@ -229,7 +229,7 @@ class CausalModel:
         Args:
             plan: the order of layers; None: all of them, as the model does it.
         """
-        together, alone = AttendTogether(parts), parts[0].cache if len(parts) == 1 else None
+        together, alone = BatchedAttention(parts), parts[0].cache if len(parts) == 1 else None
         if alone is not None:
             alone.begin(parts[0].new)
         else:
@@ -245,7 +245,7 @@ class CausalModel:
         counts = [part.rows for part in parts]
         split = self.logits(hidden).split(counts), hidden[0].split(counts), together.errors
         return [
-            Output(logits, states if part.hidden else None, error)
+            PassOutput(logits, states if part.hidden else None, error)
             for part, logits, states, error in zip(parts, *split, strict=True)
         ]
 
@@ -269,7 +269,7 @@ class CausalModel:
         return hidden[:, to_device(rows, self.device)]
 
     @torch.inference_mode()
-    def raise_nan(self, part: Part) -> NoReturn:
+    def raise_nan(self, part: PassInput) -> NoReturn:
         """Says why this part's logits are NaN, by running it again over its cache as it was before.
 
         Raises:

@@ -24,7 +24,7 @@ from cpu_kv.streams import device_streams
 from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.timeline import Timeline
 
 T = TypeVar("T")
@@ -37,9 +37,9 @@ class Model(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]: ...
+    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]: ...
 
-    def raise_nan(self, part: Part) -> NoReturn: ...
+    def raise_nan(self, part: PassInput) -> NoReturn: ...
 
 
 @dataclass
@@ -68,10 +68,10 @@ class LevelStats:
 
 @dataclass(frozen=True)
 class Forward:
-    """Asks for a pass; the answer is an `Output`."""
+    """Asks for a pass; the answer is an `PassOutput`."""
 
     model: Model
-    part: Part
+    part: PassInput
     plan: LayerPlan | None
     stats: LevelStats
 
@@ -85,21 +85,21 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Asks for a pass over the full cache to run in the background; the answer is a `Running`."""
+class StartPass:
+    """Asks for a pass over the full cache to run in the background; the answer is a `BackgroundPass`."""
 
     forward: Forward
     full: FullCache
 
 
 @dataclass(frozen=True)
-class Finish:
-    """Asks for the result of a background pass; the answer is an `Output`."""
+class AwaitPass:
+    """Asks for the result of a background pass; the answer is an `PassOutput`."""
 
-    running: Running
+    running: BackgroundPass
 
 
-Outputs = dict[int, Output]
+Outputs = dict[int, PassOutput]
 """By the number of a text's work."""
 
 Passed = tuple[Outputs, float]
@@ -107,7 +107,7 @@ Passed = tuple[Outputs, float]
 
 
 @dataclass(eq=False)
-class Running:
+class BackgroundPass:
     """A pass in the background, perhaps of several texts.
 
     Attributes:
@@ -133,7 +133,7 @@ class Running:
         return 1e3 * (ended - self.started)
 
 
-Request = Forward | Read | Begin | Finish
+Request = Forward | Read | StartPass | AwaitPass
 Work = Generator[Request, Any, T]
 
 
@@ -221,11 +221,11 @@ class BatchRunner(Generic[T]):
                 if forwards or reads:
                     self._forward(forwards)
                     self._read(reads)
-                elif begins := self._of(Begin):
+                elif begins := self._of(StartPass):
                     # All texts that verify in this step are here now: they are one pass.
                     self._begin(begins)
                 else:
-                    self._finish(self._of(Finish))
+                    self._finish(self._of(AwaitPass))
         except BaseException:
             for cache in self._begun:
                 cache.cancel()
@@ -284,7 +284,7 @@ class BatchRunner(Generic[T]):
             request.stats.host_reads += 1
         self._answer({number: list(islice(read, len(one.tensors))) for number, one in asked.items()})
 
-    def _begin(self, asked: dict[int, Begin]) -> None:
+    def _begin(self, asked: dict[int, StartPass]) -> None:
         forwards = {number: request.forward for number, request in asked.items()}
         caches = [request.full for request in asked.values()]
         self._begun += caches
@@ -304,9 +304,9 @@ class BatchRunner(Generic[T]):
                 passed.set_result((forward(), perf_counter()))
             except Exception as error:
                 passed.set_exception(error)
-        self._answer({number: Running(passed, number, len(asked), started) for number in asked})
+        self._answer({number: BackgroundPass(passed, number, len(asked), started) for number in asked})
 
-    def _finish(self, asked: dict[int, Finish]) -> None:
+    def _finish(self, asked: dict[int, AwaitPass]) -> None:
         for number, request in asked.items():
             try:
                 outputs, _ = request.running.passed.result()

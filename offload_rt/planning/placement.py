@@ -14,7 +14,7 @@ from functools import cached_property
 from cpu_kv import TransferEngine
 from offload_rt.attention.mass import SAMPLED_QUERIES
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
-from offload_rt.caches.buffers import room_for_means
+from offload_rt.caches.buffers import mean_slots_for
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.tiers import GpuTier
 from offload_rt.config import (
@@ -207,7 +207,7 @@ class PlanRequest:
         """Of a retrieved cache, the means of pages included."""
         retrieval, layout = self.config.retrieval, self.target.layout(self.config.store.page)
         pages = layout.pages(self.context + self.new_tokens) if retrieval.rest else 0
-        return retrieval.budget + room_for_means(pages)
+        return retrieval.budget + mean_slots_for(pages)
 
     def having(self, key: str, value: object) -> PlanRequest:
         """The same with another value of one key of the config."""

@@ -13,7 +13,7 @@ from offload_rt.host import to_device
 
 
 @dataclass(frozen=True)
-class Part:
+class PassInput:
     """One text's share of a pass.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Output:
+class PassOutput:
     """What a pass computed for one part.
 
     Attributes:
@@ -52,10 +52,10 @@ class Output:
     error: Exception | None = None
 
 
-class AttendTogether:
+class BatchedAttention:
     """Attention of several parts: each over its own cache. A part that fails does not stop the others."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[PassInput]) -> None:
         self._parts = parts
         self._counts = [part.new.count for part in parts]
         self.errors: list[Exception | None] = [None] * len(parts)
