@@ -189,7 +189,7 @@ class PlainStreaming:
 
     def attention(self, forest: Forest, new: int) -> list[Tensor]:
         """Positions are the numbers of the slots, counted from the first sink."""
-        old = self.speculative()
+        old = self.held()
         keys = rotate(stacked([t.key for t in old]), range(len(old)))
         return expected_attention(keys, stacked([t.value for t in old]), forest, new, len(old))
 
@@ -257,7 +257,7 @@ def test_a_streaming_cache_that_fills_itself(
             plain.verified += [None] * argument
         assert cache.verified_length == len(plain.verified)
         assert cache.speculative.parents == forest.parents
-        assert cache.entries == len(plain.speculative()) <= sinks + window
+        assert cache.entries == len(plain.held()) <= sinks + window
     probe = forest.with_new(source.tokens(3), [len(forest) - 1, len(forest), len(forest)])
     check(run(cache, probe, 3), plain.attention(probe, 3))
 
@@ -645,7 +645,7 @@ def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFul
         return  # what it holds now, nobody will see
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
-            held = plain.speculative(layer, head)
+            held = plain.held(layer, head)
             if length > cache.budget:
                 assert set(range(cache.chunk)) <= set(held)
             assert set(range(max(0, length - cache.recent), length)) <= set(held)
