@@ -66,7 +66,7 @@ def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool
     The pass is pending in the cache: commit it or leave it.
     """
     forward = verifier.forward(range(-1, len(tokens) - 1), tokens, rows=rows, hidden=hidden)
-    return forward.model.forward([forward.part], forward.plan)[0]
+    return forward.model.forward([forward.input], forward.plan)[0]
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,8 @@ def test_a_draft_is_not_waited_for(
         assert len(draft) == shape.size and not draft.tokens.arrived
         verifier, view = setting.verifier, setting.sequence.view
         verification = verifier.verification(view, draft)
-        (output,) = verifier.model.forward([verification.part])
-        result = run_alone(verifier.verdict(draft, verification.part, output))
+        (output,) = verifier.model.forward([verification.input])
+        result = run_alone(verifier.verdict(draft, verification.input, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them

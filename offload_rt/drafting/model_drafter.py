@@ -114,7 +114,7 @@ class SmallModelDrafter(ModelDrafter):
         output = yield forward
         (nan,) = yield Read([output.logits.isnan().any()], self.stats)
         if nan:
-            self.model.raise_nan(forward.part)
+            self.model.raise_nan(forward.input)
         self.cache.commit(range(len(tokens)))
         self.cache.settle()
 

@@ -82,7 +82,7 @@ class Verifier:
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
         output = yield verification
-        return (yield from self.verdict(draft, verification.part, output))
+        return (yield from self.verdict(draft, verification.input, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
         """Rolls the cache back; the pass over what it lacks of the text, and over `draft`."""
@@ -164,7 +164,7 @@ class Verifier:
         """
         self.cache.keep([])
         known = Draft(Tokens(drawn.tokens.known), drawn.tree)
-        self.model.raise_nan(self.verification(view, known).part)
+        self.model.raise_nan(self.verification(view, known).input)
 
     def nominal_round_ms(self, length: int, shape: DraftShape) -> float:
         """Cost of a round with such a draft, at nominal rates and the usual acceptance below."""

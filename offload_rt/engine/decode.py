@@ -46,9 +46,9 @@ def decode_step(text: TokenSequence) -> Work[Round]:
     output = yield AwaitPass(running)
 
     both = perf_counter()
-    round = yield from verifier.verdict(draft, verification.part, output)
+    round = yield from verifier.verdict(draft, verification.input, output)
     text.ready = ahead.get(tuple(round.tokens))
-    verifier.stats.ms += running.ms / running.texts
+    verifier.stats.ms += running.ms / running.sequences
     done = perf_counter()
     times = RoundTimes(
         started=started,

@@ -1,4 +1,4 @@
-"""What one text gives to a pass of a model and gets from it, and attention of several texts at once."""
+"""The input and output of a pass of a model for one sequence, and attention of several sequences at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from offload_rt.host import to_device
 
 @dataclass(frozen=True)
 class PassInput:
-    """One text's share of a pass.
+    """One sequence's share of a pass.
 
     Attributes:
-        rows: logits are wanted after so many of the last tokens.
-        hidden: their hidden states are wanted too.
+        rows: number of last tokens after which logits are wanted.
+        hidden: whether the hidden states of these tokens are wanted too.
     """
 
     cache: Cache
@@ -28,23 +28,23 @@ class PassInput:
 
     @property
     def positions(self) -> list[int]:
-        """Of the new tokens in their text."""
+        """Positions of the new tokens in the sequence."""
         return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
 
     def ids(self, device: torch.device) -> Tensor:
-        """Ids of the new tokens on the device, `[count]`."""
+        """Returns the ids of the new tokens on the device, `[count]`."""
         known = to_device(self.new.known, device)
         return known if self.new.drawn is None else torch.cat([known, self.new.drawn.on(device)])
 
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass computed for one part.
+    """The result of a pass for one sequence.
 
     Attributes:
         logits: `[rows, vocabulary]`.
-        hidden: `[rows, hidden_size]`, after the last layer, where they were asked for.
-        error: what went wrong in this part alone; the logits mean nothing then.
+        hidden: hidden states after the last layer, `[rows, hidden_size]`, if they were wanted.
+        error: raised for this sequence alone; the logits are invalid then.
     """
 
     logits: Tensor
@@ -53,29 +53,30 @@ class PassOutput:
 
 
 class BatchedAttention:
-    """Attention of several parts: each over its own cache. A part that fails does not stop the others."""
+    """Attention of several sequences, each over its own cache. An error in one does not stop the others."""
 
-    def __init__(self, parts: Sequence[PassInput]) -> None:
-        self._parts = parts
-        self._counts = [part.new.count for part in parts]
-        self.errors: list[Exception | None] = [None] * len(parts)
+    def __init__(self, inputs: Sequence[PassInput]) -> None:
+        self._inputs = inputs
+        self._counts = [one.new.count for one in inputs]
+        self.errors: list[Exception | None] = [None] * len(inputs)
 
     def begin(self) -> None:
-        for number, part in enumerate(self._parts):
+        for number, one in enumerate(self._inputs):
             try:
-                part.cache.begin(part.new)
+                one.cache.begin(one.new)
             except Exception as error:
                 self.errors[number] = error
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Computes attention of all sequences' new tokens, which follow each other in dimension 1."""
         split = (tensor.split(self._counts, dim=1) for tensor in (queries, keys, values))
         outs = []
-        for number, (part, asked, key, value) in enumerate(zip(self._parts, *split, strict=True)):
+        for number, (one, query, key, value) in enumerate(zip(self._inputs, *split, strict=True)):
             if self.errors[number] is None:
                 try:
-                    outs.append(part.cache.attend(layer, asked, key, value, scale))
+                    outs.append(one.cache.attend(layer, query, key, value, scale))
                     continue
                 except Exception as error:
                     self.errors[number] = error
-            outs.append(torch.zeros_like(asked))
+            outs.append(torch.zeros_like(query))
         return torch.cat(outs, dim=1)
