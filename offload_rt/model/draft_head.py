@@ -42,7 +42,7 @@ class Head(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Computes the states after tokens from their embeddings and the states before them, `[…, hidden]`."""
+        """Computes the states after tokens from embeddings and the states before them, `[…, hidden]`."""
         joined: Tensor = self.join(torch.cat([self.token_norm(embedded), self.state_norm(states)], -1))
         normed = self.mlp_norm(joined)
         added: Tensor = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
