@@ -127,7 +127,7 @@ def add_mass_(
 
 
 def _can_combine(parts: Tensor, lses: Tensor) -> bool:
-    """Whether the kernel supports these strides and dtypes."""
+    """Returns whether the kernel supports these strides and dtypes."""
     return parts.stride(-1) == 1 and lses.dtype == torch.float32
 
 

@@ -68,7 +68,7 @@ class NewTokens:
         return [bits.bit_count() for bits in self.sees]
 
     def sees_all(self, behind: int) -> bool:
-        """Whether this is one token that sees all `behind` speculative entries, so that no mask is needed."""
+        """Returns whether a single token sees all `behind` speculative entries, so that no mask is needed."""
         return self.count == 1 and self.sees[0] == (1 << behind + 1) - 1
 
     def mask(self, behind: int, like: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class DerivedCache(ABC):
         """Fills itself from the full cache if it must before it is read."""
 
     def begin_pass(self) -> bool:
-        """Whether it takes the segments of the pass that begins."""
+        """Starts a pass of the full cache; returns whether the cache takes its segments."""
         return False
 
     def take_segment(  # noqa: B027

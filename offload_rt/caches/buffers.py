@@ -38,7 +38,7 @@ class KVBuffer:
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...], torch.dtype, torch.device]:
-        """What buffers must have in common to replace each other."""
+        """Key of buffers that can replace each other."""
         return self.mean_slots, self.memory.shape, self.memory.dtype, self.memory.device
 
     def clear(self) -> None:

@@ -41,7 +41,7 @@ class ChosenChunks(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """How the entries represent a sequence of `length` tokens: chosen chunks, then a recent window.
+    """The layout of entries for a sequence of `length` tokens: chosen chunks, then a recent window.
 
     Attributes:
         length: number of tokens.
@@ -125,7 +125,7 @@ class RetrievalRefresh:
 
     @property
     def complete(self) -> bool:
-        """Whether every entry has been taken."""
+        """True once every entry has been taken."""
         return self._missing == 0
 
     def finish(self) -> None:

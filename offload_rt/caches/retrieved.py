@@ -54,7 +54,7 @@ class RefreshSchedule:
 
     @property
     def due(self) -> bool:
-        """Whether the entries should be chosen again."""
+        """True if the entries should be chosen again."""
         if self.policy.kind == "every":
             return True
         if self.policy.kind == "stride":

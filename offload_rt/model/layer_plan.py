@@ -29,7 +29,7 @@ class LayerPlan:
     no_mlp: frozenset[int] = frozenset()
 
     def exact(self, layer: int) -> bool:
-        """Whether no block of the layer is left out."""
+        """Returns whether no block of the layer is left out."""
         return layer not in self.no_attention and layer not in self.no_mlp
 
     @classmethod

@@ -100,7 +100,7 @@ class AwaitPass:
 
 
 Outputs = dict[int, PassOutput]
-"""By the number of a sequence in the batch."""
+"""Outputs by the number of the sequence in the batch."""
 
 Passed = tuple[Outputs, float]
 """Outputs of a background pass, and when it ended, in seconds of `time.perf_counter`."""
@@ -152,7 +152,7 @@ class PassThread:
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running."""
+        """True while a pass is running."""
         return self._newest is not None and not self._newest.done()
 
     def start(self, caches: Sequence[FullCache], forward: Callable[[], Outputs]) -> Future[Passed]:

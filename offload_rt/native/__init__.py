@@ -75,7 +75,7 @@ class Kernel:
             self._entry[dtype] = function
 
     def supports(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Whether the kernel supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
+        """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
         return (
             queries.dtype in self._entry
             and queries.shape[-1] % self.lanes == 0
@@ -83,7 +83,7 @@ class Kernel:
         )
 
     def supports_mass(self, keys: Tensor, chunk: int) -> bool:
-        """Whether it takes attention mass of such chunks: a power of two, at most 128, within a page."""
+        """Returns whether it takes mass of such chunks: a power of two, at most 128, within a page."""
         return chunk & (chunk - 1) == 0 and chunk <= 128 and keys.shape[2] % chunk == 0
 
     def attend(

@@ -166,15 +166,14 @@ static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>
             for (int64_t at = start, next; at < end; at = next) {
                 next = std::min(end, at + BLOCK);
                 const int block_tokens = int(next - at), base = AllHeads ? int(h) * count : 0;
-                // Read after this block: the one behind it; at the end of a page the next head's first one, and
-                // after the last head that of the next page.
+                // The block to prefetch: the next one; at the end of a page the next head's first one, and after
+                // the last head the first one of the next page.
                 const int64_t head = task.head + h, heads_left = heads - h - 1;
                 const int64_t then = next < end ? head : heads_left ? head + 1 : task.head;
                 const int64_t from = next < end || !heads_left ? next : start;
                 s.products.score(base, call.keys.at(head, at), call.keys.at(then, from), call.keys.row_stride, block_tokens,
                                  count, &s.scores[0]);
-                // One after the other: the peaks of all queries do not wait for each other, nor the weights for
-                // a peak.
+                // Two loops, so that independent peaks overlap and no weight waits for its peak.
                 const auto mass = [&](int r) {
                     return ChunkMass{call.chunk_mass_at(head * call.count + task.row + r, task.first), (at - task.first) / call.chunk,
                                  call.chunk};
@@ -192,11 +191,11 @@ static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>
 
 template <typename Products, typename T = typename Products::Entry> static void attend(const Call<T>& call) {
     const int64_t rows = call.heads * call.count, dim = call.dim, most = call.tokens / 1024;
-    // Of few queries all heads at once, where that leaves every thread enough to do.
+    // With few queries, all heads at once if that leaves every thread enough work.
     const bool all_heads = rows <= QUERY_TILE && call.keys.page_tokens < call.tokens && most >= 4 * call.threads;
     const int64_t heads = all_heads ? call.heads : 1, groups = call.heads / heads;
     const int64_t tiles = (call.count + QUERY_TILE - 1) / QUERY_TILE;
-    // Few heads and few queries leave threads without work: then the keys are split too.
+    // With few heads and queries, keys are split too, so that every thread has work.
     int64_t wanted = std::max<int64_t>(1, (4 * call.threads + groups * tiles - 1) / (groups * tiles));
     int64_t splits = std::clamp<int64_t>(most, 1, wanted);
     int64_t step = std::max<int64_t>(1, ((call.tokens + splits - 1) / splits + BLOCK - 1) / BLOCK) * BLOCK;
@@ -261,7 +260,7 @@ void offload_rt_attend_bfloat16(const Call<BFloat16>* call) {
 
 int64_t offload_rt_lanes() { return LANES; }
 
-// Whether bfloat16 goes through dot products of the processor.
+// Returns 1 if bfloat16 uses the processor's dot products.
 int64_t offload_rt_bfloat16_dots() {
 #ifdef OFFLOAD_RT_BF16_DOTS
     return 1;

@@ -1,4 +1,4 @@
-// The two products of attention in float32, whatever the entries are; on every processor.
+// The two matrix products of attention in float32, for any entries and any processor.
 
 #pragma once
 
@@ -16,14 +16,15 @@ template <typename T> class WidenedProducts {
     WidenedProducts(int dim, int rows)
         : dim_(dim), queries_(size_t(rows) * dim), keys_t_(size_t(dim) * GROUPS * LANES) {}
 
-    // Rows base .. base + count of the queries.
+    // Sets rows base .. base + count of the queries.
     void set_queries(int base, const T* q, int64_t stride, int count, float scale) {
         for (int r = 0; r < count; ++r)
-            // By one factor after the other: the rounding of their product would be the same error in all scores.
+            // By one factor after the other: their rounded product would be the same error in all scores.
             for (int d = 0; d < dim_; ++d) queries_[(base + r) * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of queries base .. base + count and `block_tokens` keys. `next`: the keys read after them.
+    // Computes scores [count][BLOCK] of queries base .. base + count with `block_tokens` keys; `next` are the keys
+    // to prefetch.
     void score(int base, const T* keys, const T* next, int64_t stride, int block_tokens, int count, float* scores) {
         for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
@@ -45,7 +46,7 @@ template <typename T> class WidenedProducts {
         }
     }
 
-    // sums [count][dim] += weights [count][BLOCK] of `block_tokens` tokens * values.
+    // Adds weights [count][BLOCK] of `block_tokens` tokens times values to sums [count][dim].
     void sum(const float* weights, const T* values, const T* next, int64_t stride, int block_tokens, int count,
              float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
@@ -65,7 +66,7 @@ template <typename T> class WidenedProducts {
     static constexpr int SUM_ROWS = 4;    // times SUM_VECS accumulators in registers while summing values
     static constexpr int SUM_VECS = 4;
 
-    // Scores of R queries against the keys in keys_t_ [dim][GROUPS][LANES].
+    // Scores R queries against the keys in keys_t_ [dim][GROUPS][LANES].
     template <int R> void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {
         const float* q = &queries_[(base + first) * dim_];
         Vec acc[R][GROUPS] = {};
@@ -95,7 +96,7 @@ template <typename T> class WidenedProducts {
 
     template <int R, int W>
     void sum_rows(const float* weights, const T* values, int64_t stride, int block_tokens, float* sums, Prefetcher& prefetcher) const {
-        // From zero: a sum over all tokens in one chain would lose digits with their number.
+        // A sum per block: one chain over all tokens would lose precision.
         Vec acc[R][W] = {};
         Prefetcher next = prefetcher;
         for (int k = 0; k < block_tokens; ++k) {
