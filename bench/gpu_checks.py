@@ -23,7 +23,7 @@ from bench.report import Row
 from cpu_kv import CudaLink, Event, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
-from offload_rt.attention import triton_kernels
+from offload_rt.attention import triton_operators
 from offload_rt.attention.backends import (
     AttentionBackend,
     TorchCudaBackend,
@@ -170,7 +170,7 @@ def attention(given: Given) -> Iterator[Row]:
     backends = {one.name: one for one in (chosen, TorchCudaBackend())}
     yield {"backend": chosen.name}
     try:
-        triton_kernels.check(str(device))
+        triton_operators.check(str(device))
         yield {"triton": "as the plain form"}
     except Exception as error:  # Triton raises errors of many kinds
         yield {"failed": f"Triton kernels: {type(error).__name__}: {first_line(error)}"}

@@ -229,7 +229,7 @@ class LLM:
         tokens, room = self.prompt_ids(prompt), whole_number("room", room)
         with self.engine.lock:
             self._close_dropped()
-            left = self.engine.target.longest(len(tokens)) - len(tokens)
+            left = self.engine.target.max_length(len(tokens)) - len(tokens)
             return Context(self, self.engine.open(tokens, max(1, min(room, left))))
 
     @overload

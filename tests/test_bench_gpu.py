@@ -206,7 +206,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
     monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
-    monkeypatch.setattr(gpu_checks.triton_kernels, "check", lambda home: None)
+    monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda home: None)
     schedule, GPUS.schedule = GPUS.schedule, "late"
     yield
     torch.cuda.synchronize()
@@ -308,7 +308,7 @@ def test_wrong_attention_is_a_failure(device: None, broken: str, monkeypatch: py
         raise RuntimeError("a kernel differs from its plain form by 2")
 
     if broken == "triton":
-        monkeypatch.setattr(gpu_checks.triton_kernels, "check", differs)
+        monkeypatch.setattr(gpu_checks.triton_operators, "check", differs)
     elif broken == "mask":  # of a page that is masked completely, the kernel makes NaN
         monkeypatch.setattr(TorchCudaBackend, "mask", lambda backend, mask, dtype: mask.to(dtype))
     else:

@@ -15,7 +15,7 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Part
+from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import shape_of
 
@@ -95,8 +95,8 @@ def cached_logits(model: CausalModel, tokens: Sequence[int], text: str) -> Tenso
     for start in range(0, len(tokens), 7):
         part = tokens[start : start + 7]
         parents = range(start - 1, start + len(part) - 1)
-        new = NewTokens.below(cache.held, parents, part)
-        (output,) = model.forward([Part(cache, new, rows=len(part))], plan)
+        new = NewTokens.below(cache.speculative, parents, part)
+        (output,) = model.forward([PassInput(cache, new, rows=len(part))], plan)
         found.append(output.logits)
         cache.commit(range(len(part)))
     return torch.cat(found)

@@ -20,7 +20,7 @@ from offload_rt.drafting.base import Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.parts import Output
+from offload_rt.model.passes import PassOutput
 from offload_rt.model.scheduler import Read, Work
 from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.sampling import choices
@@ -74,7 +74,7 @@ class Growth(Proposal, ABC):
 
         What the cache lacks above it goes through the model in front of it.
         """
-        held = self._verifier.cache.held
+        held = self._verifier.cache.speculative
         text, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
         if text and newest is not None and self._verifier.first_plan is not None:  # for the sequence alone
@@ -99,7 +99,7 @@ class Growth(Proposal, ABC):
         first: bool = False,
     ) -> Work[Tensor]:
         """A pass whose tokens stay in the cache; the logits of the last `rows`."""
-        output: Output = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
+        output: PassOutput = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
         self._verifier.cache.commit(range(len(parents)))
         return output.logits
 
@@ -114,13 +114,13 @@ class Growth(Proposal, ABC):
         cache = self._verifier.cache
         text = self._view.part(cache.verified_length)
         # At first logits are wanted after the sequence's last token: it goes through the model again.
-        kept = cache.held.match(text if self._entries else text[:-1])
+        kept = cache.speculative.match(text if self._entries else text[:-1])
         lacking = text[len(kept) :]
         before = [token for level in self._levels[:-1] for token in level.known]
         found = kept[-1:]  # entries of the sequence's last token and of nodes
         if not lacking:
             for parent, token in zip(self._parents, before, strict=False):
-                entry = cache.held.child(found[1 + parent], token)
+                entry = cache.speculative.child(found[1 + parent], token)
                 if entry is None:
                     break
                 found.append(entry)

@@ -80,7 +80,7 @@ class SmallModelDrafter(ModelDrafter):
         # What follows the sequence that was known then was drafted in another order of layers: it is
         # forgotten.
         final = len(view) if self.first_plan is None else self._known
-        self.cache.keep(range(min(len(self.cache.held), final - self.cache.verified_length)))
+        self.cache.keep(range(min(len(self.cache.speculative), final - self.cache.verified_length)))
         self.cache.settle()
         self._known = len(view)
 
@@ -104,7 +104,7 @@ class SmallModelDrafter(ModelDrafter):
         output = yield forward
         (nan,) = yield Read([output.logits.isnan().any()], self.stats)
         if nan:
-            self.model.raise_nan(forward.part)
+            self.model.raise_nan(forward.input)
         self.cache.commit(range(len(tokens)))
         self.cache.settle()
 

@@ -13,7 +13,7 @@ from offload_rt.drafting.base import Drafter, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
 from offload_rt.rejection_sampling import Draft, Tokens, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
@@ -67,11 +67,11 @@ class Verifier:
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
         output = yield verification
-        return (yield from self.verdict(draft, verification.part, output))
+        return (yield from self.verdict(draft, verification.input, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
         """Rolls the cache back and returns the pass over the tokens that it lacks, and over `draft`."""
-        missing, held = self.roll_back(view), len(self.cache.held)
+        missing, held = self.roll_back(view), len(self.cache.speculative)
         behind = held + len(missing)
         parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
         hidden = self.drafter.wants_hidden
@@ -80,8 +80,8 @@ class Verifier:
     def roll_back(self, view: TokenView) -> list[int]:
         """Drops speculative entries that are not in the sequence; returns the tokens that the cache lacks."""
         cache = self.cache
-        kept = cache.held.match(view.part(cache.verified_length, len(view) - 1))
-        if len(kept) != len(cache.held):
+        kept = cache.speculative.match(view.part(cache.verified_length, len(view) - 1))
+        if len(kept) != len(cache.speculative):
             cache.keep(kept)
         return view.part(cache.verified_length + len(kept))
 
@@ -100,12 +100,12 @@ class Verifier:
         Args:
             first: in the order of layers of a draft's first pass.
         """
-        new = NewTokens.below(self.cache.held, parents, known, drawn)
+        new = NewTokens.below(self.cache.speculative, parents, known, drawn)
         plan = self.first_plan if first and self.first_plan else self.plan
         self.stats.passes += 1
-        return Forward(self.model, Part(self.cache, new, rows, hidden), plan, self.stats)
+        return Forward(self.model, PassInput(self.cache, new, rows, hidden), plan, self.stats)
 
-    def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
+    def verdict(self, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
         """Accepts or rejects `draft`, the last tokens of `part`, and commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
@@ -148,4 +148,4 @@ class Verifier:
         """
         self.cache.keep([])
         known = Draft(Tokens(drawn.tokens.known), drawn.tree)
-        self.model.raise_nan(self.verification(view, known).part)
+        self.model.raise_nan(self.verification(view, known).input)

@@ -21,7 +21,7 @@ from typing import Protocol
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.expectations import LATER_CHOICES
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.model.scheduler import Running
+from offload_rt.model.scheduler import BackgroundPass
 
 WINDOW = 8  # drafted rounds that are judged together
 YIELDS = 24  # rounds that tell how many tokens one yields
@@ -180,7 +180,7 @@ class SpeculationController:
             min(self.ahead, int(self._prices.pass_ms(length, shape) / draft_ms)) if draft_ms else self.ahead
         )
 
-    def over(self, running: Running) -> bool:
+    def over(self, running: BackgroundPass) -> bool:
         """Returns whether a pass is over, so that no more drafts for its outcomes are begun."""
         return self._clock and running.done
 

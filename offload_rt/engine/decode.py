@@ -13,7 +13,7 @@ from offload_rt import clock
 from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.model.scheduler import Begin, Finish, Running, Work
+from offload_rt.model.scheduler import AwaitPass, BackgroundPass, StartPass, Work
 from offload_rt.rejection_sampling import Draft
 
 
@@ -37,16 +37,16 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     if outcomes:
         sequence.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
     verification = verifier.verification(view, draft)
-    running: Running = yield Begin(verification, sequence.full)
+    running: BackgroundPass = yield StartPass(verification, sequence.full)
 
     ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
     made = clock.now()
-    output = yield Finish(running)
+    output = yield AwaitPass(running)
 
     both = clock.now()
-    round = yield from verifier.verdict(draft, verification.part, output)
+    round = yield from verifier.verdict(draft, verification.input, output)
     sequence.ready = ahead.get(tuple(round.tokens))
-    verifier.stats.ms += running.ms / running.texts
+    verifier.stats.ms += running.ms / running.sequences
     done = clock.now()
     times = RoundTimes(
         started=started,
@@ -66,7 +66,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 
 
 def draft_ahead(
-    sequence: TokenSequence, proposal: Proposal, running: Running, most: int
+    sequence: TokenSequence, proposal: Proposal, running: BackgroundPass, most: int
 ) -> Work[dict[Outcome, Proposal]]:
     """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
     verifier, controller, view = sequence.verifier, sequence.controller, sequence.view

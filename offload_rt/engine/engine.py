@@ -10,8 +10,7 @@ from functools import cached_property
 from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.fused import use_triton
+from offload_rt.attention.backends import choose_backend, use_triton
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config import Config
 from offload_rt.drafting.base import Round
@@ -140,7 +139,7 @@ class Engine:
         """
         with self.lock:
             self.check_room([(len(tokens), new_tokens)])
-            runner = self.target.for_text(len(tokens), new_tokens)
+            runner = self.target.for_length(len(tokens), new_tokens)
             if tiers is None:
                 request, tiers = self.plan(len(tokens), new_tokens, sequences)
             else:

@@ -148,7 +148,6 @@ class TokenSequence:
         self.config, self._continuation = config, continuation
         self._release_caches()
         self.full.derived.clear()
-        self.full.scores = None
         made = Resources(
             config,
             self.target,
@@ -254,8 +253,8 @@ class TokenSequence:
 
     def check_length(self, length: int) -> None:
         """Raises UsageError where a sequence of so many tokens would need KV by other rotary frequencies."""
-        if self.tokens and self._shared.target.for_text(length, 0) is not self.target:
-            self._shared.target.for_text(len(self.tokens), max(0, length - len(self.tokens)))
+        if self.tokens and self._shared.target.for_length(length, 0) is not self.target:
+            self._shared.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
             raise UsageError(
                 f"a text of {length} tokens of {self.target.name} has other rotary frequencies (longrope) "
                 "than those that this one was read by: read it anew"

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import room_for_means
+from offload_rt.caches.buffers import mean_slots_for
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
@@ -115,7 +115,7 @@ class SmallModelLevel(WindowLevel):
 
     def model(self, made: Resources) -> CausalModel:
         assert made.draft is not None  # a level without its model is left out before anything is composed
-        return made.draft.for_text(self._window, 0)  # it sees no more tokens at a time
+        return made.draft.for_length(self._window, 0)  # it sees no more tokens at a time
 
     def shape(self, sizes: Sizes) -> ModelShape:
         assert sizes.draft is not None
@@ -154,7 +154,7 @@ class RetrievedLevel(ModelLevel):
     def _room(self, target: ModelShape, tokens: int) -> int:
         """Means of pages that stand for tokens which are not retrieved."""
         pages = target.layout(self.config.store.page).pages(tokens)
-        return room_for_means(pages) if self.config.retrieval.rest else 0
+        return mean_slots_for(pages) if self.config.retrieval.rest else 0
 
     def memory(self, sizes: Sizes) -> Memory:
         target, tokens = sizes.target, sizes.context + sizes.new_tokens
@@ -199,7 +199,7 @@ class RetrievedLevel(ModelLevel):
             recent=retrieval.recent,
             refresh=retrieval.refresh,
             selection=self._selection(made),
-            room=room_for_means(made.pages) if retrieval.rest else 0,
+            mean_slots=mean_slots_for(made.pages) if retrieval.rest else 0,
             from_stream=self.config.offload.refreshes_from_stream and not in_place,
             pool=made.pool,
         )
@@ -209,8 +209,7 @@ class RetrievedLevel(ModelLevel):
         if retrieval.select == "mean_keys":
             return MeanKeyScores(full.layout, full.sequence.summaries)
         decay = DECAY if retrieval.select == "attention" else 1.0
-        full.scores = AttentionScores(full.layout, full.device, retrieval.chunk, decay, made.pages)
-        return full.scores
+        return AttentionScores(full.layout, full.device, retrieval.chunk, decay, made.pages)
 
     def check_read(self, read_by: Config, page: int) -> None:
         (chunks, pages), by = self.kept_means, RetrievedLevel(read_by, self.level)

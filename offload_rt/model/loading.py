@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
-from offload_rt.model.remote_mlp import spread
+from offload_rt.model.remote_mlp import place_mlps
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 DEMO = "demo"
@@ -210,7 +210,7 @@ def load_model(
     _check_report(where, report)
     gib = sum(p.nbytes for p in model.parameters()) / GIB
     try:
-        placed: PreTrainedModel = spread(model, device, *elsewhere or (device, 0))
+        placed: PreTrainedModel = place_mlps(model, device, *elsewhere or (device, 0))
     except torch.OutOfMemoryError as error:
         there = "the GPUs" if elsewhere else "the GPU"
         raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on {there}") from error
