@@ -1,4 +1,4 @@
-"""From the rounds of a text to what a user sees of it: events as tokens are made, and a result at the end."""
+"""Turns decode steps into what a user sees: an event per token, and a result at the end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from offload_rt.text import TextStream
 
 
 def step(engine: Engine, writers: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
-    """A round of every text that has not ended: the events of one after the other, for the caller to take."""
+    """Runs a decode step of every sequence that has not ended; yields the events of each, to be consumed."""
     going = [writer for writer in writers if not writer.ended]
-    with engine.lock:  # without what other threads do, nor what the caller does between two rounds
+    with engine.lock:  # the time excludes other threads, and the caller between two steps
         started = clock.now()
         rounds = engine.step([writer.sequence for writer in going])
         ms = 1e3 * (clock.now() - started)
@@ -37,22 +37,22 @@ def step(engine: Engine, writers: Sequence[OutputProcessor]) -> Iterator[Iterato
 
 
 def finish(engine: Engine, writers: Sequence[OutputProcessor]) -> None:
-    """Rounds until every text has ended; nobody takes their events."""
+    """Runs decode steps until every sequence has ended; drops the events."""
     while not all(writer.ended for writer in writers):
         for events in step(engine, writers):
             deque(events, maxlen=0)
 
 
 class OutputProcessor:
-    """Turns the rounds of one text into events and, at the end, into a result.
+    """Turns the decode steps of one sequence into events and, at the end, into a result.
 
     Args:
-        notices: what the user was told so far; it may grow.
-        start: length of the context before this text and its prompt.
+        notices: notices to the user so far; may grow.
+        start: length of the context, in tokens, before this call's prompt.
 
     Attributes:
-        tokens: token ids that were taken.
-        error: what ended the text before its time.
+        tokens: token IDs that the caller has taken.
+        error: the exception that ended the text early.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class OutputProcessor:
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete."""
+        """Returns whether the text is complete."""
         return self._finish != "interrupted"
 
     def write(self, round: Round | Exception, ms: float) -> Generator[TokenEvent]:
-        """Events of a round's tokens, up to the end of the text; it took so many ms."""
+        """Yields the events of a decode step that took `ms`, up to the end of the text."""
         self._ms += ms
         if isinstance(round, Exception):
             self._finish, self.error = "error", round
@@ -103,7 +103,7 @@ class OutputProcessor:
                 return
 
     def result(self) -> GenerationResult:
-        """The text and how it came about."""
+        """Returns the text with its statistics, also before it has ended."""
         if not self.ended:
             self._stream.finish()
         engine, sequence, params, ms = self._engine, self.sequence, self._params, self._ms

@@ -257,8 +257,11 @@ def torn(file: Path, path: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "missing": (lambda file, path: None, "cannot be read (no such file, or a folder); train one"),
-    "torn": (torn, "is torn or none"),
-    "another kind": (lambda file, path: save_file(load_file(file), path), "is no head; train one"),
+    "torn": (torn, "is corrupt or not a safetensors file"),
+    "another kind": (
+        lambda file, path: save_file(load_file(file), path),
+        "is no head of this version; train one",
+    ),
     "narrower": (
         changed(target=torch.zeros(5, 8)),
         "whose hidden states here are [5, 8], and those of LlamaFor",

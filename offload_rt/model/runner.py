@@ -291,9 +291,13 @@ class CausalModel:
         for layer in range(self.layers):
             hidden = self.run_layer(layer, hidden, positions, given.cache)
             if not bool(hidden.isfinite().all()):
+                wider = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}.get(self.dtype)
+                remedy = (
+                    f"try --dtype {wider}" if wider else "it overflows even in float32, so check its files"
+                )
                 raise NotANumber(
-                    f"{self.name}: logits are NaN; the first NaN or inf is in the output of layer {layer}. "
-                    f"With {self.dtype} try a wider dtype (--dtype float32 or bfloat16)"
+                    f"{self.name}: logits are NaN; the first NaN or inf is in the output of layer {layer};"
+                    f" {remedy}"
                 )
         raise NotANumber(
             f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"

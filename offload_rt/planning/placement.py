@@ -21,7 +21,7 @@ from offload_rt.levels.base import Level, Memory, kept_means, levels_of
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.shape import ModelShape
+from offload_rt.model.shape import ModelShape, yarn_hint
 
 PADDING = 0.01  # of a vocabulary
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
@@ -222,6 +222,7 @@ def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tok
     raise UsageError(
         f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of "
         f"{model.name}: use at most {' or '.join(fitting) or f'{limit} together'}"
+        + yarn_hint(model, prompt_tokens + new_tokens)
     )
 
 
