@@ -158,7 +158,7 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
     assert asked.elsewhere == 13, "as few as make room, and half a GiB more"
     fewer = replace(asked, mlps_elsewhere=10)
-    assert shortage(asked) is None and str(shortage(fewer)).startswith("GPU 0 (card) has 19.0 GiB")
+    assert shortage(asked) is None and str(shortage(fewer)).startswith("GPU 0 (gpu) has 19.0 GiB")
     mlp_bytes = 3 * 4096 * 11008 * 2
     first, second = asked.hardware.gpus
     full = replace(second, memory_bytes=sum(gpu_memory(asked, 1).values()) - 2 * mlp_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.doctor import tell_measuring
+from offload_rt.commands.console import Console
 from offload_rt.commands.generate import add_dtype, add_json, add_overrides
 from offload_rt.config import AUTO, possible, uses_small_model
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
@@ -133,9 +133,11 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise UsageError(f"{flag} describes a machine: name its card with --gpu NAME, or --gpu none")
-    from offload_rt.machine.doctor import inspect
+    from offload_rt.machine.inspection import inspect
 
-    hardware = inspect(on_progress=tell_measuring).hardware
+    console = Console(quiet=False)
+    hardware = inspect(on_progress=console.progress).hardware
+    console.clear()
     if count is not None and not 1 <= count <= len(hardware.gpus):
         raise UsageError(
             f"--gpus {count}: this machine has {len(hardware.gpus)}; name others with --gpu NAME"
