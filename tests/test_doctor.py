@@ -143,7 +143,9 @@ def test_copies_serve_the_processors_measurement_and_are_closed(
     made.measure_host.return_value = HEALTHY.hardware.host
     for name in ("PinnedCopies", "measure_gpu", "measure_host"):
         monkeypatch.setattr(inspection.measuring, name, getattr(made, name))
-    assert inspect().hardware == HEALTHY.hardware
+    told = Mock()
+    assert inspect(on_progress=told).hardware == HEALTHY.hardware
+    told.assert_called_once_with("measure GPU 0", 0, 1)
     called = ["PinnedCopies", "measure_gpu", "measure_host", "PinnedCopies().close"]
     assert [name for name, *_ in made.mock_calls] == called
     assert made.measure_host.call_args.args[1] == made.PinnedCopies.return_value.copy
@@ -178,7 +180,7 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def inspect(refresh: bool, on_progress: Callable[[str, int, int], None]) -> Report:
         asked.append(refresh)
-        on_progress("processor: memory", 1, 4)
+        on_progress("measure GPU 1", 1, 4)
         return changed(HEALTHY, {"links.0": (4, 8)})
 
     monkeypatch.setattr(inspection, "inspect", inspect)
@@ -192,7 +194,7 @@ def test_the_command_prints_and_writes(
     path = tmp_path / "out.json"
     assert cli.main(["doctor", "--refresh", "--json", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert err == "processor: memory  25%\n"
+    assert err == "measure GPU 1  25%\n"
     found = " ".join(out.split())
     for words in (
         "AMD Ryzen 9 7950X; 32 of 32 cores, 8 threads",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -19,9 +19,11 @@ from offload_rt.machine import inventory, measuring
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.machine.inventory import GpuFacts, HostFacts, Link
-from offload_rt.machine.measuring import OnProgress
 from offload_rt.machine.memory import CACHE_FOLDER, available_memory, cache_folder
 from offload_rt.native import SOURCES
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is measured next, how much of it is done, and how much there is."""
 
 FORMAT = 3
 """Version of reports and of the files that keep rates."""
@@ -112,20 +114,21 @@ def _measure(
     measured: list[tuple[Gpu, Link]] = []
     processor: Host | None = None
     for number, facts in enumerate(gpus):
+        on_progress(f"measure GPU {number}", number, len(gpus))
         device = torch.device("cuda", number)
         try:
             with closing(measuring.PinnedCopies(device, facts.free_bytes)) as copies:
-                measured.append(measuring.measure_gpu(facts, copies, device, on_progress))
-                processor = processor or measuring.measure_host(
-                    host.available_bytes, copies.copy, on_progress
-                )
+                measured.append(measuring.measure_gpu(facts, copies, device))
+                processor = processor or measuring.measure_host(host.available_bytes, copies.copy)
         except RuntimeError as error:
             free = f"{facts.free_bytes / GIB:.1f} GiB free"
             raise UsageError(
                 f"GPU {number} ({facts.name}, {free}) could not be measured: {first_line(error)}; end other"
                 " programs that use it (nvidia-smi lists them), or hide it with CUDA_VISIBLE_DEVICES"
             ) from error
-    processor = processor or measuring.measure_host(host.available_bytes, None, on_progress)
+    if processor is None:
+        on_progress("measure processor", 0, 1)
+        processor = measuring.measure_host(host.available_bytes, None)
     found, links = zip(*measured, strict=True) if measured else ((), ())
     return Hardware(processor, found, measured=True), links
 

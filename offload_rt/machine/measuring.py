@@ -25,9 +25,6 @@ from offload_rt.machine.inventory import GpuFacts, Link, link_now
 from offload_rt.model.parts import Part
 from offload_rt.model.runner import CausalModel
 
-OnProgress = Callable[[str, int, int], None]
-"""Called with the name of the next measurement, the number of finished ones, and their total."""
-
 CPU = torch.device("cpu")
 ATTENTION_QUERIES = (1, 8, 16, 32)
 BESIDE_QUERIES = 8  # beside copies: few enough that memory binds attention
@@ -166,26 +163,19 @@ class CpuAttention:
         return attention, link
 
 
-def measure_host(available: int, copy: Callable[[], None] | None, on_progress: OnProgress) -> Host:
+def measure_host(available: int, copy: Callable[[], None] | None) -> Host:
     """Measures the processor; the caller fills in the memory.
 
     Args:
         available: bytes of available memory.
         copy: copies over the link and waits; None: there is no link.
     """
-    total = 4 if copy is None else 5
-    on_progress("processor: memory", 0, total)
     read = memory_rate(CPU, within(MEMORY_BYTES, available))
-    on_progress("processor: matrix products", 1, total)
     products = compute_rate(CPU, torch.float32, *PRODUCT)
-    on_progress("processor: launches", 2, total)
     launch = launch_ms(CPU)
-    on_progress("processor: attention", 3, total)
     attention = CpuAttention(within(ATTENTION_BYTES, available))
-    rates, shares = attention.rates(), (1.0, 1.0)
-    if copy is not None:
-        on_progress("processor: attention beside copies", 4, total)
-        shares = attention.shares_beside(copy)
+    rates = attention.rates()
+    shares = (1.0, 1.0) if copy is None else attention.shares_beside(copy)
     return Host(0, 0, read, products, rates, *shares, launch)
 
 
@@ -246,16 +236,9 @@ def measure_link(copies: PinnedCopies, uuid: str) -> tuple[float, float, Link]:
     return to_device, to_host, link
 
 
-def measure_gpu(
-    facts: GpuFacts, copies: PinnedCopies, device: torch.device, on_progress: OnProgress
-) -> tuple[Gpu, Link]:
+def measure_gpu(facts: GpuFacts, copies: PinnedCopies, device: torch.device) -> tuple[Gpu, Link]:
     """Measures a GPU and its link; the caller fills in its free memory."""
-    name = f"GPU {device.index}"
-    on_progress(f"{name}: copies", 0, 3)
     to_device, to_host, link = measure_link(copies, facts.uuid)
-    on_progress(f"{name}: memory and matrix products", 1, 3)
     read = memory_rate(device, within(MEMORY_BYTES, facts.free_bytes))
     products = compute_rate(device, torch.bfloat16, *GPU_PRODUCT) / 1e3
-    on_progress(f"{name}: launches", 2, 3)
-    launch = launch_ms(device)
-    return Gpu(facts.name, 0, read, products, to_device, to_host, launch), link
+    return Gpu(facts.name, 0, read, products, to_device, to_host, launch_ms(device)), link
