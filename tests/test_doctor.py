@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +15,7 @@ from machine_cases import tiny as tiny  # a fixture
 from offload_rt import cli
 from offload_rt.errors import UsageError
 from offload_rt.machine import inspection
-from offload_rt.machine.hardware import GIB, Hardware
+from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inspection import Report, inspect
 from offload_rt.machine.memory import CACHE_FOLDER
 from offload_rt.machine.recommendations import recommendations
@@ -44,39 +42,33 @@ def become(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Become:
 
 
 @pytest.fixture
-def measured(become: Become, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Counts measurements."""
-    made: list[str] = []
-
-    def measure(*given: object) -> Any:
-        made.append("measured")
-        host = replace(HEALTHY.hardware.host, memory_bytes=0, lockable_bytes=0)
-        return Hardware(host, (replace(HEALTHY.hardware.gpus[0], memory_bytes=0),), True), HEALTHY.links
-
+def measure(become: Become, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Measures nothing, and leaves memory sizes at 0 as measurements do."""
+    sizes = ("host.memory_bytes", "host.lockable_bytes", "gpus.0.memory_bytes")
+    rates = changed(HEALTHY.hardware, dict.fromkeys(sizes, 0))
+    measure = Mock(return_value=(rates, HEALTHY.links))
     monkeypatch.setattr(inspection, "_measure", measure)
-    return made
+    return measure
 
 
-def test_it_is_measured_once_unless_asked_again(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_measured_once_unless_asked_again(measure: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     first = inspect()
     assert first.hardware == HEALTHY.hardware and first.links == HEALTHY.links
-    assert inspect() == first and len(measured) == 1
+    assert inspect() == first and measure.call_count == 1
     monkeypatch.setattr(inspection.os, "getloadavg", lambda: (7.25, 0.0, 0.0))
     assert inspect(refresh=True).load_average == inspect().load_average == 7.25
-    assert len(measured) == 2
+    assert measure.call_count == 2
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'{"hardware": {}}', None])
-def test_a_corrupt_or_foreign_file_is_replaced(
-    measured: list[str], tmp_path: Path, content: bytes | None
-) -> None:
+def test_a_corrupt_or_foreign_file_is_replaced(measure: Mock, tmp_path: Path, content: bytes | None) -> None:
     inspect()
     (path,) = tmp_path.iterdir()
     without_a_rate = path.read_bytes().replace(b'"launch_ms"', b'"lunch_ms"')
     path.write_bytes(without_a_rate if content is None else content)
     inspect()
     inspect()
-    assert len(measured) == 2
+    assert measure.call_count == 2
 
 
 @pytest.mark.parametrize(
@@ -91,30 +83,30 @@ def test_a_corrupt_or_foreign_file_is_replaced(
         ("versions.torch", "2.14.0"),
     ],
 )
-def test_another_machine_is_measured(measured: list[str], become: Become, path: str, value: object) -> None:
+def test_another_machine_is_measured(measure: Mock, become: Become, path: str, value: object) -> None:
     inspect()
     become({path: value})
     inspect()
-    assert len(measured) == 2
+    assert measure.call_count == 2
 
 
-def test_free_memory_is_read_each_time(measured: list[str], become: Become) -> None:
+def test_free_memory_is_read_each_time(measure: Mock, become: Become) -> None:
     inspect()
     become({"host.available_bytes": 5 * GIB, "gpus.0.free_bytes": 3 * GIB})
     hardware = inspect().hardware
     assert (hardware.host.memory_bytes, hardware.host.lockable_bytes) == (5 * GIB, 5 * GIB)
-    assert hardware.gpus[0].memory_bytes == 3 * GIB and len(measured) == 1
+    assert hardware.gpus[0].memory_bytes == 3 * GIB and measure.call_count == 1
 
 
 def test_a_folder_that_cannot_be_written_is_a_notice(
-    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measure: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "file" / "below"))
     (notice,) = inspect().notices
     assert CACHE_FOLDER in notice
     inspect()
-    assert len(measured) == 2
+    assert measure.call_count == 2
 
 
 def test_a_machine_without_a_gpu_is_measured(become: Become, tiny: None) -> None:

@@ -119,25 +119,21 @@ def test_a_limit_counts_where_the_driver_is_held_to_it(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, binds: bool, lockable: int
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    trials: list[int] = []
+    slabs = Mock()
 
-    class Slabs:
-        def __init__(self, pin: bool, on_warning: Callable[[str], None]) -> None:
-            self.refuse = on_warning
+    def allocator(pin: bool, on_warning: Callable[[str], None]) -> Mock:
+        def allocate(shape: tuple[int], dtype: torch.dtype) -> Mock:
+            if binds and 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < shape[0]:
+                on_warning("refused")
+            return Mock()
 
-        def allocate(self, shape: tuple[int], dtype: torch.dtype) -> Any:
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            if binds and 0 <= soft < shape[0]:
-                self.refuse("refused")
-            return SimpleNamespace(result=lambda: trials.append(soft))
-
-        def close(self) -> None:
-            trials.append(-7)
+        slabs.allocate = allocate
+        return slabs
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inventory, "SlabAllocator", Slabs)
+    monkeypatch.setattr(inventory, "SlabAllocator", allocator)
     assert inventory.lockable_memory(replace(HEALTHY.host, lock_limit_bytes=limit)) == lockable
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == before
-    assert trials[1:] == ([] if limit is None else [-7]), "closed"
+    assert slabs.close.call_count == (limit is not None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert inventory.lockable_memory(replace(HEALTHY.host, lock_limit_bytes=1)) == 90 * GIB

@@ -1,4 +1,4 @@
-"""What a command writes to stderr."""
+"""Progress, notices and the summary of a run, on stderr."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 UNKNOWN_WIDTH = 80
 LASTING = ("load", "load draft", "prefill", "decode")
-"""Phases that report often, and are worth a line only where they last; others are shown at once."""
+"""Phases that report often: shown from the second report on. Others are shown at once."""
 
 
 def _columns() -> int:
-    """Width of the terminal that stderr is."""
+    """Returns the width of the terminal that stderr is connected to."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or UNKNOWN_WIDTH
     except (OSError, ValueError):
@@ -31,10 +31,10 @@ def _duration(seconds: float) -> str:
 
 
 class Console:
-    """Lines on stderr and, on a terminal, a progress line that is redrawn in place.
+    """Prints lines on stderr and, on a terminal, a progress line that is redrawn in place.
 
     Attributes:
-        tokens: number of tokens by phase, where known; adds tokens/s to its progress.
+        tokens: number of tokens by phase; progress of these phases includes tokens/s.
     """
 
     BAR = 30
@@ -58,17 +58,17 @@ class Console:
             print(line, file=sys.stderr, flush=True)
 
     def notice(self, text: str) -> None:
-        """Prints a note, once however often it is given."""
+        """Prints a notice, once however often it is given."""
         if text not in self._noticed:
             self._noticed.add(text)
             self.say(f"note       {text}")
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Shows how far a phase is, in units of its own; without a terminal, a line every `LOG_S`."""
+        """Shows how much of a phase is done, in any unit; without a terminal, as a line every `LOG_S`."""
         now = time.monotonic()
         share = done / total if total else 1.0
         if phase != self._phase:
-            # A rate needs two reports; a phase without one may report only once, so show it at once.
+            # A rate needs two reports; other phases may report only once.
             self._phase, self._began, self._first = phase, now, share
             self._last = now if phase in LASTING else float("-inf")
         if self._quiet or now - self._last < (self.REDRAW_S if self._live else self.LOG_S):
@@ -83,7 +83,7 @@ class Console:
         self._show(line, share)
 
     def working(self, phase: str, what: str) -> None:
-        """Shows what is under way on a terminal, where nobody tells how far it is."""
+        """Shows on a terminal what is under way, for work that does not report progress."""
         if self._live and not self._quiet:
             self._show(f"{phase:10} {what}")
 
@@ -91,7 +91,7 @@ class Console:
         if not self._live:
             print(line, file=sys.stderr, flush=True)
             return
-        room = _columns() - 1  # a line that fills its row would leave the next one
+        room = _columns() - 1  # a full row would wrap
         bar = min(self.BAR, room - len(line) - 2)
         if share is not None and bar > 0:
             full = round(share * bar)
@@ -106,7 +106,7 @@ class Console:
             self._drawn = False
 
     def summary(self, result: GenerationResult) -> None:
-        """Prints what a generation did: times, rounds, memory, notices."""
+        """Prints times, rounds, memory and notices of a generation."""
         timings, memory = result.timings, result.memory
         prompt_s = timings.prompt_ms / 1e3
         rate = f" ({timings.prompt_n / prompt_s:,.0f} tokens/s)" if prompt_s else ""
