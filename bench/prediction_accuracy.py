@@ -26,8 +26,8 @@ from offload_rt.caches.tiers import GpuTier
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import Cost
-from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest

@@ -130,9 +130,9 @@ def test_flags_reach_the_plan(run: Run) -> None:
 def test_without_a_named_machine_it_is_this_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Run
 ) -> None:
-    doctor: Any = ModuleType("offload_rt.machine.doctor")
-    doctor.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
-    monkeypatch.setitem(sys.modules, "offload_rt.machine.doctor", doctor)
+    inspection: Any = ModuleType("offload_rt.machine.inspection")
+    inspection.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
+    monkeypatch.setitem(sys.modules, "offload_rt.machine.inspection", inspection)
     out, _ = run("--context 32768")
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
     assert cli.main(["plan", "--context", "32768", "--gpus", "1"]) == 2
