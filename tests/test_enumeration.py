@@ -38,8 +38,9 @@ from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.scheduler import run_alone
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
 from offload_rt.sampling import Draws, Sampler
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree, forest
 
 TOLERANCE = 1e-6

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload_rt.drafting.merged import joined
-from offload_rt.rejection_sampling import Draft, Tokens, Verdict, residual, verify, verify_greedy
+from offload_rt.rejection_sampling import Draft, Verdict, residual, verify, verify_greedy
 from offload_rt.sampling import Draws, pick
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree, forest
 
 VOCABULARY = 4

@@ -22,7 +22,8 @@ from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heavies
 from offload_rt.errors import UsageError
 from offload_rt.model.loading import demo_model, load_tokenizer
 from offload_rt.model.scheduler import run_alone
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, forest
 
 FEW = st.integers(0, 3)

@@ -13,8 +13,9 @@ from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.decode import decode_step
 from offload_rt.model.scheduler import BatchRunner
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
 from offload_rt.sampling import Sampler
+from offload_rt.tokens import Tokens
 from offload_rt.trees import forest
 
 PROMPT = [1, 3, 0, 2]

@@ -22,7 +22,8 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.runner import NotANumber
 from offload_rt.model.scheduler import LevelStats, run_alone
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.tokens import Tokens
 
 
 def on_device(*ids: int, **given: Any) -> Tokens:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
-from offload_rt.rejection_sampling import Tokens
+from offload_rt.tokens import Tokens
 
 WORD_BITS = 62
 """Entries whose visibility one int64 tells."""
