@@ -7,19 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import (
-    BackgroundAtOnce,
-    Clock,
-    Parts,
-    ScriptedDraws,
-    Text,
-    distance,
-    head,
-    output_probs,
-    own_probs,
-    small_model,
-    target_over,
-)
+from enumeration import BackgroundAtOnce, Clock, ScriptedDraws, Text, distance, output_probs, own_probs
+from table_models import Parts, head, small_model, target_over
 
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.outcomes import chain_outcomes

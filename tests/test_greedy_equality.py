@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from enumeration import random_head
+from table_models import random_head
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
 from transformers import PreTrainedModel
 

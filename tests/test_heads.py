@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
+from enumeration import Text
 from safetensors.torch import load_file, save_file
 from small_engine import LINKS, PARAMS, PROMPT, again, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
+from table_models import VOCABULARY, HeadTable, Parts, head, random_head, target_over
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import pytest
-from enumeration import Parts, ScriptedDraws, Text, own_probs, step
+from enumeration import ScriptedDraws, Text, own_probs, step
 from small_engine import passes_of
+from table_models import Parts
 
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
