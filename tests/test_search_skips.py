@@ -144,9 +144,8 @@ def measured_as(rate: Callable[[str], float], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(search_skips, "rate", lambda *given: rate(given[-2]))
 
 
-@pytest.mark.parametrize("more", ["", "--temperature 0.8 --config streaming"])
 def test_the_written_configuration_is_lossless(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, lengths, rate = tmp_path / "found.toml", set[int](), search_skips.rate
 
@@ -155,16 +154,14 @@ def test_the_written_configuration_is_lossless(
         return rate(context, *given)
 
     monkeypatch.setattr(search_skips, "rate", noted)
-    assert searched(folder, out, more) == 0
+    assert searched(folder, out, "--config streaming") == 0
     assert lengths == {400}, "each measurement continues the sample text itself"
     found(out)
     prompt, params = list(real_text().encode()[:400]), SamplingParams(max_tokens=24)
-    layers = {"speculation.levels": [{"model": "target", "cache": "retrieved", "layers": "skip:0m,1"}]}
     with LLM(folder / "model", config=str(out), device="cpu") as llm, llm.read(prompt) as context:
         expected = context.generate(params=params, config="plain").tokens
-        for overrides in ({}, layers) if "streaming" not in more else ({},):
-            context.rewind(len(prompt))
-            assert context.generate((), params, str(out), overrides).tokens == expected
+        context.rewind(len(prompt))
+        assert context.generate((), params, str(out)).tokens == expected
 
 
 def test_the_fastest_plan_is_written_and_reported(
@@ -192,27 +189,19 @@ def test_the_fastest_plan_is_written_and_reported(
     assert compared == [(plan, seed) for seed in range(11, 16) for plan in (PLAIN, *PATH)], "in turn"
 
 
-def test_a_plan_that_was_fast_by_chance_is_not_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first_is_lucky", [False, True])
+def test_without_a_gain_nothing_is_skipped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_is_lucky: bool
 ) -> None:
-    """The first measurement of each plan is too high; the final comparison decides."""
+    """Even if the first measurement of each plan is too high: the final comparison decides."""
     seen: set[str] = set()
 
     def rate(layers: str) -> float:
-        luck = 1.0 if layers in seen else 1.5
+        luck = 1.5 if first_is_lucky and layers not in seen else 1.0
         seen.add(layers)
         return luck * {PLAIN: 0.5, EXACT: 1.0}.get(layers, 0.9)
 
     measured_as(rate, monkeypatch)
-    out = tmp_path / "found.toml"
-    assert searched(folder, out, "") == 0
-    assert [level.layers for level in found(out).speculation.levels] == [EXACT]
-
-
-def test_nothing_is_skipped_where_nothing_is_gained(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured_as(lambda layers: 5.0 - len(layers) * (layers != EXACT) / 9, monkeypatch)
     out = tmp_path / "found.toml"
     assert searched(folder, out, "") == 0
     assert [level.layers for level in found(out).speculation.levels] == [EXACT]
@@ -236,11 +225,11 @@ def test_the_search_ends_in_time(folder: Path, tmp_path: Path, monkeypatch: pyte
     assert [level.layers for level in found(out).speculation.levels] == ["skip:1a"]
 
 
-@pytest.mark.parametrize(("measured", "kept"), [(0, None), (2, EXACT), (5, "skip:1a"), (8, BEST), (9, BEST)])
+@pytest.mark.parametrize(("measured", "kept"), [(0, None), (5, "skip:1a"), (9, BEST)])
 def test_ctrl_c_keeps_the_best_so_far(
     measured: int, kept: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first measurement there is nothing to keep; the last two interrupt the comparison."""
+    """Before the first measurement there is nothing to keep; the last case interrupts the comparison."""
     calls: list[str] = []
 
     def rate(layers: str) -> float:
@@ -256,10 +245,3 @@ def test_ctrl_c_keeps_the_best_so_far(
     if kept is not None:
         assert [level.layers for level in found(out).speculation.levels] == [kept]
         assert "# interrupted before the final comparison\n" in out.read_text()
-
-
-def test_no_file_is_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "found.toml"
-    out.write_text("kept")
-    assert searched(folder, out, "") == 2
-    assert out.read_text() == "kept" and "exists; name another file, or remove it" in capsys.readouterr().err
