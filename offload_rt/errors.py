@@ -1,17 +1,17 @@
-"""The one error that is addressed to a user."""
+"""The error that is addressed to the user."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """Something the user asked for cannot be done; the message is what they read.
+    """A request that cannot be fulfilled.
 
-    The message says what was wrong, which value, and what to do about it, in one line. The command line
-    prints it as `offload-rt: error: …` and exits with code 2.
+    The message is one line: what was wrong, which value, and what to do. The command line prints it as
+    `offload-rt: error: …` and exits with code 2.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """Returns the first line of an error's message, or its type if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

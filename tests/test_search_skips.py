@@ -68,12 +68,6 @@ def test_a_step_measures_only_what_may_gain_most() -> None:
     assert found[:3] == [[EXACT], [EXACT], PATH[:2]] and found[-2:] == [PATH[:2], PATH]
 
 
-def test_a_block_that_loses_beside_others_is_not_added() -> None:
-    speeds = {EXACT: 1.0, "skip:0m": 1.2, "skip:1m": 1.1, "skip:0m,1m": 1.19}
-    *_, plans = search(2, lambda layers, seed: speeds.get(layers, 0.5), count())
-    assert plans == [EXACT, "skip:0m"]
-
-
 @pytest.mark.parametrize(("layers", "last"), [(1, "skip:0m"), (2, "skip:0,1m"), (3, "skip:0,1,2m")])
 def test_some_attention_is_always_left(layers: int, last: str) -> None:
     def rate(plan: str, seed: int) -> float:
