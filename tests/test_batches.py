@@ -33,7 +33,7 @@ PLACES: dict[str, dict[str, object]] = {
 
 @pytest.fixture(params=PLACES)
 def make(target: PreTrainedModel, draft: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Makes LLMs in place or over a link, and closes them."""
+    """Makes LLMs whose KV is attended in place or streamed, and closes them."""
     with ExitStack() as closing:
 
         def llm(config: str, **overrides: object) -> LLM:

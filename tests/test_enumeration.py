@@ -197,7 +197,7 @@ def test_drafts_are_accepted_and_rejected_alike() -> None:
         for (kept, offered), weight in outcome_probs(accepted).items():
             counts[kept, offered] += weight
         assert any(kept < offered for kept, offered in counts), "nothing was ever rejected"
-        # What these find in so short a text is not what follows.
+        # These find nothing right in so short a text.
         finds_nothing = name in ("lookup", "suffix automaton")
         assert any(kept > 0 for kept, _ in counts) or finds_nothing, "nothing was ever accepted"
 

@@ -1,4 +1,4 @@
-"""The search for blocks to skip: what it measures, what it finds, and the file that it writes."""
+"""The search for blocks to skip: its measurements, its result, and the file that it writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_step_measures_only_what_may_gain_most() -> None:
     assert [plan for plan, _ in asked[::2]] == [*alone, *again]
     assert [plan for plan, _ in asked[1::2]] == [EXACT] * 6 + ["skip:1a"] * 2
     assert [seed for _, seed in asked] == [seed for seed in range(5, 13) for _ in "ab"]
-    # What would be kept if the search ended there.
+    # The results if the search ended there.
     assert found[:3] == [[EXACT], [EXACT], PATH[:2]] and found[-2:] == [PATH[:2], PATH]
 
 

@@ -167,7 +167,7 @@ def test_what_most_occurrences_say_is_merged(store: Path) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with LLM.from_models(target, config="plain") as llm:
         plain = llm.generate(prompt, params).tokens
-    # What follows most often is right, and what comes first in the order of suffixes is not.
+    # The most frequent continuation is right; the first in the order of suffixes is not.
     wrong = [[*prompt[-4:], 0, at] for at in range(3)]
     build([*wrong, *5 * [prompt[-20:] + plain]], tokenizer, store)
     levels = [{"model": "target", "cache": "streaming", "merge": "datastore"}]
