@@ -255,19 +255,23 @@ def test_the_last_round_is_cut_to_max_tokens(name: str, max_tokens: int) -> None
 # ---------------------------------------------------------------------------- what a level drafts
 
 
-@pytest.mark.parametrize("name", ["triforce 2 3", "retrieval", "head, retrieval", "naive"])
+@pytest.mark.parametrize(
+    "name", ["triforce 2 3", "retrieval", "head, retrieval", "naive", "triforce, trees at both levels"]
+)
 def test_a_level_drafts_with_the_distribution_of_its_model_over_its_cache(name: str) -> None:
     """For TriForce's middle level: of the target over the retrieved KV. (Any other would be lossless too.)"""
-    parts, sampler = Parts(seed=7, support=3), Sampler(0.6)
+    level, shape = ALL[name]
+    parts, sampler = Parts(seed=7, support=3 if shape.kind == "chain" else 2), Sampler(0.6)
     model, view = (parts.small, "small") if name == "naive" else (parts.target, "retrieved")
 
     def propose(draws: Draws) -> None:
-        text = Text(parts.full(ALL[name][0])(Sampling(sampler, draws)), PROMPT, 9, THREE)
-        draft = run_alone(text.verifier.drafter.proposal(text.view, THREE).complete())
+        text = Text(parts.full(level)(Sampling(sampler, draws)), PROMPT, 9, shape)
+        draft = run_alone(text.verifier.drafter.proposal(text.view, shape).complete())
         assert draft.probs is not None
         tokens = draft.tokens.on(torch.device("cpu")).tolist()
-        for at, row in enumerate(draft.probs.tolist()):
-            seen = list(enumerate([*PROMPT, *tokens[:at]]))
+        for node, row in enumerate(draft.probs.tolist()):
+            above = draft.tree.path(1 + node)[:-1]
+            seen = list(enumerate([*PROMPT, *(tokens[at] for at in above)]))
             assert row == pytest.approx(next_probs(sampler, model.logits(view, seen)), abs=1e-12)
 
     outcome_probs(propose)
