@@ -12,6 +12,7 @@ from bench import inputs
 from bench.inputs import size
 from offload_rt.config import Config
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import kept_means
 from offload_rt.toml import config_names, load_config, parse_override
 
 HELD = "acceptance"
@@ -107,13 +108,13 @@ def declared(
         UsageError: one of ours cannot be had as it is named, or reads means that the text does not keep; or
             none drafts, and a link is paced or an acceptance is to be held.
     """
-    kept_chunk, kept_pages = text_config(options, draft=draft).kept_means
+    kept_chunk, kept_pages = kept_means(text_config(options, draft=draft))
     found, holds, drafts = list[str](), False, False
     for text in systems:
         named, free = Named.parse(text), False
         if named.adapter == "ours":
             config = named.config(options)
-            chunk, pages = config.kept_means
+            chunk, pages = kept_means(config)
             if chunk not in (None, kept_chunk) or pages > kept_pages:
                 said = "needs means that are kept when the text is read, which all systems of ours share"
                 raise UsageError(f"--systems {text}: {said}; give its keys to all, with --set")

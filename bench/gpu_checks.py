@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -23,7 +23,7 @@ from bench.report import Row
 from cpu_kv import CudaLink, Event, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
-from offload_rt.attention import triton_kernels
+from offload_rt.attention import triton_operators
 from offload_rt.attention.backends import (
     AttentionBackend,
     TorchCudaBackend,
@@ -35,7 +35,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.config import StoreConfig
 from offload_rt.errors import first_line
 from offload_rt.machine.hardware import GIB
-from offload_rt.machine.inventory import read_cards
+from offload_rt.machine.inventory import read_gpus
 from offload_rt.machine.measuring import PinnedCopies, least_seconds, measure_link, seconds
 
 MIB = 2**20
@@ -97,8 +97,8 @@ def registration(given: Given) -> Iterator[Row]:
     """Page-locks memory, lets kernels read and write it, and measures the link each way."""
     device, size = given.device, given.sizes.locked_bytes
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    (card, *_), refusals = read_cards(), list[str]()
-    yield {"gpus": gpus, "attention": card.attention, "triton": card.triton or "runs"}
+    (facts, *_), refusals = read_gpus(), list[str]()
+    yield {"gpus": gpus, "attention": facts.attention, "triton": facts.triton or "runs"}
     with closing(SlabAllocator(True, refusals.append)) as slabs:
         slab = slabs.allocate((size,), torch.uint8)
         yield {"locked_bytes": size, "lock_s": seconds(slab.result)}
@@ -114,8 +114,9 @@ def registration(given: Given) -> Iterator[Row]:
             if not (torch.equal(read.cpu(), wanted) and torch.equal(last, wanted.flip(0))):
                 yield {"failed": "kernels read or write other bytes than the host in page-locked memory"}
     with closing(PinnedCopies(device, 8 * size)) as copies:  # buffers of `size`, or 256 MiB
-        to_device, to_host_rate, both = measure_link(copies, card)
-    yield {"to_device_gb_s": to_device, "to_host_gb_s": to_host_rate} | asdict(both)
+        to_device, to_host_rate, (generation, width) = measure_link(copies, facts.uuid)
+    rates = {"to_device_gb_s": to_device, "to_host_gb_s": to_host_rate}
+    yield rates | {"generation": generation, "width": width}
 
 
 @contextmanager
@@ -170,7 +171,7 @@ def attention(given: Given) -> Iterator[Row]:
     backends = {one.name: one for one in (chosen, TorchCudaBackend())}
     yield {"backend": chosen.name}
     try:
-        triton_kernels.check(str(device))
+        triton_operators.check(str(device))
         yield {"triton": "as the plain form"}
     except Exception as error:  # Triton raises errors of many kinds
         yield {"failed": f"Triton kernels: {type(error).__name__}: {first_line(error)}"}

@@ -23,9 +23,8 @@ from bench.studies import Part, Study
 from bench.texts import Texts, passed, recompose, take
 from cpu_kv import PacedLink
 from offload_rt.api import LLM
-from offload_rt.config import uses_small_model
+from offload_rt.config import LevelConfig
 from offload_rt.context import Context
-from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.expectations import (
     DRAFT_LENGTHS,
     LATER_CHOICES,
@@ -36,6 +35,8 @@ from offload_rt.drafting.expectations import (
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import Plan
 from offload_rt.drafting.shapes import DraftShape
+from offload_rt.levels.base import needs_draft_model
+from offload_rt.levels.sources import DatastoreLevel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.loading import DEMO
 from offload_rt.results import GenerationResult, SamplingParams
@@ -150,7 +151,7 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
         with study.read() as context:
             for one in variants(study):
                 overrides = study.keys(one.overrides)
-                if study.draft is None and uses_small_model([load_config(one.config, overrides)]):
+                if study.draft is None and needs_draft_model([load_config(one.config, overrides)]):
                     continue
                 say(one.label)
                 plain_ms = study.plain_ms(context)
@@ -374,7 +375,7 @@ def _datastore(path: str) -> dict[str, object]:
     """An argument type: what drafts from a datastore, as configuration keys."""
     levels = [{"model": "datastore", "draft": "grown:64"}]
     keys: dict[str, object] = {"speculation.levels": levels, "datastore.path": path}
-    open_datastore(load_config("lookup", keys))  # or refuses
+    DatastoreLevel(load_config("lookup", keys), LevelConfig("datastore")).source()  # or refuses
     return keys
 
 

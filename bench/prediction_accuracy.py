@@ -25,12 +25,13 @@ from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.tiers import GpuTier
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.machine.doctor import usable_hardware
+from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.prediction import Predictor, Work, attention_rate
-from offload_rt.planning.shapes import ModelShape
+from offload_rt.planning.prediction import Predictor, attention_rate
 
 AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
 ATTENTION_REPEATS = 7
@@ -193,11 +194,11 @@ class MeasuredAlone(Predictor):
         super().__init__(request)
         self._pass_ms, self._late = pass_ms, late
 
-    def dense(self, queries: int) -> Work:
+    def dense(self, queries: int) -> Cost:
         target, host = self.request.target, self.request.hardware.host
         rate = attention_rate(host.attention, queries * target.group)
         attention = self.request.context * target.token_bytes / rate / 1e6
-        return Work(max(0.0, self._pass_ms - attention) + self._late["verdict_ms"])
+        return Cost(max(0.0, self._pass_ms - attention) + self._late["verdict_ms"])
 
-    def draft(self, shape: DraftShape) -> Work:
-        return Work(shape.size * self._late["draft_token_ms"] if self.request.levels else 0.0)
+    def draft(self, shape: DraftShape) -> Cost:
+        return Cost(shape.size * self._late["draft_token_ms"] if self.request.levels else 0.0)

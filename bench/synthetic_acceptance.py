@@ -16,7 +16,7 @@ from torch import Tensor
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import Forward, Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
 from offload_rt.rejection_sampling import Draft
@@ -51,7 +51,7 @@ class HeldVerifier(Verifier):
         self._begun.clear()
         return super().verification(view, draft)
 
-    def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
+    def verdict(self, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
         drafted = draft.tokens
         drafted.arrive((yield Read(drafted.pending(), self.stats)))
         outcomes = [begun.part(self._length) for begun in self._begun]

@@ -1,17 +1,30 @@
-"""The error that is addressed to the user."""
+"""The one error that is addressed to a user."""
 
 from __future__ import annotations
 
+LONGEST_MESSAGE = 1000
+"""Characters of an error message that are shown."""
+
 
 class UsageError(Exception):
-    """A request that cannot be fulfilled.
+    """A request that cannot be fulfilled; its message is what the user reads.
 
-    The message is one line: what was wrong, which value, and what to do. The command line prints it as
-    `offload-rt: error: …` and exits with code 2.
+    The message says what is wrong, which value, and what to do about it, in one line. The command line
+    prints it as `offload-rt: error: …` and exits with code 2.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its type if the message is empty."""
+    """Returns the first line of an error's message, shortened; the error's type where it has no message."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if isinstance(error, KeyError) or not text:  # the message of a KeyError is the missing key alone
+        text = f"{type(error).__name__} {text}".strip()
+    return shortened(text.splitlines()[0])
+
+
+def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
+    """Returns `text` without its middle where it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end - 3]} … {text[-end:]}"

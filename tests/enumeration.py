@@ -159,6 +159,15 @@ def distance(found: Probs, expected: Probs) -> float:
 # ------------------------------------------------------------------------------------------- runs
 
 
+class Free:
+    """Predicts that passes and drafts take no time, so that all outcomes are drafted for."""
+
+    def pass_ms(self, length: int, shape: DraftShape) -> float:
+        return 0.0
+
+    draft_ms = pass_ms
+
+
 class BackgroundAtOnce:
     """A pass thread that runs a pass at once and reports its end when the clock says so."""
 
@@ -197,7 +206,12 @@ class Text(TokenSequence):
         self.full: Any = verifier.cache
         self.full.verified = list(enumerate(prompt[:-1]))
         self.controller: Any = SpeculationController(
-            verifier, shape if shape.depth else None, ahead=ahead, step_down=False, clock=clock
+            Free(),
+            shape.candidates() if shape.depth else [shape],
+            0.5,
+            ahead=ahead,
+            step_down=False,
+            clock=clock,
         )
         self.controller.observe = lambda *given: None
         self.ready, self.rounds, self._ended = None, [], False

@@ -41,7 +41,7 @@ from bench.systems import ours
 from cpu_kv import PacedLink
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
-from offload_rt.machine import doctor
+from offload_rt.machine import inspection
 from offload_rt.machine.hardware import Hardware, named_hardware
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.loading import load_model
@@ -184,9 +184,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     random_model = gpu_engine_checks.random_model
 
     def usable(
-        home: torch.device, loaded: int = 0, progress: Any = None, cards: Sequence[Any] = ()
+        home: torch.device, loaded: int = 0, progress: Any = None, other_gpus: Sequence[Any] = ()
     ) -> Hardware:
-        measured = named_hardware("rtx4090", 1 + len(cards))
+        measured = named_hardware("rtx4090", 1 + len(other_gpus))
         gpus = tuple(dataclasses.replace(one, memory_bytes=GIB) for one in measured.gpus)
         return dataclasses.replace(measured, gpus=gpus)
 
@@ -206,7 +206,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
     monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
-    monkeypatch.setattr(gpu_checks.triton_kernels, "check", lambda home: None)
+    monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda home: None)
     schedule, GPUS.schedule = GPUS.schedule, "late"
     yield
     torch.cuda.synchronize()
@@ -287,17 +287,12 @@ def test_memory_that_kernels_cannot_use_is_a_failure(
     if broken == "refused":
         monkeypatch.setattr(PINNED, "register", lambda *given: 2)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *given: 2))
-        monkeypatch.setattr(gpu_checks, "measure_link", lambda *given: (1.0, 1.0, Links()))
+        monkeypatch.setattr(gpu_checks, "measure_link", lambda *given: (1.0, 1.0, (4, 16)))
     else:
         computed = gpu_checks.computed_copy
         monkeypatch.setattr(gpu_checks, "computed_copy", lambda one, out=None: computed(one.flip(0), out=out))
     (failure,) = found("registration")["failed"]
     assert ("page-lock" if broken == "refused" else "other bytes") in failure
-
-
-@dataclasses.dataclass
-class Links:
-    pinned: bool = False
 
 
 @pytest.mark.gpu
@@ -308,7 +303,7 @@ def test_wrong_attention_is_a_failure(device: None, broken: str, monkeypatch: py
         raise RuntimeError("a kernel differs from its plain form by 2")
 
     if broken == "triton":
-        monkeypatch.setattr(gpu_checks.triton_kernels, "check", differs)
+        monkeypatch.setattr(gpu_checks.triton_operators, "check", differs)
     elif broken == "mask":  # of a page that is masked completely, the kernel makes NaN
         monkeypatch.setattr(TorchCudaBackend, "mask", lambda backend, mask, dtype: mask.to(dtype))
     else:
@@ -475,10 +470,10 @@ def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pyte
     for name, tell in told.items():
         monkeypatch.setattr(torch.cuda, name, tell)
     machine = SimpleNamespace(hardware=named_hardware("rtx4090"))
-    monkeypatch.setattr(doctor, "inspect", lambda on_progress: machine)
+    monkeypatch.setattr(inspection, "inspect", lambda on_progress: machine)
 
     def usable() -> float:
-        return doctor.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
+        return inspection.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
 
     assert usable() == 80 + 1 + 3, "free, reserved and not handed out, loaded"
     worker.cap(24.0, "cuda:0")

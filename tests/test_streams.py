@@ -21,7 +21,7 @@ from tiny_models import byte_ids
 from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, TokenEvent, TokenStream, UsageError
+from offload_rt import LLM, SamplingParams, TokenEvent, TokenStream, UsageError, clock
 from offload_rt.engine.engine import Engine
 
 
@@ -88,12 +88,14 @@ def test_a_failed_step_is_raised_and_recorded(make: Any, monkeypatch: pytest.Mon
 def test_the_time_between_steps_does_not_count(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
-    def clock() -> float:
+    def step(subject: Engine, *sequences: Any) -> Any:
         nonlocal now
         now += 1.0
-        return now
+        return stepped(subject, *sequences)
 
-    monkeypatch.setattr("offload_rt.output.perf_counter", clock)
+    stepped = Engine.step
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(clock, "now", lambda: now)
     for _ in (stream := make("triforce").stream(PROMPT, PARAMS)):
         now += 100.0
     assert stream.result.timings.predicted_ms == 1e3 * stream.result.rounds

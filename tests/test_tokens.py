@@ -136,7 +136,7 @@ def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> 
             assert setting.passed == [len(text) - accepted - 1 - before, 1, 1]
             # The KV of accepted tokens stays. That of the last one drawn was never computed.
             assert cache.verified_length == len(text) - accepted - 1 + min(accepted, 2)
-            assert len(cache.held) == 0
+            assert len(cache.speculative) == 0
     assert seen == {0, 1, 2, 3}
     with opened(target, "triforce") as setting:  # rounds of the middle level, before anything is verified
         middle, view, due = setting.drafter, setting.sequence.view, 1
@@ -168,8 +168,8 @@ def test_a_draft_is_read_together_with_its_verdict(
         assert len(draft) == shape.size and not draft.tokens.arrived
         verifier, view = setting.verifier, setting.sequence.view
         verification = verifier.verification(view, draft)
-        (output,) = verifier.model.forward([verification.part])
-        result = run_alone(verifier.verdict(draft, verification.part, output))
+        (output,) = verifier.model.forward([verification.input])
+        result = run_alone(verifier.verdict(draft, verification.input, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them
@@ -177,7 +177,7 @@ def test_a_draft_is_read_together_with_its_verdict(
         assert len(path) == result.accepted
         # The drafter's cache holds the accepted tokens, but for leaves of a small model's draft.
         cache, text = setting.drafter.cache, view.extended(result.tokens[:-1])
-        found = cache.held.match(text.part(cache.verified_length))
+        found = cache.speculative.match(text.part(cache.verified_length))
         computed = result.accepted if config == "retrieval" else min(result.accepted, shape.depth - 1)
         assert cache.verified_length + len(found) == len(view) + computed
 
