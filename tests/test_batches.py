@@ -156,7 +156,7 @@ def test_room_for_a_batch_is_room_for_the_sum_of_its_texts(
         texts, params = [byte_ids(40), byte_ids(2)], [SamplingParams(max_tokens=n) for n in (10, 8)]
         assert [len(one.tokens) for one in llm.generate(texts, params)] == [10, 8]
         monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
-        with pytest.raises(UsageError, match="KV of 420 tokens .* of all texts together fit"):
+        with pytest.raises(UsageError, match="KV of 420 tokens .* of all sequences together fit"):
             llm.generate([byte_ids(400), texts[1]], params)
         assert llm.engine.store.used_bytes == 0
 
