@@ -6,7 +6,7 @@ from pathlib import Path
 from offload_rt import LLM, SamplingParams
 
 if len(sys.argv) < 2:
-    sys.exit("give a text: python examples/ask.py book.txt")
+    sys.exit("usage: python examples/ask.py FILE")
 text = Path(sys.argv[1]).read_text(encoding="utf-8")
 params = SamplingParams(temperature=0, max_tokens=32)
 

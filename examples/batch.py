@@ -6,7 +6,7 @@ from pathlib import Path
 from offload_rt import LLM, SamplingParams
 
 if len(sys.argv) < 2:
-    sys.exit("give texts: python examples/batch.py one.txt two.txt")
+    sys.exit("usage: python examples/batch.py FILE FILE")
 prompts = [Path(name).read_text(encoding="utf-8") for name in sys.argv[1:]]
 
 with LLM() as llm:

@@ -6,7 +6,7 @@ from pathlib import Path
 from offload_rt import LLM, SamplingParams
 
 if len(sys.argv) < 2:
-    sys.exit("give a text: python examples/compare.py book.txt")
+    sys.exit("usage: python examples/compare.py FILE")
 prompt = Path(sys.argv[1]).read_text(encoding="utf-8")
 params = SamplingParams(temperature=0, max_tokens=64)
 

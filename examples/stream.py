@@ -6,7 +6,7 @@ from pathlib import Path
 from offload_rt import LLM, SamplingParams
 
 if len(sys.argv) < 2:
-    sys.exit("give a text: python examples/stream.py book.txt")
+    sys.exit("usage: python examples/stream.py FILE")
 prompt = Path(sys.argv[1]).read_text(encoding="utf-8")
 params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, seed=1)
 

@@ -30,7 +30,7 @@ def _small_copies(device: torch.device) -> SmallCopies:
 
 
 class PendingRead:
-    """A tensor on its way to host memory; made where it is computed, waited for in any thread."""
+    """An asynchronous copy of a tensor to host memory. Any thread may wait for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._there = tensor
@@ -38,10 +38,11 @@ class PendingRead:
         if tensor.is_cuda:
             self._there = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._there.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # a thread that spins would take a core
+            self._event = torch.cuda.Event(blocking=True)  # a spinning thread would occupy a core
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
+        """Waits for the copy; returns the tensor in host memory."""
         if self._event is not None:
             self._event.synchronize()
         return self._there

@@ -1,4 +1,4 @@
-"""What OpenMP and CUDA read from the environment, once, when torch is loaded: so this imports nothing."""
+"""Environment variables that OpenMP and CUDA read once, when torch is loaded: torch is not imported here."""
 
 import os
 
@@ -8,8 +8,8 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def wait_passively(driver: str = NVIDIA_DRIVER) -> None:
-    """Where there is a GPU, lets idle threads sleep: spinning, they take the cores of those that feed it."""
+    """Sets OMP_WAIT_POLICY=PASSIVE on GPU hosts so that idle threads do not spin, and more CUDA queues."""
     if os.path.exists(driver):
         os.environ.setdefault(WAIT_POLICY, "PASSIVE")
-        # Of 8 hardware queues, as there are by default, streams may share one: a draft would wait for copies.
+        # With the default of 8 hardware queues, two streams may share one, and a draft would wait for copies.
         os.environ.setdefault(CONNECTIONS, "32")

@@ -1,7 +1,6 @@
-"""From logits to the probabilities of the next token, and from those to a token.
+"""Logits to probabilities, and probabilities to tokens.
 
-Every model of a composition uses the same `Sampler`, and every random choice of the program is made by
-one `Draws`.
+All models of a composition use the same `Sampler`, and one `Draws` makes every random choice.
 """
 
 from __future__ import annotations
@@ -19,12 +18,15 @@ from offload_rt.trees import Tree
 
 @dataclass(frozen=True)
 class Sampler:
-    """How logits become probabilities: temperature, then top-k, then top-p, in the order of transformers.
+    """Temperature, top-k and top-p, applied in this order, as in transformers.
 
     Attributes:
-        temperature: 0 is greedy: all probability is on the largest logit.
+        temperature: 0 is greedy decoding.
+        top_p: keep the smallest set of most likely tokens whose probabilities reach this sum.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the fewest most likely tokens whose probabilities reach this sum.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -44,13 +46,13 @@ class Sampler:
         return self.temperature == 0.0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Probabilities `[rows, vocabulary]` of `logits` `[rows, vocabulary]`, in float32 or wider.
+        """Returns the probabilities of `logits`, both `[rows, vocabulary]`, in float32 or wider.
 
-        Not defined for a greedy sampler, which needs the argmax alone: see `choices`.
+        Not for a greedy sampler, which takes the argmax: see `choices`.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # The largest becomes 0 first: a tiny temperature must not make it infinite. One that the dtype rounds
-        # to 0 would make it NaN.
+        # The largest logit becomes 0, so that a tiny temperature does not make it infinite. A temperature
+        # that the dtype rounds to 0 would make it NaN.
         temperature = max(self.temperature, torch.finfo(wide.dtype).tiny)
         wide = (wide - wide.amax(-1, keepdim=True)) / temperature
         if 0 < self.top_k < wide.shape[-1]:
@@ -66,42 +68,45 @@ class Sampler:
 
 
 def choices(logits: Tensor) -> Tensor:
-    """The most likely token of each row, `[rows]` on their device; the lowest id among equals."""
+    """Returns the most likely token of each row, `[rows]`, on the same device; among equals the lowest ID."""
     return logits.argmax(-1)
 
 
 def pick(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The token where the running sum of each row passes the share `uniforms` of the whole (inverse CDF).
+    """Samples a token from each row by inverting its cumulative distribution at `uniforms`.
 
     Args:
         probs: `[..., vocabulary]`; need not be normalized. A token of probability 0 is never picked.
         uniforms: `[...]` float64, at least 0 and below 1.
 
     Returns:
-        `[...]` on the device of `probs`: nothing waits for it.
+        Token IDs `[...]` on the device of `probs`; the host does not wait.
     """
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     at = (uniforms * cumulative[..., -1])[..., None]
     tokens = torch.searchsorted(cumulative, at, right=True)[..., 0]
-    return tokens.clamp(max=probs.shape[-1] - 1)  # beyond the end only where a row is NaN or all 0
+    return tokens.clamp(max=probs.shape[-1] - 1)  # beyond the end only if a row is NaN or all 0
 
 
 class Draws(Protocol):
-    """Every random choice the program makes. Results stay on the device of what they are drawn from."""
+    """The source of every random choice. Results stay on the device of the probabilities."""
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """A token from each row of `probs` `[..., vocabulary]`, which need not be normalized; `[...]`."""
+        """Draws a token from each row of `probs` `[..., vocabulary]`, normalized or not; `[...]`."""
 
     def descend(self, tree: Tree, chances: Tensor) -> Tensor:
         """Walks down a tree from its root; returns the row of the last accepted node, 0-d.
 
-        At each node its children are tried in order, and child `i` is accepted with probability
-        `chances[i]` (1 and above: always). Row 0 is the root, row `1 + i` is node `i`.
+        At each node the children are tried in order, and child `i` is accepted with probability
+        `chances[i]` (always if it is 1 or more). Row 0 is the root, row `1 + i` is node `i`.
         """
 
 
 class GeneratorDraws:
-    """Draws on one device from explicit generators of one seed: the same seed repeats the same tokens."""
+    """Draws from generators of one seed on one device; a seed repeats its tokens.
+
+    Acceptance has a generator of its own: how many drafts are tested does not change the tokens drawn.
+    """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
         self._tokens = torch.Generator(device).manual_seed(seed)
@@ -115,5 +120,5 @@ class GeneratorDraws:
 
 
 def _uniforms(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """From [0, 1), in float64."""
+    """Returns uniform numbers in [0, 1), float64."""
     return torch.rand(shape, dtype=torch.float64, device=generator.device, generator=generator)

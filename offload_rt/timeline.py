@@ -1,4 +1,4 @@
-"""What ran when, for a picture of a round: spans on lanes, recorded where they happen."""
+"""A timeline of decode steps: named spans on lanes, recorded by the code that runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload_rt import clock
 
 @dataclass(frozen=True)
 class Span:
-    """From `start` to `end`, in seconds of `clock.now`."""
+    """A named interval; `start` and `end` are in seconds of `clock.now`."""
 
     lane: str
     name: str
@@ -20,10 +20,10 @@ class Span:
 
 
 class Timeline:
-    """Spans of any thread.
+    """Records spans of any thread.
 
     Attributes:
-        spans: those that have ended, in the order of their ends.
+        spans: finished spans, in the order in which they ended.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Records how long the block takes; on a GPU, how long it takes to enqueue it."""
+        """Records how long the block takes on the host; GPU work is only enqueued in it."""
         start = clock.now()
         try:
             yield

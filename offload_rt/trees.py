@@ -1,4 +1,4 @@
-"""The shape of a token tree: which node hangs below which, apart from the tokens.
+"""The structure of a token tree, without its tokens.
 
 Node `i` of a tree has row `1 + i` in every table over its nodes; row 0 is the root, the text so far.
 """
@@ -15,15 +15,18 @@ from torch import Tensor
 from offload_rt.host import to_device
 
 ROOT = -1
-"""Parent of the nodes that follow the text itself."""
+"""Parent of the nodes that directly follow the text."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Parents of its nodes; a node comes after its parent and after its elder siblings.
+    """A tree of nodes, each of which comes after its parent and its elder siblings.
 
     Attributes:
-        parents: index of each node's parent, `ROOT` below the text.
+        parents: index of each node's parent, or `ROOT`.
+
+    Raises:
+        ValueError: a parent is neither `ROOT` nor an earlier node.
     """
 
     parents: tuple[int, ...] = ()
@@ -41,7 +44,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Of each node; a child of the root has depth 1."""
+        """Depth of each node; a child of the root has depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else 1 + depths[parent])
@@ -49,7 +52,7 @@ class Tree:
 
     @cached_property
     def ranks(self) -> list[list[int]]:
-        """The eldest child of every node, then the second one of every node that has two, and so on."""
+        """Nodes by sibling rank: all eldest children, then all second children, and so on."""
         ranks: list[list[int]] = []
         seen: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
@@ -61,7 +64,7 @@ class Tree:
         return ranks
 
     def path(self, row: int) -> list[int]:
-        """Nodes from below the root down to `row`."""
+        """Returns the nodes from a child of the root down to `row`."""
         path = []
         node = row - 1
         while node != ROOT:
@@ -70,10 +73,10 @@ class Tree:
         return path[::-1]
 
     def tries(self, path: Sequence[int], nodes: int | None = None) -> list[tuple[int, int]]:
-        """How many children were accepted and rejected on an accepted `path`: eldest ones, second ones, …
+        """Counts accepted and rejected nodes by sibling rank, given the accepted `path`.
 
         Args:
-            nodes: only the first so many count.
+            nodes: count only so many nodes from the start; None: all.
         """
         reached = {ROOT, *path}
         tries: list[tuple[int, int]] = []
@@ -85,38 +88,38 @@ class Tree:
         return tries
 
     def parent_rows(self, device: torch.device) -> Tensor:
-        """Row of each node's parent, `[nodes]`."""
+        """Returns the row of each node's parent, `[nodes]`."""
         return on_device(tuple(parent + 1 for parent in self.parents), device)
 
     def descend(self, accepted: Tensor) -> Tensor:
-        """The row where a walk from the root ends that goes on through the first accepted child; 0-d.
+        """Walks from the root to the first accepted child until there is none; returns the last row, 0-d.
 
         Args:
-            accepted: `[nodes]` bool, on the device. Nothing here waits for it.
+            accepted: `[nodes]` bool on the device; the host does not wait for it.
         """
         if self.is_chain:
             return accepted.long().cumprod(0).sum()
         device = accepted.device
         rows = torch.arange(1 + len(self), device=device)
         following = rows.clone()
-        for rank in reversed(self.ranks):  # the eldest last: it has the first say
+        for rank in reversed(self.ranks):  # the eldest last, because it takes precedence
             nodes = on_device(tuple(rank), device)
             above = self.parent_rows(device)[nodes]
             following[above] = torch.where(accepted[nodes], nodes + 1, following[above])
-        for _ in range(max(self.depths).bit_length()):  # each time twice as many steps
+        for _ in range(max(self.depths).bit_length()):  # pointer doubling: twice as many steps each time
             following = following[following]
         return following[0]
 
 
 @lru_cache(maxsize=1024)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Indices that recur from round to round, sent once."""
+    """Returns indices on the device; those that recur from step to step are uploaded once."""
     with torch.inference_mode(False):
         return to_device(numbers, device)
 
 
 def forest(sequences: Sequence[int]) -> Tree:
-    """Chains of the given lengths side by side below the root."""
+    """Returns a tree of chains of the given lengths, side by side below the root."""
     parents: list[int] = []
     for length in sequences:
         start = len(parents)

@@ -1,4 +1,4 @@
-"""What every test runs under."""
+"""Environment of all tests, and which of them run on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 from itertools import groupby
 from typing import Any
 
-# Before anything imports transformers: no test may reach for the network.
+# Before transformers is imported: no test may use the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Before anything imports torch: threads wait for each other longer than tiny models compute.
+# Before torch is imported: tiny models compute faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -25,7 +25,7 @@ if EMULATED_CUDA:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    import torch  # which a process that only hands out tests does without
+    import torch  # not in the process that only distributes tests
 
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -36,7 +36,7 @@ def _test(item: Any) -> tuple[str, bool]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """On an emulated GPU, some of the cases of slow tests: `EMULATED_CUDA_EVERY=1` runs all."""
+    """Selects some cases of slow tests on an emulated GPU; `EMULATED_CUDA_EVERY=1` runs all."""
     if EMULATED_CUDA:
         every = int(os.environ.get("EMULATED_CUDA_EVERY", "20"))
         slow = [item for item in items if item.path.stem in ("test_graphs", "test_streaming_engine")]

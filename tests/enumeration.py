@@ -1,69 +1,59 @@
-"""The exact distribution of what the program emits, by enumeration of every random choice it makes.
+"""The exact output distribution of the program, by enumeration of every random choice it makes.
 
-`output_probs` runs the program once for each path of choices, weighs what it puts out with the product of
-their probabilities, and so finds the distribution itself instead of samples from it. What is run is the real
-code: sequences, rounds, the verifiers, the drafters, the rules of acceptance, the driver that advances many
-texts at once. Only what stands for a transformer is small: `TableModel`, whose logits are a fixed random
-function of the tokens it is shown, and caches that hold tokens in place of KV. The model sees the text
-through its cache alone, with the positions and ancestors that the verifier stated, so a wrong commit,
-rollback, position or mask shows as a wrong distribution.
+`output_probs` runs the program once per path of choices and weights each output with the product of the
+probabilities of its choices: it computes the distribution instead of sampling it. It runs the real sequences,
+decode steps, verifiers, drafters, acceptance rules and batches. Only the models and their caches are small:
+see `table_models.py`.
 """
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import FunctionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from table_models import VOCABULARY, Composition, TableModel
 from torch import Tensor
 
-from offload_rt.caches.base import NewTokens, VerifiedTokens
-from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.drafting.base import Drafter
-from offload_rt.drafting.growth import Growth
-from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
-from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.head_drafter import HeadModel
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
-from offload_rt.model.draft_head import Head
-from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import BatchRunner, LevelStats, Outputs, Passed
 from offload_rt.sampling import Draws, Sampler, choices
 from offload_rt.timeline import NO_TIMELINE
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree
 
-VOCABULARY = 5
-NEGLIGIBLE = 1e-12  # rounding leaves branches like this one; too light to count
-
-Entry = tuple[int, int]
-"""(position, token): what a cache holds in place of KV."""
+NEGLIGIBLE = 1e-12
+"""Choices of a lower probability come from rounding, and are left out."""
 
 Probs = dict[tuple[int, ...], float]
 """Probability of each output."""
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
+Clock = Callable[[list[int]], bool]
+"""Whether a pass is over, given the choices made since it began."""
+
 
 # ------------------------------------------------------------------------------ every random choice
 
 
 class ScriptedDraws:
-    """Makes the choices of a script, then the first possible one each time.
+    """Makes the choices of a script, then the first possible choice each time.
 
     Args:
-        fixed: how many choices are the same on every path.
+        fixed: number of choices that are the same on every path.
 
     Attributes:
-        taken: which of its possible outcomes each choice took so far.
-        possible: how many it had; outcomes of probability 0 do not count.
-        probability: product of the probabilities of what was taken, the fixed choices left out.
+        taken: index of each choice made so far, among the outcomes of positive probability.
+        possible: number of those outcomes.
+        probability: product of the probabilities of the choices behind the fixed ones.
     """
 
     def __init__(self, script: Sequence[int] = (), fixed: int = 0) -> None:
@@ -91,7 +81,7 @@ class ScriptedDraws:
     def _token(self, weights: list[float]) -> int:
         total = sum(weights)
         if total <= 0.0:
-            return len(weights) - 1  # nothing is left to draw: a candidate that is never accepted
+            return len(weights) - 1  # no token is left to draw: this one is never accepted
         return self._take([(token, weight / total) for token, weight in enumerate(weights)])
 
     def descend(self, tree: Tree, chances: Tensor) -> Tensor:
@@ -119,7 +109,7 @@ class ScriptedDraws:
 
 
 def outcome_probs(run: Callable[[Draws], Outcome]) -> dict[Outcome, float]:
-    """Probability of each value of `run`, over all its random choices."""
+    """Probability of each return value of `run`, over all its random choices."""
     probs: dict[Outcome, float] = defaultdict(float)
     script: list[int] | None = []
     while script is not None:
@@ -129,194 +119,8 @@ def outcome_probs(run: Callable[[Draws], Outcome]) -> dict[Outcome, float]:
     return probs
 
 
-# ---------------------------------------------------------------------------- models without weights
-
-
-class TokenCache:
-    """Verified entries, speculative ones behind them, and the pending ones of a pass.
-
-    Args:
-        view: models compute other logits through each view, as they do over KV that is left out.
-    """
-
-    sinks, window = 1, 2
-
-    def __init__(self, view: str) -> None:
-        self.view = view
-        self.verified: list[Entry] = []
-        self.drafted: list[Entry] = []
-        self.speculative = SpeculativeTokens()
-        self.new: NewTokens | None = None
-        self.pending: list[Entry] = []
-        self.skipped = 0
-
-    @property
-    def verified_length(self) -> int:
-        return self.skipped + len(self.verified)
-
-    def begin(self, new: NewTokens) -> None:
-        self.new, self.pending = new, []
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        raise NotImplementedError("a table needs no attention")
-
-    def seen_by(self, token: int) -> list[Entry]:
-        """What a new token sees, itself included."""
-        assert self.new is not None
-        behind = [*self.drafted, *self.pending]
-        sees = self.new.sees[token]
-        return self.verified + [entry for at, entry in enumerate(behind) if sees >> at & 1]
-
-    def commit(self, kept: Sequence[int]) -> None:
-        new, pending = self._end_pass()
-        self.drafted += [pending[index] for index in kept]
-        new.commit_to(self.speculative, kept)
-
-    def _end_pass(self) -> tuple[NewTokens, list[Entry]]:
-        assert self.new is not None, "commit without a pass"
-        ended = self.new, self.pending
-        self.new, self.pending = None, []
-        return ended
-
-    def keep(self, entries: Sequence[int]) -> None:
-        self.drafted = [self.drafted[entry] for entry in entries]
-        self.speculative.keep(entries)
-
-    def settle(self) -> None:
-        self.verified += self.drafted
-        self.drafted = []
-        self.speculative.clear()
-
-    # What only some caches do.
-
-    def adopt(self, verified: VerifiedTokens) -> None:
-        came = [(int(position), int(token)) for position, token in verified.kv[0, 0].tolist()]
-        assert [token for _, token in came] == verified.tokens
-        path = self.speculative.match(verified.tokens)
-        self.keep(self.speculative.below(path[-1]) if path and len(path) == len(came) else [])
-        self.verified += came
-
-    def reset(self) -> None:
-        self.verified, self.drafted, self.new, self.skipped = [], [], None, 0
-        self.speculative.clear()
-
-    def skip(self, tokens: int) -> None:
-        self.skipped += tokens
-
-
-class FullTokenCache(TokenCache):
-    """Everything committed is final, and the derived caches are told of it."""
-
-    def __init__(self) -> None:
-        super().__init__("full")
-        self.derived: list[TokenCache] = []
-
-    def commit(self, kept: Sequence[int]) -> None:
-        new, pending = self._end_pass()
-        chosen = [pending[index] for index in kept]
-        self.verified += chosen
-        entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
-        ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
-        for cache in self.derived:
-            cache.adopt(VerifiedTokens(ids, entries, entries, new.count - 1))
-
-    def keep(self, entries: Sequence[int]) -> None:
-        assert not entries
-
-    def catch_up(self) -> None:
-        pass
-
-    def build_derived(self) -> None:
-        for cache in self.derived:
-            cache.verified = list(self.verified)
-
-
-class TableModel:
-    """Logits are a fixed random function of the newest three entries in sight and of how many there are.
-
-    Args:
-        seed: another seed is another model; all models share a part, so that they often agree.
-        support: tokens possible in a row are at most so many, another set in each model.
-    """
-
-    device = torch.device("cpu")
-    dtype = torch.float64
-
-    def __init__(self, seed: int, support: int = VOCABULARY) -> None:
-        self._seed = seed
-        self._support = support
-        self._rows: dict[tuple[Hashable, ...], Tensor] = {}
-
-    def logits(self, view: str, entries: Collection[Entry]) -> Tensor:
-        """`[vocabulary]` after the entry of the highest position, which sees `entries`."""
-        key = (view, len(entries), *sorted(entries)[-3:])
-        if key not in self._rows:
-            shared, own = random.Random(str(key[1:])), random.Random(f"{self._seed} {key}")
-            row = [1.5 * shared.gauss() + 0.9 * own.gauss() for _ in range(VOCABULARY)]
-            support = own.randint(max(2, self._support - 1), self._support)
-            least = sorted(row)[-support]
-            self._rows[key] = torch.tensor([x if x >= least else -1e6 for x in row], dtype=self.dtype)
-        return self._rows[key]
-
-    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
-        outputs = []
-        for part in parts:
-            logits = self._part(part, plan)
-            outputs.append(PassOutput(logits, logits.clamp(min=-3.0) if part.hidden else None))
-        return outputs
-
-    def _part(self, part: PassInput, plan: LayerPlan | None) -> Tensor:
-        cache, new = part.cache, part.new
-        assert isinstance(cache, TokenCache)
-        tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
-        assert len(tokens) == new.count
-        cache.begin(new)
-        cache.pending = list(zip(part.positions, tokens, strict=True))
-        view = cache.view if plan is None else f"{cache.view} {plan}"
-        return torch.stack(
-            [self.logits(view, cache.seen_by(token)) for token in range(new.count - part.rows, new.count)]
-        )
-
-    def raise_nan(self, part: PassInput) -> NoReturn:
-        raise AssertionError("a table has no NaN")
-
-
-class HeadTable:
-    """What a head takes from its target: embeddings, and logits of states.
-
-    Args:
-        support: tokens possible in a row.
-    """
-
-    device = torch.device("cpu")
-    dtype = torch.float64
-
-    def __init__(self, seed: int, support: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._support = support
-        self._embeddings = torch.randn(VOCABULARY, VOCABULARY, dtype=self.dtype, generator=generator)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._embeddings[tokens][None]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        least = hidden[0].topk(self._support).values[:, -1:]
-        return hidden[0].masked_fill(hidden[0] < least, -1e6)
-
-
-def random_head(hidden: int, inner: int, seed: int) -> Head:
-    """A head whose states are about as large as they were."""
-    head = Head(hidden, inner)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in head.parameters():
-            if weight.ndim == 2:
-                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-    return head
-
-
 def next_probs(sampler: Sampler, logits: Tensor) -> list[float]:
-    """The distribution of one token, greedy included."""
+    """The distribution of the next token, one-hot if the sampler is greedy."""
     if sampler.greedy:
         return [float(token == int(choices(logits))) for token in range(VOCABULARY)]
     probabilities: list[float] = sampler.probs(logits[None])[0].tolist()
@@ -331,7 +135,7 @@ def own_probs(
     stop_tokens: Collection[int] = (),
     view: str = "full",
 ) -> Probs:
-    """The distribution of `count` tokens of the model alone: the product of its conditional ones."""
+    """The distribution of `count` tokens of the model alone: the product of its conditional distributions."""
     grown: Probs = {(): 1.0}
     for _ in range(count):
         longer: Probs = {}
@@ -352,74 +156,11 @@ def distance(found: Probs, expected: Probs) -> float:
     return max(abs(found.get(o, 0.0) - expected.get(o, 0.0)) for o in found.keys() | expected.keys())
 
 
-# ------------------------------------------------------------------------------------- compositions
-
-Composition = Callable[[Sampling], Verifier]
-Clock = Callable[[list[int]], bool]
-"""Whether a pass is over, by the choices that were drawn since it began."""
-
-
-class Parts:
-    """What compositions are made of. A composition is built anew for each path."""
-
-    def __init__(self, seed: int, support: int = VOCABULARY) -> None:
-        self.target = TableModel(seed, support)
-        self.small = TableModel(seed + 1, support)
-        head_target: Any = HeadTable(seed, support)
-        self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
-
-    def full(self, below: Level) -> Composition:
-        """The target over its full cache, with a level below it that may derive caches from that."""
-
-        def compose(sampling: Sampling) -> Verifier:
-            cache = FullTokenCache()
-            drafter = below(self, cache, sampling)
-            return Verifier("full", self.target, cache, drafter, sampling)
-
-        return compose
-
-
-Level = Callable[[Parts, FullTokenCache, Sampling], Drafter]
-
-
-def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-    """No level: what is above it decodes plainly."""
-    return Drafter()
-
-
-def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
-    """A head on the target's hidden states."""
-    return HeadDrafter(parts.head, sampling)
-
-
-def target_over(
-    view: str,
-    below: Level = nothing,
-    shape: DraftShape = CHAIN,
-    *plans: LayerPlan | None,
-) -> Level:
-    """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
-
-    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-        drafter, cache = below(parts, full, sampling), TokenCache(view)
-        full.derived.append(cache)
-        return ModelDrafter(view, parts.target, cache, drafter, sampling, *plans, shape_below=shape)
-
-    return level
-
-
-def small_model(*plans: LayerPlan) -> Level:
-    """The small model over a cache of its own."""
-
-    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-        cache: Any = TokenCache("small")
-        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *plans)
-
-    return level
+# ------------------------------------------------------------------------------------------- runs
 
 
 class Free:
-    """Prices nothing: as many outcomes are drafted for as are asked for."""
+    """Predicts that passes and drafts take no time, so that all outcomes are drafted for."""
 
     def pass_ms(self, length: int, shape: DraftShape) -> float:
         return 0.0
@@ -428,7 +169,7 @@ class Free:
 
 
 class BackgroundAtOnce:
-    """Runs a background pass at once, and says that it is over when a clock says so."""
+    """A pass thread that runs a pass at once and reports its end when the clock says so."""
 
     def __init__(self, draws: ScriptedDraws, clock: Clock) -> None:
         self._draws = draws
@@ -448,7 +189,7 @@ class BackgroundAtOnce:
 
 
 class Text(TokenSequence):
-    """A sequence whose caches hold tokens in place of KV, and whose pace learns nothing from its rounds."""
+    """A sequence over table models, whose controller never adapts."""
 
     def __init__(
         self,
@@ -487,31 +228,24 @@ class Text(TokenSequence):
 
 
 def _frozen(value: Any) -> Hashable:
-    """The value of an object and of all it holds, without its statistics."""
+    """The value of an object and of all it holds, without statistics."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, tuple) and value and isinstance(value[0], Tokens):  # of a cache: one of some tokens
+        tokens, at = value
+        return tokens.known[at] if tokens.arrived else None
     if isinstance(value, list | tuple | range):
         return tuple(map(_frozen, value))
     if isinstance(value, set | frozenset):
         return tuple(sorted(value))
     if isinstance(value, dict):
         return tuple((key, _frozen(held)) for key, held in value.items())
-    if isinstance(value, Rounds | Growth):
-        left = ("_verifier", "_changes")
-        held = {name: held for name, held in vars(value).items() if name not in left}
-        if isinstance(value, Growth) and isinstance(value._verifier.cache, HeadStates):
-            held["_states"] = value._verifier.cache  # of this draft alone
-        return _frozen(held)
-    if isinstance(value, SpeculativeTokens):
-        tokens = [held.known[at] if held.arrived else None for held, at in value._tokens]
-        return (tuple(tokens), tuple(value.parents))
-    if isinstance(value, TableModel | HeadModel | Sampling | LevelStats | FunctionType):
+    if isinstance(value, TableModel | HeadModel | Sampling | LevelStats | FunctionType) or callable(value):
         return None  # the same in every path, or never read
-    if callable(value):
-        return None
     if isinstance(value, Tensor):
         return (tuple(value.shape), *value.flatten().tolist())
-    return (type(value).__name__, *((name, _frozen(held)) for name, held in vars(value).items()))
+    held = {name: _frozen(held) for name, held in vars(value).items() if name.lstrip("_") != "changes"}
+    return (type(value).__name__, *held.items())
 
 
 def output_probs(
@@ -526,12 +260,13 @@ def output_probs(
     ahead: int = 0,
     clock: Clock | None = None,
 ) -> Probs:
-    """The exact distribution of the first `count` tokens that the composition puts out.
+    """The exact distribution of the first `count` tokens that a composition emits.
 
     Args:
-        shape: what is drafted for the full cache in a round.
-        max_tokens: where decoding ends; default: so late that it cuts no draft.
-        ahead, clock: outcomes that are drafted for while a pass runs; None: no clock is asked.
+        shape: of the drafts for the full cache.
+        max_tokens: where decoding ends; by default so late that it cuts no draft.
+        ahead: number of outcomes that are drafted for while a pass runs.
+        clock: None: the controller asks no clock.
     """
 
     def start(draws: ScriptedDraws) -> tuple[list[Text], Any]:
@@ -555,10 +290,10 @@ def output_probs(
 def joint_probs(
     start: Callable[[ScriptedDraws], tuple[list[Text], Any]], finished: Callable[[list[Text]], bool]
 ) -> dict[tuple[tuple[int, ...], ...], float]:
-    """The joint distribution of what several texts put out that are stepped together.
+    """The joint distribution of the outputs of several sequences that are stepped together.
 
-    Between two rounds the program is its objects and its texts. Paths that have led to the same state have
-    the same future: their probabilities are added, and one of them goes on for all.
+    Paths that lead to the same state have the same future: one of them continues with their total
+    probability.
     """
     ended: dict[tuple[tuple[int, ...], ...], float] = defaultdict(float)
     waiting: dict[Hashable, tuple[list[int], float]] = {(): ([], 1.0)}  # state -> (a script to it, mass)
@@ -588,7 +323,7 @@ def joint_probs(
 
 
 def step(texts: Sequence[Text], thread: Any = None) -> None:
-    """One round of the texts that go on; `thread` is that of their background passes."""
+    """One decode step of the sequences that have not ended; `thread` runs their background passes."""
     going = [text for text in texts if not text.ended]
     for result in BatchRunner([decode_step(text) for text in going], thread).run():
         if isinstance(result, Exception):

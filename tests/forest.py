@@ -1,4 +1,4 @@
-"""Speculative tokens as plain lists, to compare caches with."""
+"""Speculative tokens as plain lists: the reference for caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass
 class Forest(Generic[T]):
-    """Speculative tokens below a verified text; the parent of one is an earlier one, or -1: the text."""
+    """Speculative tokens after a verified text. A parent is an earlier entry, or -1 for the text."""
 
     tokens: list[T] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Forest(Generic[T]):
         return len(self.tokens)
 
     def line(self, entry: int) -> list[int]:
-        """Entries from below the text down to `entry`, inclusive; none for -1."""
+        """Returns the path of entries from the text to `entry`, inclusive; empty for -1."""
         line = []
         while entry >= 0:
             line.append(entry)
@@ -34,19 +34,19 @@ class Forest(Generic[T]):
         return Forest(self.tokens + tokens, self.parents + parents)
 
     def only(self, entries: Sequence[int]) -> Forest[T]:
-        """These entries in this order; what has lost its parent is below the text."""
+        """Keeps these entries in this order; entries without their parent follow the text."""
         place = {entry: number for number, entry in enumerate(entries)}
         parents = [place.get(self.parents[entry], -1) for entry in entries]
         return Forest([self.tokens[entry] for entry in entries], parents)
 
     def after(self, verified: list[T]) -> Forest[T]:
-        """What is still speculation, and still right, once `verified` follow the text."""
+        """Returns the entries that continue the text once `verified` is part of it."""
         ends = [e for e in range(len(self)) if [self.tokens[n] for n in self.line(e)] == verified]
         below = [e for e in range(len(self)) if ends and ends[0] in self.line(e)[:-1]]
         return self.only(below)
 
     def closed(self, wanted: Sequence[bool]) -> list[int]:
-        """The wanted entries whose ancestors are wanted too: by depth, and the newest of a depth first."""
+        """Returns the wanted entries whose ancestors are wanted, by depth and newest first."""
         wanted = [*wanted, *[False] * len(self)]
         kept = [e for e in range(len(self)) if all(wanted[above] for above in self.line(e))]
         return sorted(kept, key=lambda entry: (len(self.line(entry)), -entry))

@@ -1,4 +1,4 @@
-"""The page of architectures says what the program says now."""
+"""The page of supported architectures agrees with the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ODD = ("deepseek_v3", "deepseek_v32", "minicpm3", "nanochat", "doge", "diffllama
 
 
 @pytest.mark.parametrize("model_type", RUNNING + MIXED + REFUSED + ODD)
-def test_the_page_says_what_the_program_says(model_type: str) -> None:
+def test_the_page_agrees_with_the_program(model_type: str) -> None:
     text = PAGE.read_text()
     if f"transformers {transformers.__version__}." not in text:
         pytest.skip(f"the page is of another version than {transformers.__version__}")

@@ -37,7 +37,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, seen
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.openmp import WAIT_POLICY, wait_passively
-from offload_rt.rejection_sampling import Tokens
+from offload_rt.tokens import Tokens
 
 DIM = 32
 SCALE = DIM**-0.5

@@ -1,14 +1,15 @@
-"""Batches: every member is the text that it would be alone, and passes are shared."""
+"""Batches: every member is generated as if it were alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, again, engine_overrides, passes_of
+from small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, engine_overrides
 from small_engine import draft as draft  # a fixture
 from small_engine import target as target
 from tiny_models import byte_ids, byte_tokenizer
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.engine import decode
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
@@ -33,7 +33,7 @@ PLACES: dict[str, dict[str, object]] = {
 
 @pytest.fixture(params=PLACES)
 def make(target: PreTrainedModel, draft: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Makes LLMs in place or over a link, and closes them."""
+    """Makes LLMs whose KV is attended in place or streamed, and closes them."""
     with ExitStack() as closing:
 
         def llm(config: str, **overrides: object) -> LLM:
@@ -46,37 +46,29 @@ def make(target: PreTrainedModel, draft: PreTrainedModel, request: pytest.Fixtur
 
 
 def told(result: GenerationResult) -> tuple[object, ...]:
-    """What a text is."""
+    """What a member shares with its single run."""
     return result.tokens, result.text, result.finish_reason, result.seed, result.prompt_tokens
 
 
 def letter_inside(tokens: list[int]) -> str:
-    """A printable one that comes in the middle of the text for the first time."""
+    """A printable character that is new in the middle of the text."""
     new = (token for at, token in enumerate(tokens) if at > 4 and token not in tokens[:at])
     return chr(next(token for token in new if 33 <= token < 127))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_members_are_their_single_runs(make: Any, config: str) -> None:
+def test_members_are_their_single_runs(make: Any, config: str, temperature: float) -> None:
     llm = make(config)
-    params = [SamplingParams(max_tokens=count, seed=count) for count in LENGTHS]
-    whole = llm.generate(PROMPTS[3], SamplingParams(max_tokens=20))
-    params[3] = SamplingParams(max_tokens=20, seed=1, stop=(letter_inside(whole.tokens),))
+    params = [SamplingParams(temperature, max_tokens=count, seed=at) for at, count in enumerate(LENGTHS)]
+    whole = llm.generate(PROMPTS[3], replace(params[3], max_tokens=20))
+    params[3] = replace(params[3], max_tokens=20, stop=(letter_inside(whole.tokens),))
     alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
     assert alone[3].finish_reason == "stop"
     together = llm.generate(PROMPTS, params)
     assert [told(member) for member in together] == [told(one) for one in alone]
     if config not in ("plain", "lookup"):
         assert all(member.timings.draft_n for member in together)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_seeds_repeat_the_tokens_of_single_runs(make: Any, config: str) -> None:
-    llm = make(config)
-    params = [SamplingParams(temperature=0.8, max_tokens=count, seed=count) for count in LENGTHS]
-    alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
-    together = llm.generate(PROMPTS, params)
-    assert [told(member) for member in together] == [told(one) for one in alone]
 
 
 @pytest.mark.parametrize("shape", ["tree:3,2", "sequences:3", "grown:12"])
@@ -100,14 +92,6 @@ def test_streams_and_a_batch_in_turns(make: Any, config: str) -> None:
     assert [list(tokens) for tokens in zip(*turns, strict=True)] == alone[:2]
 
 
-def test_one_pass_serves_all_members(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = passes_of(monkeypatch)
-    make("plain").generate(PROMPTS, [SamplingParams(max_tokens=count) for count in LENGTHS])
-    assert [len(counts) for counts, _ in passes] == [
-        sum(count > at for count in LENGTHS) for at in range(max(LENGTHS))
-    ]
-
-
 def test_members_share_the_time_of_their_passes(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
         together = llm.generate(PROMPTS, SamplingParams(max_tokens=12))
@@ -115,8 +99,7 @@ def test_members_share_the_time_of_their_passes(target: PreTrainedModel) -> None
         assert spent <= max(member.timings.predicted_ms for member in together)
 
 
-@pytest.mark.parametrize("cache", ["full", "derived"])
-def test_a_member_that_fails_ends_alone(make: Any, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_fails_ends_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("retrieval")
     params = [SamplingParams(max_tokens=count, seed=0) for count in LENGTHS]
     alone = [llm.generate(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
@@ -129,15 +112,13 @@ def test_a_member_that_fails_ends_alone(make: Any, cache: str, monkeypatch: pyte
         nonlocal steps
         steps += 1
         if steps == 2:
-            drafter = sequences[0].verifier.drafter
-            assert isinstance(drafter, ModelDrafter)
-            failing = sequences[0].full if cache == "full" else drafter.cache
-            monkeypatch.setattr(failing, "attend", broken)
+            monkeypatch.setattr(sequences[0].full, "attend", broken)
         return step(engine, sequences)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "step", breaking)
         failed, *others = llm.generate(PROMPTS, params)
+    assert llm.engine.store.used_bytes == 0
     assert (failed.finish_reason, failed.error) == ("error", "no room for this text")
     assert 0 < len(failed.tokens) < LENGTHS[0]
     assert failed.tokens == alone[0].tokens[: len(failed.tokens)]
@@ -166,33 +147,18 @@ def test_an_interrupt_ends_all_members(make: Any, monkeypatch: pytest.MonkeyPatc
     assert [told(one) for one in llm.generate(PROMPTS, params)] == [told(one) for one in expected]
 
 
-def test_a_batch_gives_its_memory_back(make: Any) -> None:
-    llm, params = make("triforce"), SamplingParams(max_tokens=3)
-    with llm.read(PROMPT) as text:
-        used = llm.engine.store.used_bytes
-        llm.generate(PROMPTS, params)
-        assert llm.engine.store.used_bytes == used > 0 and text.tokens == PROMPT
-    assert llm.engine.store.used_bytes == 0
-
-
 def test_room_for_a_batch_is_room_for_the_sum_of_its_texts(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
         token_bytes = llm.engine.store.layout.token_bytes + llm.engine.target.hidden_size * 4
-        sizes = [(40, 10), (2, 8)]
         monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 60 * token_bytes)
-        texts, params = (
-            [byte_ids(length) for length, _ in sizes],
-            [SamplingParams(max_tokens=n) for _, n in sizes],
-        )
+        texts, params = [byte_ids(40), byte_ids(2)], [SamplingParams(max_tokens=n) for n in (10, 8)]
         assert [len(one.tokens) for one in llm.generate(texts, params)] == [10, 8]
-        kept = llm.read(PROMPT[:30], 3)
-        expected = again(kept, SamplingParams(max_tokens=3)).tokens
         monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
-        with pytest.raises(UsageError, match="KV of 420 tokens .* of all texts together fit"):
+        with pytest.raises(UsageError, match="KV of 420 tokens .* of all sequences together fit"):
             llm.generate([byte_ids(400), texts[1]], params)
-        assert again(kept, SamplingParams(max_tokens=3)).tokens == expected, "it leaves the text before"
+        assert llm.engine.store.used_bytes == 0
 
 
 def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None:

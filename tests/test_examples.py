@@ -1,4 +1,4 @@
-"""The programs in `examples/`, run as they are on a short text."""
+"""The programs in `examples/`, run unchanged on a short text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def book(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Output:
-    """Runs a program; what it writes to stdout."""
+    """Runs a program; returns its stdout."""
 
     def run(program: str, *arguments: Path) -> str:
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
@@ -42,6 +42,12 @@ def test_stream_prints_the_text_and_the_speed(output: Output, book: Path) -> Non
 def test_compare_prints_the_ratio_and_equal_tokens(output: Output, book: Path) -> None:
     printed = output("compare.py", book)
     assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding; tokens equal: True\n", printed)
+
+
+def test_ask_answers_every_question(output: Output, book: Path) -> None:
+    answers = output("ask.py", book).splitlines()
+    assert len(answers) == 2
+    assert all(re.fullmatch(r".*\? .*, \d+ ms to read the question", answer) for answer in answers)
 
 
 def test_batch_continues_every_prompt(output: Output, book: Path) -> None:

@@ -25,7 +25,7 @@ from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
-from offload_rt.rejection_sampling import Tokens
+from offload_rt.tokens import Tokens
 
 PAGES = 5
 SINKS, WINDOW = 2, 14

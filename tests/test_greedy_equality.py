@@ -1,4 +1,4 @@
-"""Greedy tokens of every composition are those of transformers' own `generate`, for every architecture."""
+"""Greedy tokens of every shipped config equal those of transformers' `generate`, for every architecture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from enumeration import random_head
+from table_models import random_head
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
-IN_ONE_BLOCK = ("granite", "cohere", "cohere2", "gemma3")  # no layers of theirs can be grouped
+IN_ONE_BLOCK = ("granite", "cohere", "cohere2", "gemma3")  # their layers cannot be grouped
 # A Latin square: every architecture and every config meets every prompt length.
 CASES = [
     (arch, config, PROMPT_LENGTHS[(row + column) % len(PROMPT_LENGTHS)])
@@ -33,7 +33,7 @@ CASES = [
 
 @dataclass
 class Record:
-    """What all cases did together: drafted tokens by config, and differences excused by a tie."""
+    """Totals over all cases: drafted tokens by config, and differences that a tie explains."""
 
     proposed: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Record:
 def record() -> Iterator[Record]:
     record = Record()
     yield record
-    # Checked here and not in a test of its own, which would know nothing where cases were deselected.
+    # Checked here, so that it also holds if only some cases are selected.
     assert len(record.ties) <= 1, f"too many ties to believe: {record.ties}"
     for config, proposed in record.proposed.items():
         if proposed > 300:
@@ -54,7 +54,7 @@ def record() -> Iterator[Record]:
 
 
 def overrides(number: int) -> dict[str, object]:
-    """Small caches, so that they overflow, of sizes that differ from case to case."""
+    """Caches small enough to overflow, of sizes that vary with the case."""
     chunk = (4, 8)[number % 2]
     return {
         "retrieval.budget": (64, 128, 256)[number % 3],
@@ -74,7 +74,7 @@ def overrides(number: int) -> dict[str, object]:
 
 
 def is_tie(model: PreTrainedModel, text: list[int]) -> bool:
-    """Whether the two most likely tokens after `text` are as good as equal."""
+    """Returns whether the two most likely tokens after `text` are nearly tied."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([text])).logits[0, -1]
     best, second = logits.topk(2).values.tolist()

@@ -1,7 +1,8 @@
-"""Draft heads: what they compute, where their states come from, what they draft, which files are refused."""
+"""Draft heads: their computation, the states they begin at, their drafts, training, and bad files."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,28 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import VOCABULARY, HeadTable, Parts, Text, head, random_head, target_over
 from safetensors.torch import load_file, save_file
 from small_engine import LINKS, PARAMS, PROMPT, again, engine_overrides
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
+from table_models import VOCABULARY, HeadTable, random_head
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, cli
 from offload_rt.caches.base import NewTokens
+from offload_rt.drafting import head_drafter
 from offload_rt.drafting.base import HiddenState, Proposal, TokenView
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
-from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.verifier import Sampling
+from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.model.draft_head import DEMO_HEAD, KIND, Head, load_head, save_head
 from offload_rt.model.loading import demo_model, load_model
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
-from offload_rt.model.scheduler import run_alone
-from offload_rt.sampling import GeneratorDraws, Sampler
 from tools.demo_training import train_head
 from tools.demo_training.windows import WindowSampler
 
@@ -45,7 +44,7 @@ def file(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-# What a head computes
+# ---------------------------------------------------------------------------------- its computation
 
 
 def head_model() -> HeadModel:
@@ -54,18 +53,18 @@ def head_model() -> HeadModel:
 
 
 def along(model: HeadModel, state: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The recurrence, one token after the other."""
+    """The state after `tokens`, computed one token after the other."""
     for token in tokens:
         state = model.head(model.target.embed(torch.tensor([token]))[0, 0], state)
     return state
 
 
 @torch.inference_mode()
-def test_a_pass_over_trees_of_two_texts_is_the_recurrence_along_every_path() -> None:
+def test_a_pass_over_trees_of_two_sequences_is_the_recurrence_along_every_path() -> None:
     model, draw = head_model(), random.Random(0)
     roots = [torch.randn(VOCABULARY, dtype=torch.float64) for _ in range(2)]
     caches = [HeadStates(HiddenState(9, root)) for root in roots]
-    held: list[list[tuple[int, ...]]] = [[], []]  # the way to every entry
+    held: list[list[tuple[int, ...]]] = [[], []]  # path of every entry
     for _ in range(40):
         parts, ways = [], []
         for cache, entries in zip(caches, held, strict=True):
@@ -109,7 +108,7 @@ def test_training_unrolls_what_drafting_computes() -> None:
             torch.testing.assert_close(found[0, at - step], along(model, states[0, at - step], chain))
 
 
-# Where its states come from
+# ------------------------------------------------------------------------- the states it begins at
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -122,46 +121,44 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
     link: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the hierarchy also at those of rounds that are speculation: its middle sees the whole text here."""
-    begun: list[tuple[list[int], HiddenState, bool]] = []
+    """In the hierarchy also at those of the middle level's unverified rounds."""
+    states: list[HiddenState] = []
+    begun: list[tuple[TokenView, HiddenState]] = []
     proposal = HeadDrafter.proposal
 
-    def noted(drafter: HeadDrafter, view: TokenView, shape: DraftShape) -> Proposal:
-        known = view.state or drafter._verified
-        if known is not None:
-            begun.append((view.part(0), known, view.state is not None))
-        return proposal(drafter, view, shape)
+    class NotedStates(HeadStates):
+        def __init__(self, known: HiddenState) -> None:
+            super().__init__(known)
+            states.append(known)
 
+    def noted(drafter: HeadDrafter, view: TokenView, shape: DraftShape) -> Proposal:
+        states.clear()
+        made = proposal(drafter, view, shape)
+        begun.extend((view, known) for known in states)
+        return made
+
+    monkeypatch.setattr(head_drafter, "HeadStates", NotedStates)
     monkeypatch.setattr(HeadDrafter, "proposal", noted)
     overrides = engine_overrides(ahead=2) | {"speculation.levels": levels, "head.path": str(file)}
     overrides |= {"retrieval.budget": 512}
     with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
-        tokens = llm.read(PROMPT).generate((), PARAMS).tokens
-        assert tokens == plain_tokens
-        (sequence,) = llm.engine._sequences
-        rounds = [times for times in sequence.rounds if times.proposed]
-    assert all(times.accepted == times.proposed for times in rounds) == (len(levels) == 2)
+        result = llm.generate(PROMPT, PARAMS)
+    assert result.tokens == plain_tokens
+    # The middle level sees the whole sequence here, so that all its drafts are accepted.
+    assert (result.timings.draft_n_accepted == result.timings.draft_n) == (len(levels) == 2)
     reference = CausalModel(target, "tiny")
     lags = []
-    for text, known, speculated in begun:
+    for view, known in begun:
+        text, speculated = view.part(0), view.state is not None
         expected = train_head.target_states(reference, torch.tensor([text]))[0, known.length - 1]
         torch.testing.assert_close(known.hidden, expected, rtol=1e-3, atol=1e-3)
         lags.append(len(text) - known.length)
         assert lags[-1] == 1 or (link == "link" and not speculated)
-    assert len(lags) >= len(tokens) / (6 if len(levels) == 1 else 2) and 1 in lags
-    assert any(speculated for *_, speculated in begun) == (len(levels) == 2)
+    assert len(lags) >= len(result.tokens) / (6 if len(levels) == 1 else 2) and 1 in lags
+    assert any(view.state is not None for view, _ in begun) == (len(levels) == 2)
 
 
-def test_chains_side_by_side_all_begin_at_the_text() -> None:
-    parts, shape = Parts(seed=5), DraftShape.parse("sequences:2").deep(3)
-    sampling = Sampling(Sampler(0.0), GeneratorDraws(0, CPU))
-    composition = parts.full(target_over("retrieved", head, CHAIN.deep(1)))
-    text = Text(composition(sampling), [1, 3, 0, 2], 9, shape)
-    tokens = run_alone(text.verifier.drafter.proposal(text.view, shape).complete()).tokens.known
-    assert len(tokens) == 6 and tokens[:3] == tokens[3:]  # at temperature 0
-
-
-# What it drafts
+# ------------------------------------------------------------------------------ drafts and training
 
 LEVELS: dict[str, list[object]] = {
     "grown": [{"model": "head", "draft": "grown:12"}],
@@ -178,10 +175,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(
 ) -> None:
     overrides = engine_overrides(ahead=2) | {"speculation.levels": levels, "head.path": str(file)}
     with LLM.from_models(target, config="heads", overrides=overrides, link=LINKS[link]()) as llm:
-        text = llm.read(PROMPT)
-        result = again(text)
-        assert result.tokens == plain_tokens
-        assert again(text, PARAMS, "heads", overrides).tokens == plain_tokens
+        result = llm.generate(PROMPT, PARAMS)
+    assert result.tokens == plain_tokens
     assert result.levels[0].name == "head" and result.levels[0].proposed > 0
 
 
@@ -231,7 +226,7 @@ def test_the_script_trains_a_head_for_any_model(
     assert refused.value.code == 2 and "is a folder; name a file in it" in capsys.readouterr().err
 
 
-# Which files are refused
+# ---------------------------------------------------------------------------------------- bad files
 
 
 def test_a_head_knows_its_target_in_any_dtype() -> None:
@@ -305,15 +300,13 @@ def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel
         assert again(text, params).tokens == expected
 
 
-def test_nan_is_told() -> None:
+def test_nan_logits_name_the_head() -> None:
     model = head_model()
     with pytest.raises(NotANumber, match="head: its logits are NaN"):
         model.raise_nan(PassInput(HeadStates(HiddenState(1, torch.zeros(VOCABULARY))), NewTokens.chain(1), 1))
 
 
-def test_a_plan_counts_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    import json
-
+def test_a_plan_counts_the_head(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     flags = "plan --model llama2-7b --context 60000 --gpu rtx4090 --json"
     assert cli.main([*flags.split(), str(out), "--config", "heads"]) == 0

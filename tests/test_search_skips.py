@@ -1,9 +1,8 @@
-"""The search for blocks to skip: what it measures, what it finds, and the file that it writes."""
+"""The search for blocks to skip: its measurements, its result, and the file that it writes."""
 
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable
 from itertools import combinations, count
 from pathlib import Path
@@ -64,14 +63,8 @@ def test_a_step_measures_only_what_may_gain_most() -> None:
     assert [plan for plan, _ in asked[::2]] == [*alone, *again]
     assert [plan for plan, _ in asked[1::2]] == [EXACT] * 6 + ["skip:1a"] * 2
     assert [seed for _, seed in asked] == [seed for seed in range(5, 13) for _ in "ab"]
-    # What would be kept if the search ended there.
+    # The results if the search ended there.
     assert found[:3] == [[EXACT], [EXACT], PATH[:2]] and found[-2:] == [PATH[:2], PATH]
-
-
-def test_a_block_that_loses_beside_others_is_not_added() -> None:
-    speeds = {EXACT: 1.0, "skip:0m": 1.2, "skip:1m": 1.1, "skip:0m,1m": 1.19}
-    *_, plans = search(2, lambda layers, seed: speeds.get(layers, 0.5), count())
-    assert plans == [EXACT, "skip:0m"]
 
 
 @pytest.mark.parametrize(("layers", "last"), [(1, "skip:0m"), (2, "skip:0,1m"), (3, "skip:0,1,2m")])
@@ -144,9 +137,8 @@ def measured_as(rate: Callable[[str], float], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(search_skips, "rate", lambda *given: rate(given[-2]))
 
 
-@pytest.mark.parametrize("more", ["", "--temperature 0.8 --config streaming"])
 def test_the_written_configuration_is_lossless(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, lengths, rate = tmp_path / "found.toml", set[int](), search_skips.rate
 
@@ -155,16 +147,14 @@ def test_the_written_configuration_is_lossless(
         return rate(context, *given)
 
     monkeypatch.setattr(search_skips, "rate", noted)
-    assert searched(folder, out, more) == 0
+    assert searched(folder, out, "--config streaming") == 0
     assert lengths == {400}, "each measurement continues the sample text itself"
     found(out)
     prompt, params = list(real_text().encode()[:400]), SamplingParams(max_tokens=24)
-    layers = {"speculation.levels": [{"model": "target", "cache": "retrieved", "layers": "skip:0m,1"}]}
     with LLM(folder / "model", config=str(out), device="cpu") as llm, llm.read(prompt) as context:
         expected = context.generate(params=params, config="plain").tokens
-        for overrides in ({}, layers) if "streaming" not in more else ({},):
-            context.rewind(len(prompt))
-            assert context.generate((), params, str(out), overrides).tokens == expected
+        context.rewind(len(prompt))
+        assert context.generate((), params, str(out)).tokens == expected
 
 
 def test_the_fastest_plan_is_written_and_reported(
@@ -192,27 +182,19 @@ def test_the_fastest_plan_is_written_and_reported(
     assert compared == [(plan, seed) for seed in range(11, 16) for plan in (PLAIN, *PATH)], "in turn"
 
 
-def test_a_plan_that_was_fast_by_chance_is_not_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first_is_lucky", [False, True])
+def test_without_a_gain_nothing_is_skipped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_is_lucky: bool
 ) -> None:
-    """The first measurement of each plan is too high; the final comparison decides."""
+    """Even if the first measurement of each plan is too high: the final comparison decides."""
     seen: set[str] = set()
 
     def rate(layers: str) -> float:
-        luck = 1.0 if layers in seen else 1.5
+        luck = 1.5 if first_is_lucky and layers not in seen else 1.0
         seen.add(layers)
         return luck * {PLAIN: 0.5, EXACT: 1.0}.get(layers, 0.9)
 
     measured_as(rate, monkeypatch)
-    out = tmp_path / "found.toml"
-    assert searched(folder, out, "") == 0
-    assert [level.layers for level in found(out).speculation.levels] == [EXACT]
-
-
-def test_nothing_is_skipped_where_nothing_is_gained(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured_as(lambda layers: 5.0 - len(layers) * (layers != EXACT) / 9, monkeypatch)
     out = tmp_path / "found.toml"
     assert searched(folder, out, "") == 0
     assert [level.layers for level in found(out).speculation.levels] == [EXACT]
@@ -225,22 +207,21 @@ def test_the_search_ends_in_time(folder: Path, tmp_path: Path, monkeypatch: pyte
 
     def rate(layers: str) -> float:
         asked.append(layers)
-        monkeypatch.setattr("time.monotonic", lambda: now + 10.1 * len(asked))
         return 0.5 if layers == PLAIN else speed(layers)
 
-    now = time.monotonic()
     measured_as(rate, monkeypatch)
+    monkeypatch.setattr("time.monotonic", lambda: 10.1 * len(asked))
     out = tmp_path / "found.toml"
     assert searched(folder, out, "--minutes 1") == 0
     assert asked[:7] == ["skip:0a", EXACT, "skip:0m", EXACT, "skip:1a", EXACT, PLAIN]
     assert [level.layers for level in found(out).speculation.levels] == ["skip:1a"]
 
 
-@pytest.mark.parametrize(("measured", "kept"), [(0, None), (2, EXACT), (5, "skip:1a"), (8, BEST), (9, BEST)])
+@pytest.mark.parametrize(("measured", "kept"), [(0, None), (5, "skip:1a"), (9, BEST)])
 def test_ctrl_c_keeps_the_best_so_far(
     measured: int, kept: str | None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first measurement there is nothing to keep; the last two interrupt the comparison."""
+    """Before the first measurement there is nothing to keep; the last case interrupts the comparison."""
     calls: list[str] = []
 
     def rate(layers: str) -> float:
@@ -256,10 +237,3 @@ def test_ctrl_c_keeps_the_best_so_far(
     if kept is not None:
         assert [level.layers for level in found(out).speculation.levels] == [kept]
         assert "# interrupted before the final comparison\n" in out.read_text()
-
-
-def test_no_file_is_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "found.toml"
-    out.write_text("kept")
-    assert searched(folder, out, "") == 2
-    assert out.read_text() == "kept" and "exists; name another file, or remove it" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sequoia's trees against all trees there are."""
+"""Sequoia's trees against an enumeration of all trees."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from offload_rt.drafting.sequoia import Plan, acceptance_vector, plan
 from offload_rt.drafting.shapes import DraftShape
 
 Node = tuple["Node", ...]
-"""A node by its children."""
+"""A node as the tuple of its children."""
 
 
 @cache
 def trees(nodes: int, depth: int) -> tuple[Node, ...]:
-    """All ordered trees of so many nodes below a root, at most so deep."""
+    """Returns all ordered trees of `nodes` nodes below a root, of at most `depth` levels."""
     return tuple(_trees(nodes, depth))
 
 
@@ -34,12 +34,12 @@ def _trees(nodes: int, depth: int) -> Iterator[Node]:
 
 
 def value(tree: Node, chances: list[float]) -> float:
-    """Expected accepted nodes; children beyond the known ranks are never accepted."""
+    """Expected number of accepted nodes; children beyond the known ranks are never accepted."""
     return sum(chance * (1.0 + value(child, chances)) for chance, child in zip(chances, tree, strict=False))
 
 
 def of_plan(found: Plan, depth: int) -> Node:
-    """The tree that its levels describe, whose nodes are drawn eldest children first."""
+    """Builds the tree that the levels of a plan describe."""
     children: dict[int, list[int]] = {0: []}
     level, count = [0], 1
     for widths in found.levels(depth):
@@ -73,7 +73,7 @@ def test_no_tree_is_better(rates: list[float], nodes: int, depth: int) -> None:
     assert value(of_plan(found, depth), chances) == pytest.approx(best)
 
 
-def test_what_was_accepted_decides_the_shape() -> None:
+def test_the_shape_follows_the_acceptance_rates() -> None:
     sure, unsure = (plan((rate, *LATER_CHOICES), 16) for rate in (0.98, 0.3))
     assert sum(map(any, sure.levels(16))) > 12 > sum(map(any, unsure.levels(16)))
     assert unsure.levels(16)[0][0] > sure.levels(16)[0][0]
@@ -84,7 +84,7 @@ def test_what_was_accepted_decides_the_shape() -> None:
     assert unsure.tokens(16) > DraftShape.parse("chain").deep(16).expected_tokens([0.3])
 
 
-def test_what_was_never_accepted_is_still_tried() -> None:
+def test_a_rank_that_was_never_accepted_is_still_tried() -> None:
     assert plan([0.0] * 8, 16).levels(8)[0][0] > 0
 
 

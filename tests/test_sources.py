@@ -1,4 +1,4 @@
-"""Token sources against searches through the whole text, and the trees that are made of what they find."""
+"""Token sources against searches through the whole text, and the trees made from what they find."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
 from offload_rt.model.loading import demo_model, load_tokenizer
-from offload_rt.model.scheduler import run_alone
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, forest
 
 FEW = st.integers(0, 3)
@@ -32,7 +32,7 @@ TEXTS = st.lists(FEW, max_size=60)
 
 
 def earlier(text: Sequence[int], end: Sequence[int]) -> list[int]:
-    """Where occurrences of `end` in `text` are over, but for one at the very end."""
+    """Ends of the occurrences of `end` in `text`, without one at the very end."""
     size = len(end)
     return [at for at in range(size, len(text)) if text[at - size : at] == end]
 
@@ -48,7 +48,7 @@ def earlier(text: Sequence[int], end: Sequence[int]) -> list[int]:
 def test_the_longest_end_that_occurred_is_found(
     kind: str, portions: list[list[int]], speculated: list[int], sizes: list[int], depth: int
 ) -> None:
-    """Whatever was looked up before; of n-grams the newest, which something verified must follow."""
+    """Whatever was looked up before. N-grams take the newest occurrence that a verified token follows."""
     (shortest, longest), ngrams, text = sizes, kind == "n-grams", list[int]()
     source: Source = NGrams(longest, shortest) if ngrams else SuffixAutomaton(shortest)
     for portion in portions:
@@ -65,26 +65,6 @@ def test_the_longest_end_that_occurred_is_found(
             found = [list(one) for one in source.find(view, depth)]
             assert len(found) == bool(allowed)
             assert not found or found[0] in (allowed[-1:] if ngrams else allowed)
-
-
-def test_where_nothing_is_asked_for_nothing_is_looked_up() -> None:
-    drafter = NGrams(3, 1)
-    run_alone(drafter.prefill(TokenView([1, 2, 1])))
-    for depth, found in ((0, []), (2, [2, 1])):
-        proposal = drafter.proposal(TokenView([1, 2, 1]), CHAIN.deep(depth))
-        assert run_alone(proposal.complete()).tokens.known == found
-        assert drafter.stats.passes == len(found) / 2
-
-
-def test_an_automaton_follows_a_long_repetition() -> None:
-    automaton, text = SuffixAutomaton(2), [*range(50), 99, *range(40)]
-    automaton.extend(TokenView(text))
-    assert automaton.find(TokenView(text), 4) == [[40, 41, 42, 43]]
-    assert automaton.find(TokenView(text, [40, 41]), 3) == [[42, 43, 44]]
-    assert automaton.find(TokenView(text, [7]), 3) == []  # one token is too short an end
-    automaton = SuffixAutomaton(2)
-    automaton.extend(TokenView([5, 6, 7]))
-    assert automaton.find(TokenView([5, 6, 7], [5, 6]), 3) == [[7, 5, 6]]
 
 
 @given(TEXTS.filter(bool))
@@ -116,11 +96,6 @@ def test_a_datastore_finds_every_occurrence_of_the_longest_end(
             assert sorted(map(list, found)) == sorted(expected)
             return
     assert not found
-
-
-def test_an_end_that_nothing_follows_gives_way_to_a_shorter_one(store: Path) -> None:
-    build([[1, 2, 3], [3, 4]], byte_tokenizer(), store)
-    assert Datastore(store, 4, 9).find(TokenView([1, 2, 3]), 2) == [[4]]
 
 
 def test_a_few_of_many_occurrences_are_looked_at(store: Path) -> None:
@@ -160,7 +135,7 @@ def test_what_is_in_a_draft_already_is_not_joined_twice() -> None:
     assert joined(Draft(Tokens([1]), forest([1])), [1, 3]).probs is None
 
 
-# In an LLM
+# ---------------------------------------------------------------------------------------- in an LLM
 
 
 SMALL: dict[str, object] = {"speculation.gamma2": 4, "speculation.step_down": False, "retrieval.budget": 64}
@@ -194,7 +169,7 @@ def test_what_most_occurrences_say_is_merged(store: Path) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with LLM.from_models(target, config="plain") as llm:
         plain = llm.generate(prompt, params).tokens
-    # What follows most often is right, and what comes first in the order of suffixes is not.
+    # The most frequent continuation is right; the first in the order of suffixes is not.
     wrong = [[*prompt[-4:], 0, at] for at in range(3)]
     build([*wrong, *5 * [prompt[-20:] + plain]], tokenizer, store)
     levels = [{"model": "target", "cache": "streaming", "merge": "datastore"}]

@@ -1,4 +1,4 @@
-"""Tokens that are drafted on the device: when the host learns of them, and what becomes of their KV."""
+"""Drafted tokens stay on the device until the host reads them, and their KV is computed once."""
 
 from __future__ import annotations
 
@@ -8,63 +8,52 @@ from typing import Any
 
 import pytest
 import torch
+from enumeration import ScriptedDraws, Text
+from small_engine import CPU
 from small_engine import SIZES as ENGINE
 from small_engine import target as target  # a fixture
+from table_models import Parts, small_model
 from tiny_models import byte_ids, noisy_copy
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.drafting.growth import LevelGrowth
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.runner import NotANumber
 from offload_rt.model.scheduler import LevelStats, run_alone
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.sampling import Sampler
+from offload_rt.tokens import Tokens
 
 
 def on_device(*ids: int, **given: Any) -> Tokens:
     return Tokens(tensor=torch.tensor(ids), **given)
 
 
-def test_tokens_that_the_host_knows_need_no_read() -> None:
-    tokens = Tokens([5, 6])
-    assert (len(tokens), tokens.arrived, tokens.known, tokens.pending()) == (2, True, [5, 6], [])
-    tokens.arrive([])
-    sent = tokens.on(torch.device("cpu"))
-    assert sent.tolist() == [5, 6] and tokens.on(torch.device("cpu")) is sent
-    with pytest.raises(ValueError, match="known or stand on a device"):
+def test_tokens_arrive_on_the_host_once_they_are_read() -> None:
+    with pytest.raises(ValueError, match="host or a tensor on a device"):
         Tokens()
-
-
-def test_tokens_on_the_device_are_known_once_they_are_read() -> None:
-    tokens = on_device(5, 6)
-    assert (len(tokens), tokens.arrived) == (2, False)
-    with pytest.raises(RuntimeError, match="read them first"):
-        _ = tokens.known
-    (ids,) = tokens.pending()
-    tokens.arrive([ids])
-    assert (tokens.known, tokens.pending()) == ([5, 6], [])
-
-
-def test_what_arrives_for_all_arrives_for_each() -> None:
     parts = [Tokens([1, 2]), on_device(3), on_device(4, 5)]
+    assert (len(parts[0]), parts[0].arrived, parts[0].known, parts[0].pending()) == (2, True, [1, 2], [])
+    assert parts[0].on(CPU) is parts[0].on(CPU), "uploaded once"
+    with pytest.raises(RuntimeError, match="read them first"):
+        _ = parts[2].known
     parts[2].arrive(parts[2].pending())
     whole = Tokens.joined(parts)
-    assert not whole.arrived and whole.on(torch.device("cpu")).tolist() == [1, 2, 3, 4, 5]
+    assert not whole.arrived and whole.on(CPU).tolist() == [1, 2, 3, 4, 5]
     deeper = Tokens.joined([whole, on_device(6)])
     deeper.arrive(deeper.pending())
-    assert deeper.known == [1, 2, 3, 4, 5, 6]
+    assert deeper.known == [1, 2, 3, 4, 5, 6] and not deeper.pending()
     assert [part.known for part in (whole, *parts)] == [[1, 2, 3, 4, 5], [1, 2], [3], [4, 5]]
-    assert Tokens.joined(parts).arrived  # nothing is left to read
-    assert Tokens.joined(parts[:1]) is parts[0]
+    assert Tokens.joined(parts).arrived and Tokens.joined(parts[:1]) is parts[0]
 
 
 @pytest.mark.parametrize("bad", [None, 0, 2])
 def test_tokens_drawn_from_nan_are_refused(bad: int | None) -> None:
-    """Together with those of other passes, whichever of them it was; their ids are known then."""
 
     def refuse() -> None:
         raise NotANumber(str(whole.known))
@@ -85,10 +74,10 @@ SIZES = ENGINE | {"draft.window": 252, "speculation.gamma2": 3}
 
 
 class Setting:
-    """A text, and the drafter below its target.
+    """A sequence and its drafter.
 
     Attributes:
-        passed: new tokens of each pass of the small model.
+        passed: number of new tokens of each pass of the small model.
     """
 
     def __init__(self, engine: Engine, sequence: TokenSequence) -> None:
@@ -107,7 +96,7 @@ class Setting:
         return run_alone(self.drafter.proposal(self.sequence.view, shape).complete())
 
     def round(self) -> int:
-        """How many drafted tokens were accepted."""
+        """Takes a decode step; returns the number of accepted tokens."""
         (result,) = self.engine.step([self.sequence])
         assert not isinstance(result, Exception)
         return result.accepted
@@ -140,23 +129,18 @@ def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> 
         cache, text = setting.drafter.cache, setting.sequence.tokens
         for _ in range(30):
             setting.passed.clear()
-            held = cache.verified_length
+            before = cache.verified_length
             accepted = setting.round()
             seen.add(accepted)
-            # What the cache lacked of the text goes first, then one drawn token after the other.
-            assert setting.passed == [len(text) - accepted - 1 - held, 1, 1]
-            # Accepted tokens stay, but for the last one drawn, whose KV was never computed.
+            # First the tokens that the cache lacks, then one drawn token after the other.
+            assert setting.passed == [len(text) - accepted - 1 - before, 1, 1]
+            # The KV of accepted tokens stays. That of the last one drawn was never computed.
             assert cache.verified_length == len(text) - accepted - 1 + min(accepted, 2)
             assert len(cache.speculative) == 0
     assert seen == {0, 1, 2, 3}
-
-
-def test_a_small_model_below_a_middle_level_does_too(target: PreTrainedModel) -> None:
-    """Round after round of the middle level, before anything is verified."""
-    seen = set()
-    with opened(target, "triforce") as setting:
-        middle, view = setting.drafter, setting.sequence.view
-        due = 1
+    with opened(target, "triforce") as setting:  # rounds of the middle level, before anything is verified
+        middle, view, due = setting.drafter, setting.sequence.view, 1
+        seen.clear()
         for _ in range(20):
             setting.passed.clear()
             result = run_alone(middle.round(view, DraftShape(depth=2)))
@@ -173,7 +157,7 @@ SHAPES = [DraftShape(depth=3), DraftShape("sequences", 3, (2,)), DraftShape("tre
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("config", ["naive", "retrieval"])
-def test_a_draft_is_not_waited_for(
+def test_a_draft_is_read_together_with_its_verdict(
     target: PreTrainedModel, config: str, shape: DraftShape, temperature: float
 ) -> None:
     with opened(target, config, temperature) as setting:
@@ -191,7 +175,7 @@ def test_a_draft_is_not_waited_for(
         assert draft.tokens.arrived  # the verdict brought them
         path = [draft.tokens.known.index(token) for token in result.tokens[:-1]]
         assert len(path) == result.accepted
-        # What was accepted is in the drafter's cache: adopted, or found but for leaves, which nothing passed.
+        # The drafter's cache holds the accepted tokens, but for leaves of a small model's draft.
         cache, text = setting.drafter.cache, view.extended(result.tokens[:-1])
         found = cache.speculative.match(text.part(cache.verified_length))
         computed = result.accepted if config == "retrieval" else min(result.accepted, shape.depth - 1)
@@ -210,13 +194,13 @@ def test_tokens_of_a_draft_made_step_by_step_are_known(target: PreTrainedModel) 
 
 @pytest.mark.parametrize("shape", [DraftShape(depth=3), DraftShape("grown", 3, nodes=9)], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_another_draft_displaced_is_computed_in_one_pass(
+def test_a_displaced_draft_is_recomputed_in_one_pass(
     target: PreTrainedModel, shape: DraftShape, temperature: float
 ) -> None:
     with opened(target, "naive", temperature) as setting:
         view, width = setting.sequence.view, shape.per_pass
         undisturbed = run_alone(setting.drafter.proposal(view.extended([1]), shape).complete())
-        # The text's last token and the outcome, then each level but the last.
+        # The last token and the outcome, then each level but the last.
         assert setting.passed == [2, width, width]
         first, second = (setting.drafter.proposal(view.extended([token]), shape) for token in (1, 2))
         for proposal in (first, first, second):
@@ -226,18 +210,21 @@ def test_what_another_draft_displaced_is_computed_in_one_pass(
         assert setting.passed == [1 + 2 * width]  # the outcome, and both levels
         assert len(draft) == len(undisturbed) == 3 * width
         if temperature == 0.0:
-            known = [one.tokens.on(torch.device("cpu")).tolist() for one in (draft, undisturbed)]
+            known = [one.tokens.on(CPU).tolist() for one in (draft, undisturbed)]
             assert known[0] == known[1] and draft.tree == undisturbed.tree
 
 
-def test_greedy_siblings_differ_where_tokens_are_equally_likely(target: PreTrainedModel) -> None:
-    with opened(target, "naive") as setting:
-        growth = LevelGrowth(setting.drafter, setting.sequence.view, DraftShape("tree", 1, (4,)))
-        logits = torch.randint(3, (200, 256), generator=torch.Generator().manual_seed(0)).float()
-        offered = growth._offered(logits, 4)
-    assert offered[:, 0].tolist() == logits.argmax(-1).tolist(), "the lowest id, as the verifier takes it"
-    assert all(len(set(row)) == 4 for row in offered.tolist())
-    assert (logits.gather(1, offered) == 2.0).all()
+def test_greedy_siblings_differ_where_tokens_are_equally_likely() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = DraftShape("tree", 1, (4,))
+    for _ in range(100):
+        parts, row = Parts(seed=0), torch.randint(3, (256,), generator=generator).double()
+        parts.small.logits = lambda view, entries, row=row: row  # type: ignore[method-assign,misc]
+        text = Text(parts.full(small_model())(Sampling(Sampler(0.0), ScriptedDraws())), [1, 2], 9, shape)
+        draft = run_alone(text.verifier.drafter.proposal(text.view, shape).complete())
+        tokens = draft.tokens.on(CPU).tolist()
+        assert tokens[0] == int(row.argmax()), "the lowest ID, as the verifier takes it"
+        assert len(set(tokens)) == 4 and all(row[token] == 2.0 for token in tokens)
 
 
 NAN = SIZES | {"draft.window": 28, "speculation.gamma2": 4}
@@ -248,7 +235,7 @@ NAN = SIZES | {"draft.window": 28, "speculation.gamma2": 4}
 def test_nan_in_drawn_tokens_names_the_draft(
     target: PreTrainedModel, config: str, temperature: float
 ) -> None:
-    """It comes up after the prompt was read, where nobody looks at each pass."""
+    """It appears after the prompt was read, when the passes of a draft are not checked one by one."""
     draft = noisy_copy(target)
     draft.config._name_or_path = "the/draft"
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=1)

@@ -1,1 +1,1 @@
-"""Programs of the project that are not installed; run them from a checkout."""
+"""Programs that are not installed; run them from a checkout."""

@@ -14,7 +14,7 @@ from cpu_kv import KeysValues
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
-from offload_rt.rejection_sampling import Tokens
+from offload_rt.tokens import Tokens
 
 WORD_BITS = 62
 """Speculative entries per int64 word of a bit mask."""

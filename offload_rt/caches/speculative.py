@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offload_rt.rejection_sampling import Tokens
+from offload_rt.tokens import Tokens
 
 
 class SpeculativeTokens:

@@ -22,8 +22,9 @@ from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.scheduler import Read, Work
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
 from offload_rt.sampling import choices
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree, on_device
 
 Child = tuple[int, int]

@@ -11,7 +11,8 @@ from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import Source
 from offload_rt.host import to_device
 from offload_rt.model.scheduler import LevelStats, Read, Work
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree
 
 

@@ -20,7 +20,8 @@ from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.scheduler import Read, Work
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.tokens import Tokens
 from offload_rt.trees import forest
 
 

@@ -13,7 +13,8 @@ from offload_rt import clock
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.model.scheduler import LevelStats, Work
-from offload_rt.rejection_sampling import Draft, Tokens
+from offload_rt.rejection_sampling import Draft
+from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree
 
 

@@ -15,8 +15,9 @@ from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
-from offload_rt.rejection_sampling import Draft, Tokens, verify, verify_greedy
+from offload_rt.rejection_sampling import Draft, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
+from offload_rt.tokens import Tokens
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Trains the demo pair and its draft head: `python -m tools.demo_training.train`, `….train_head`."""
+"""Trainers of the demo pair (`python -m tools.demo_training.train`) and of draft heads (`….train_head`)."""

@@ -1,10 +1,10 @@
-"""Train the demo pair: a small Llama target, long-context by training, and a smaller draft of it.
+"""Trains the demo pair: a small long-context Llama target and a smaller draft model for it.
 
     python -m tools.demo_training.train --corpus FOLDER --out FOLDER --minutes 120
 
-Any folder of UTF-8 `.txt` files is a corpus. The tokenizer is trained first, then the target on windows
-that grow from short ones with simulated distance to real long ones (see `windows.py`), then the draft
-on the target's own laws (distillation), since what a draft is for is to guess the target.
+Any folder of UTF-8 `.txt` files is a corpus. The tokenizer is trained first. The target is trained on
+short windows with simulated distances (see `windows.py`), then on long ones. The draft model is distilled
+from the target's distributions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROPE_THETA = 1e7
 
 
 def target_config() -> LlamaConfig:
-    """Four layers of width 256 with four heads of 64: 4.5 M parameters, 4 KiB of bf16 KV a token."""
+    """Four layers of width 256 with four heads of 64: 4.5 M parameters, 4 KiB of bf16 KV per token."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -64,7 +64,7 @@ def draft_config() -> LlamaConfig:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `VOCABULARY` entries that puts the beginning-of-text token in front."""
+    """Trains a byte-level BPE of `VOCABULARY` entries that prepends the beginning-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,17 +82,18 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def minutes(text: str) -> float:
-    """An argument type: a finite time above 0."""
+    """Argument type of a finite number of minutes above 0."""
     number = float(text)
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, got {text}")
     return number
 
 
 def read_corpus(folder: Path) -> list[str]:
-    """
+    """Returns the text of every `.txt` file of a folder.
+
     Raises:
-        UsageError: there are no texts, or one cannot be read.
+        UsageError: there are none, or one cannot be read.
     """
     files = sorted(folder.glob("*.txt"))
     if not files:
@@ -100,28 +101,30 @@ def read_corpus(folder: Path) -> list[str]:
     try:
         return [file.read_text(encoding="utf-8") for file in files]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{folder}: holds a text that cannot be read as UTF-8 ({error})") from None
+        raise UsageError(f"{folder}: a text file cannot be read as UTF-8 ({error}); convert it") from None
 
 
 def encoded(texts: Iterable[str], tokenizer: Any) -> list[Tensor]:
-    """Token ids of each text, without special tokens."""
+    """Returns the token IDs of each text, without special tokens."""
     return [torch.tensor(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 def rate_scale(step: int, progress: float) -> float:
-    """Linear warm-up over 60 steps, level to 50 % of the time, then linear to 3 %."""
+    """Factor of the learning rate: 60 steps of warm-up, constant until half time, then linear to 3 %."""
     warm = min(1.0, (step + 1) / 60)
     return warm * (1.0 if progress < 0.5 else 1.0 - 0.97 * (progress - 0.5) / 0.5)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is trained on in one step.
+    """Training data of one step.
 
     Attributes:
-        batch, length: windows and their tokens.
-        gaps, copies: shares of windows with a position gap and with copied passages.
-        repeats: share of windows that are one segment over and over.
+        batch: number of windows.
+        length: tokens per window.
+        gaps: share of windows with a position gap.
+        copies: share of windows with copied passages.
+        repeats: share of windows that repeat one segment.
     """
 
     batch: int
@@ -132,11 +135,10 @@ class Step:
 
 
 def target_plan(progress: float, step: int) -> Step:
-    """The language first, then copying, then distance.
+    """Returns the data of a step: first for language, then for copying, then for long distances.
 
-    Short windows come first, because the model learns the language there many times faster. Diluted
-    windows stay short: their mask costs the causal half of attention. Real long windows come last, longer
-    towards the end.
+    Short windows come first because the model learns the language from them many times faster. Windows with
+    a dilution bias stay short because their mask rules out causal attention kernels. Long windows come last.
     """
     diluted = Step(4, 1024, gaps=0.6, copies=0.8, repeats=0.1)
     if progress < 0.40:
@@ -152,6 +154,7 @@ def target_plan(progress: float, step: int) -> Step:
 
 
 def hidden_states(model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns the hidden states after the last layer, `[windows, tokens, hidden]`."""
     body: Any = model.model
     output = body(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False)
     hidden: Tensor = output.last_hidden_state
@@ -161,7 +164,7 @@ def hidden_states(model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, ma
 def next_token_loss(
     model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Mean cross-entropy in nats; the head runs in slices, so that long windows fit."""
+    """Returns the mean cross-entropy in nats; the output head runs in slices to save memory."""
     hidden = hidden_states(model, tokens, positions, mask)[:, :-1].flatten(0, 1)
     goal = tokens[:, 1:].flatten()
     total = hidden.new_zeros((), dtype=torch.float32)
@@ -172,7 +175,7 @@ def next_token_loss(
 
 
 def steps_within(seconds: float) -> Iterator[tuple[int, float]]:
-    """(step, progress from 0 to 1) until the time is over."""
+    """Yields (step, progress from 0 to 1) until the time is over."""
     start = time.monotonic()
     for step in itertools.count():
         progress = (time.monotonic() - start) / seconds
@@ -194,14 +197,14 @@ def optimize(
     losses: Callable[[int, float], Mapping[str, Tensor]],
     later: float = 1.0,
 ) -> None:
-    """Trains in place: Muon for the matrices of `layers`, AdamW for what else `model` has.
+    """Trains in place: Muon for the matrices of `layers`, AdamW for all other parameters of `model`.
 
     Args:
-        name: of what is trained, to tell how far it is.
-        rate: of learning, at its peak; one schedule for both.
-        steps: their numbers and the progress from 0 to 1, see `steps_within`.
-        losses: of a step, by what they are called.
-        later: weight of a loss, as a share of that of the one before.
+        name: printed with the progress.
+        rate: peak learning rate of both optimizers.
+        steps: (step, progress from 0 to 1); see `steps_within`.
+        losses: returns the losses of a step by name.
+        later: weight of each loss relative to the one before it.
     """
     matrices = [p for p in layers.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
@@ -224,14 +227,14 @@ def optimize(
             value = float(loss.detach())
             running[each] = 0.95 * running.get(each, value) + 0.05 * value
         if step % 25 == 0:
-            told = " ".join(f"{each}:{value:.3f}" for each, value in running.items())
-            print(f"{name} step {step} {progress:.1%} loss {told}", flush=True)
+            report = " ".join(f"{each}:{value:.3f}" for each, value in running.items())
+            print(f"{name} step {step} {progress:.1%} loss {report}", flush=True)
 
 
 def train_target(
     model: LlamaForCausalLM, sampler: WindowSampler, seconds: float, device: torch.device
 ) -> None:
-    """Trains in place."""
+    """Trains the target in place."""
 
     def losses(step: int, progress: float) -> dict[str, Tensor]:
         plan = target_plan(progress, step)
@@ -257,7 +260,7 @@ def train_draft(
     seconds: float,
     device: torch.device,
 ) -> None:
-    """Distils the target's laws (KL of target to draft) on windows of the draft cache's size."""
+    """Distils the target into the draft model in place, on windows of about the draft cache's size."""
     target.eval()
 
     def losses(step: int, progress: float) -> dict[str, Tensor]:
@@ -266,8 +269,8 @@ def train_draft(
             with torch.no_grad():
                 wanted = target.lm_head(hidden_states(target, tokens, positions, None))
             logits = draft.lm_head(hidden_states(draft, tokens, positions, None))
-        own, law = (F.log_softmax(each.float(), -1).flatten(0, 1) for each in (logits, wanted))
-        return {"kl": F.kl_div(own, law, log_target=True, reduction="batchmean")}
+        found, wanted = (F.log_softmax(each.float(), -1).flatten(0, 1) for each in (logits, wanted))
+        return {"kl": F.kl_div(found, wanted, log_target=True, reduction="batchmean")}
 
     optimize("draft", draft, draft.model.layers, 4e-3, steps_within(seconds), losses)
 
@@ -280,10 +283,10 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--corpus", type=Path, required=True, help="folder of .txt files")
     add("--out", type=Path, required=True, help="folder for target/ and draft/")
-    add("--minutes", type=minutes, default=120.0, help="for the target")
-    add("--draft-minutes", type=minutes, default=12.0)
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--minutes", type=minutes, default=120.0, help="training time of the target (default: 120)")
+    add("--draft-minutes", type=minutes, default=12.0, help="training time of the draft (default: 12)")
+    add("--seed", type=int, default=0, help="random seed (default: 0)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
     options = parser.parse_args(arguments)
     try:
         texts = read_corpus(options.corpus)
@@ -300,12 +303,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps({"books": len(books), "tokens": sum(map(len, books))}), flush=True)
     generator = torch.Generator().manual_seed(options.seed)
     sampler = WindowSampler(books, 0, VOCABULARY, TRAINED_POSITIONS, generator)
-    # The annotation of their `to` in transformers is of no use.
+    # transformers annotates `to` in a way that mypy rejects.
     target: Any = LlamaForCausalLM(target_config())
     draft: Any = LlamaForCausalLM(draft_config())
     train_target(target.to(device), sampler, options.minutes * 60, device)
     target.to(torch.bfloat16).save_pretrained(options.out / "target")
-    # What the draft is to guess is the target as it was saved.
+    # The draft model learns from the target as it was saved, in bfloat16.
     train_draft(draft.to(device), target.float(), sampler, options.draft_minutes * 60, device)
     draft.to(torch.bfloat16).save_pretrained(options.out / "draft")
     return 0

@@ -1,10 +1,10 @@
-"""Train a draft head for a target: what a target's hidden states say of the tokens to come.
+"""Trains a draft head, which predicts tokens from the hidden states of a target.
 
     python -m tools.demo_training.train_head --corpus FOLDER --out head.safetensors --minutes 15
 
-Any folder of UTF-8 `.txt` files is a corpus, and any model that the runtime runs is a target; without a name,
-the demo's. The head is unrolled along the text: from the second step on its own states take the place of the
-target's, as in a draft. At each step its law is drawn towards the target's (distillation).
+Any folder of UTF-8 `.txt` files is a corpus, and any model that offload-rt runs is a target; the demo's is
+the default. The head is unrolled along the text: from the second step on it continues from its own states, as
+in a draft. The loss of each step is the distance of its distribution from the target's (distillation).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tools.demo_training.train import autocast, encoded, minutes, optimize, read
 from tools.demo_training.windows import WindowSampler, batch
 
 STEPS = 5
-"""Steps that a head is unrolled for."""
+"""Number of steps that a head is unrolled for."""
 LATER = 0.8
-"""Weight of a step in the loss, as a share of that of the step before."""
+"""Weight of the loss of each step relative to the step before it."""
 SHARE = 0.25
-"""Of the positions, those that the loss is taken at: the target's output head costs more than all of ours."""
+"""Share of the positions at which the loss is computed: the target's output head costs most of a step."""
 WINDOWS, LENGTH = 4, 512
-"""Of a step of training, and tokens of each."""
+"""Windows per training step, and tokens per window."""
 EVALUATED = 16
-"""Windows, twice as long, on which acceptance is told."""
+"""Number of windows, twice as long, on which acceptance is measured."""
 
 
 def new_head(hidden: int) -> Head:
-    """A head that leaves the target's state almost as it is, to begin with."""
+    """Returns a head that is initialized to pass the target's state through almost unchanged."""
     head = Head(hidden, 4 * hidden)
     with torch.no_grad():
         head.join.weight[:, hidden:] += torch.eye(hidden)
@@ -48,7 +48,7 @@ def new_head(hidden: int) -> Head:
 
 
 def target_states(target: CausalModel, tokens: Tensor) -> Tensor:
-    """The target's hidden states after its last layer, `[windows, tokens, hidden]`."""
+    """Returns the target's hidden states after its last layer, `[windows, tokens, hidden]`."""
     found: list[Tensor] = []
     body = target.module.model
     hook = body.norm.register_forward_pre_hook(lambda norm, given: found.append(given[0]))
@@ -61,10 +61,14 @@ def target_states(target: CausalModel, tokens: Tensor) -> Tensor:
 
 
 def unrolled(head: Head, target: CausalModel, tokens: Tensor, states: Tensor) -> Iterator[Tensor]:
-    """Step by step, the head's states after `tokens` `[windows, tokens]`; `states` are the target's.
+    """Yields the head's states of each step, `[windows, tokens - step, hidden]`.
 
-    Those of the first step follow the target's own, those of each further step the head's of the step before,
-    so that step n has none for the first n tokens.
+    The first step continues from the target's states, each further one from the head's states of the step
+    before. Step n has no state for the first n tokens.
+
+    Args:
+        tokens: `[windows, tokens]`.
+        states: of the target, `[windows, tokens, hidden]`.
     """
     embedded = target.embed(tokens.flatten())[0].unflatten(0, tokens.shape)
     for step in range(1, STEPS + 1):
@@ -72,33 +76,33 @@ def unrolled(head: Head, target: CausalModel, tokens: Tensor, states: Tensor) ->
         yield states
 
 
-def log_law(target: CausalModel, states: Tensor) -> Tensor:
-    """Log-probabilities of the tokens that follow `states` `[windows, tokens, hidden]`, one row each."""
+def log_probs(target: CausalModel, states: Tensor) -> Tensor:
+    """Returns the log-probabilities of the next token, a row per state of `[windows, tokens, hidden]`."""
     return F.log_softmax(target.logits(states.flatten(0, 1)[None]).float(), -1)
 
 
 def losses(head: Head, target: CausalModel, tokens: Tensor) -> list[Tensor]:
-    """KL divergence from the target's law to the head's at each step, in nats, at some of the positions."""
+    """Returns the KL divergence of the head from the target at each step, in nats, at sampled positions."""
     states = target_states(target, tokens)
     chosen = torch.randperm(tokens.shape[1] - STEPS, device=tokens.device)
     chosen = STEPS + chosen[: max(1, int(SHARE * len(chosen)))]
     with torch.no_grad():
-        wanted = log_law(target, states[:, chosen])
+        wanted = log_probs(target, states[:, chosen])
     return [
-        F.kl_div(log_law(target, guess[:, chosen - step]), wanted, log_target=True, reduction="batchmean")
+        F.kl_div(log_probs(target, guess[:, chosen - step]), wanted, log_target=True, reduction="batchmean")
         for step, guess in enumerate(unrolled(head, target, tokens, states), 1)
     ]
 
 
 @torch.no_grad()
 def acceptance(head: Head, target: CausalModel, windows: Sequence[Tensor]) -> list[float]:
-    """Chance that a token drawn by the head is accepted at each step, where those before are the text's."""
+    """Returns the acceptance rate of tokens drawn by the head at each step, after tokens of the text."""
     accepted = torch.zeros(STEPS)
     for window in windows:
         states = target_states(target, window[None])
-        wanted = log_law(target, states).exp()
+        wanted = log_probs(target, states).exp()
         for step, guess in enumerate(unrolled(head, target, window[None], states), 1):
-            shared = torch.minimum(log_law(target, guess).exp(), wanted[step:])
+            shared = torch.minimum(log_probs(target, guess).exp(), wanted[step:])
             accepted[step - 1] += shared.sum(-1).mean().cpu()
     return (accepted / len(windows)).tolist()
 
@@ -106,7 +110,7 @@ def acceptance(head: Head, target: CausalModel, windows: Sequence[Tensor]) -> li
 def train(
     head: Head, target: CausalModel, sampler: WindowSampler, steps: Iterable[tuple[int, float]]
 ) -> None:
-    """Trains in place; see `train.optimize` for `steps`."""
+    """Trains the head in place; for `steps` see `train.optimize`."""
 
     def by_depth(step: int, progress: float) -> dict[str, Tensor]:
         tokens, _ = batch([sampler.draw(LENGTH, 0.0, 0.1) for _ in range(WINDOWS)], target.device)
@@ -125,9 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--corpus", type=Path, required=True, help="folder of .txt files")
     add("--out", type=Path, required=True, help="file for the head (.safetensors)")
     add("--model", help="folder or hub id of the target (default: the demo's)")
-    add("--eval", type=Path, help="folder of .txt files on which acceptance is told")
-    add("--minutes", type=minutes, default=15.0, help="to train for (default: 15)")
-    add("--seed", type=int, default=0, help="repeats it (default: 0)")
+    add("--eval", type=Path, help="folder of .txt files to measure acceptance on")
+    add("--minutes", type=minutes, default=15.0, help="training time (default: 15)")
+    add("--seed", type=int, default=0, help="random seed (default: 0)")
     add("--device", default="auto", help="auto, cpu or cuda")
     options = parser.parse_args(arguments)
     try:
@@ -138,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         target = CausalModel(loaded, options.model or DEMO)
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
-            raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
+            raise UsageError(f"--model {source}: has no tokenizer; name a model that has one")
         texts = read_corpus(options.corpus)
         others = read_corpus(options.eval) if options.eval else []
     except UsageError as error:

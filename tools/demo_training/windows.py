@@ -1,18 +1,15 @@
-"""Training windows that teach a small model to live with a long context.
+"""Short training windows that prepare a small model for a long context.
 
-Three things break a model trained on short windows when its prompt grows to 128K tokens: rotary angles
-it has never met, attention that is diluted over a hundred times more keys, and no habit of looking far
-back. A window of a few thousand tokens can teach all three:
+A model trained on short windows fails at 128K tokens for three reasons: it meets new rotary angles, its
+attention is diluted over a hundred times more keys, and it never learned to look far back. Windows of a few
+thousand tokens teach all three:
 
-- *position gaps*: the text before the last stretch is moved back by a random number of positions, so
-  that distances up to the model's whole range occur (PoSE, arXiv 2309.10400);
-- *dilution bias*: every key behind a gap counts as `w` keys (log w is added to its attention logit),
-  as if the gap were filled with text of the same kind;
-- *copies*: passages of the far text, natural or random tokens, occur again near the end. Their source
-  keys are exempt from the bias: only one of them exists.
-
-Windows without a gap are plain text; the long ones at the end of training are real, up to the length
-the trainer affords.
+- *position gaps*: the positions of the last part of the window are moved on by a random number, so that all
+  distances of the model's range occur (PoSE, arXiv 2309.10400);
+- *dilution bias*: each key before the gap counts as `w` keys (log w is added to its attention logit), as if
+  the gap were filled with similar text;
+- *copies*: passages before the gap, of text or random tokens, are repeated near the end. Their keys are
+  exempt from the bias, because each exists only once.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ class Window:
     """One training sequence.
 
     Attributes:
-        tokens: `[length]` token ids, the first is the beginning-of-text token.
-        positions: `[length]` position ids, strictly increasing.
-        key_bias: `[length]` what to add to the attention logits of each key, for queries at or after
-            `local_start`; None where nothing is diluted.
-        local_start: first index of the stretch that lies behind the gap.
+        tokens: `[length]` token IDs; the first is the beginning-of-text token.
+        positions: `[length]` position IDs, strictly increasing.
+        key_bias: `[length]`, added to the attention logits of each key for queries from `local_start` on;
+            None without a dilution bias.
+        local_start: first index after the gap.
     """
 
     tokens: Tensor
@@ -48,10 +45,10 @@ class WindowSampler:
     """Draws training windows from books.
 
     Attributes:
-        books: token ids of each book, `[tokens]` each, without special tokens.
+        books: token IDs of each book, `[tokens]` each, without special tokens.
         bos: beginning-of-text token, first in every window.
-        vocabulary: number of token ids.
-        max_positions: largest position id plus one.
+        vocabulary: number of token IDs.
+        max_positions: largest position ID plus one.
         generator: source of all randomness.
     """
 
@@ -66,18 +63,18 @@ class WindowSampler:
         self._book_spans = list(pairwise(accumulate(map(len, self.books), initial=0)))
 
     def _integer(self, low: int, high: int) -> int:
-        """A uniform integer from `low` to `high - 1`."""
+        """Draws a uniform integer from `low` to `high - 1`."""
         return int(torch.randint(low, max(high, low + 1), (), generator=self.generator))
 
     def _chance(self) -> float:
         return float(torch.rand((), generator=self.generator))
 
     def _random(self, length: int) -> Tensor:
-        """Random tokens; the first two ids are special."""
+        """Draws random tokens; the first two IDs are special and left out."""
         return torch.randint(2, self.vocabulary, (length,), generator=self.generator)
 
     def _text(self, length: int) -> Tensor:
-        """Consecutive tokens, inside one book where one is long enough."""
+        """Returns consecutive tokens, of one book if it is long enough."""
         start = self._integer(0, len(self._stream) - length)
         for first, last in self._book_spans:
             if first <= start < last and last - first >= length:
@@ -85,7 +82,7 @@ class WindowSampler:
         return self._stream[start : start + length].clone()
 
     def draw(self, length: int, gap_share: float, copy_share: float) -> Window:
-        """One window of `length` tokens; `gap_share` and `copy_share` are probabilities."""
+        """Draws a window of `length` tokens; the shares are probabilities of a gap and of copies."""
         tokens = torch.cat([torch.tensor([self.bos]), self._text(length - 1)])
         has_gap = self._chance() < gap_share
         local_start = self._integer(length // 4, 3 * length // 4)
@@ -97,8 +94,8 @@ class WindowSampler:
         if has_gap:
             room = self.max_positions - length
             gap = int(math.exp(self._chance() * math.log(room)))
-            # Half of the gaps lie in front of the far text too, so that every distance from the
-            # beginning-of-text token occurs.
+            # In half of the windows another gap follows the beginning-of-text token, so that every distance
+            # from it occurs.
             lead = self._integer(0, room - gap) if self._chance() < 0.5 else 0
             positions[1:] += lead
             positions[local_start:] += gap
@@ -109,10 +106,10 @@ class WindowSampler:
         return Window(tokens, positions, key_bias, local_start)
 
     def draw_repeats(self, length: int) -> Window:
-        """One segment over and over, of text or of random tokens: what makes a model learn to copy at all.
+        """Draws a window that repeats one segment of text or random tokens.
 
-        Copies are rare in books, and the circuit that copies forms only where they are not; once it is
-        there, `draw` carries it to far distances.
+        Copies are rare in books, and a model learns to copy only where they are frequent. Once it has,
+        `draw` extends that to far distances.
         """
         size = int(math.exp(math.log(6) + self._chance() * math.log(16)))
         segment = self._random(size) if self._chance() < 0.6 else self._text(size)
@@ -122,7 +119,7 @@ class WindowSampler:
         return Window(torch.cat([torch.tensor([self.bos]), tokens]), positions, None, 0)
 
     def _plant_copies(self, tokens: Tensor, local_start: int) -> list[tuple[int, int]]:
-        """Repeats far passages behind `local_start`; returns where their sources lie."""
+        """Repeats earlier passages after `local_start`; returns the (start, end) of their sources."""
         length = len(tokens)
         sources = []
         cursor = local_start + self._integer(0, 64)
@@ -140,13 +137,13 @@ class WindowSampler:
 
 
 def batch(windows: list[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and positions of windows of one length, `[windows, length]`."""
+    """Stacks tokens and positions of windows of one length, `[windows, length]` each."""
     tokens, positions = zip(*((window.tokens, window.positions) for window in windows), strict=True)
     return torch.stack(tokens).to(device), torch.stack(positions).to(device)
 
 
 def attention_bias(windows: list[Window], dtype: torch.dtype) -> Tensor | None:
-    """Causal additive mask `[batch, 1, length, length]` with the dilution bias; None where there is none."""
+    """Returns a causal mask with the dilution bias, `[batch, 1, length, length]`; None without a bias."""
     if all(window.key_bias is None for window in windows):
         return None
     length = len(windows[0].tokens)

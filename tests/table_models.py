@@ -1,0 +1,275 @@
+"""Models, heads and caches without weights: the parts of compositions that `enumeration.py` enumerates.
+
+`TableModel`'s logits are a fixed random function of the tokens it is shown, and its caches hold tokens in
+place of KV. The model sees the sequence only through its cache, at the positions and with the ancestors that
+the verifier states: a wrong commit, rollback, position or mask is a wrong distribution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from offload_rt.caches.base import NewTokens, VerifiedTokens
+from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.drafting.base import Drafter
+from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel
+from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
+from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.model.draft_head import Head
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.passes import PassInput, PassOutput
+
+VOCABULARY = 5
+
+Entry = tuple[int, int]
+"""(position, token): what a cache holds in place of KV."""
+
+Composition = Callable[[Sampling], Verifier]
+
+
+class TokenCache:
+    """Verified entries, then speculative ones, then the pending ones of a pass.
+
+    Args:
+        view: models have other logits for each view, as if some KV were missing.
+    """
+
+    sinks, window = 1, 2
+
+    def __init__(self, view: str) -> None:
+        self.view = view
+        self.verified: list[Entry] = []
+        self.drafted: list[Entry] = []
+        self.speculative = SpeculativeTokens()
+        self.new: NewTokens | None = None
+        self.pending: list[Entry] = []
+        self.skipped = 0
+
+    @property
+    def verified_length(self) -> int:
+        return self.skipped + len(self.verified)
+
+    def begin(self, new: NewTokens) -> None:
+        self.new, self.pending = new, []
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        raise NotImplementedError("a table needs no attention")
+
+    def seen_by(self, token: int) -> list[Entry]:
+        """Entries that a new token attends to, itself included."""
+        assert self.new is not None
+        behind = [*self.drafted, *self.pending]
+        sees = self.new.sees[token]
+        return self.verified + [entry for at, entry in enumerate(behind) if sees >> at & 1]
+
+    def commit(self, kept: Sequence[int]) -> None:
+        new, pending = self._end_pass()
+        self.drafted += [pending[index] for index in kept]
+        new.commit_to(self.speculative, kept)
+
+    def _end_pass(self) -> tuple[NewTokens, list[Entry]]:
+        assert self.new is not None, "commit without a pass"
+        ended = self.new, self.pending
+        self.new, self.pending = None, []
+        return ended
+
+    def keep(self, entries: Sequence[int]) -> None:
+        self.drafted = [self.drafted[entry] for entry in entries]
+        self.speculative.keep(entries)
+
+    def settle(self) -> None:
+        self.verified += self.drafted
+        self.drafted = []
+        self.speculative.clear()
+
+    # Only derived and streaming caches are asked for these.
+
+    def adopt(self, verified: VerifiedTokens) -> None:
+        came = [(int(position), int(token)) for position, token in verified.kv[0, 0].tolist()]
+        assert [token for _, token in came] == verified.tokens
+        path = self.speculative.match(verified.tokens)
+        self.keep(self.speculative.below(path[-1]) if path and len(path) == len(came) else [])
+        self.verified += came
+
+    def reset(self) -> None:
+        self.verified, self.drafted, self.new, self.skipped = [], [], None, 0
+        self.speculative.clear()
+
+    def skip(self, tokens: int) -> None:
+        self.skipped += tokens
+
+
+class FullTokenCache(TokenCache):
+    """A cache whose committed entries are final and are passed on to the caches derived from it."""
+
+    def __init__(self) -> None:
+        super().__init__("full")
+        self.derived: list[TokenCache] = []
+
+    def commit(self, kept: Sequence[int]) -> None:
+        new, pending = self._end_pass()
+        chosen = [pending[index] for index in kept]
+        self.verified += chosen
+        entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
+        ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
+        for cache in self.derived:
+            cache.adopt(VerifiedTokens(ids, entries, entries, new.count - 1))
+
+    def keep(self, entries: Sequence[int]) -> None:
+        assert not entries
+
+    def catch_up(self) -> None:
+        pass
+
+    def build_derived(self) -> None:
+        for cache in self.derived:
+            cache.verified = list(self.verified)
+
+
+class TableModel:
+    """A model whose logits are a fixed random function of the newest three entries and their number.
+
+    Args:
+        seed: of the model; all models share a component, so that they often agree.
+        support: number of possible tokens per row at most; the set differs between models.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float64
+
+    def __init__(self, seed: int, support: int = VOCABULARY) -> None:
+        self._seed = seed
+        self._support = support
+        self._rows: dict[tuple[Hashable, ...], Tensor] = {}
+
+    def logits(self, view: str, entries: Collection[Entry]) -> Tensor:
+        """`[vocabulary]` after the entry of the highest position, which sees `entries`."""
+        key = (view, len(entries), *sorted(entries)[-3:])
+        if key not in self._rows:
+            shared, own = random.Random(str(key[1:])), random.Random(f"{self._seed} {key}")
+            row = [1.5 * shared.gauss() + 0.9 * own.gauss() for _ in range(VOCABULARY)]
+            support = own.randint(max(2, self._support - 1), self._support)
+            least = sorted(row)[-support]
+            self._rows[key] = torch.tensor([x if x >= least else -1e6 for x in row], dtype=self.dtype)
+        return self._rows[key]
+
+    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+        outputs = []
+        for part in parts:
+            logits = self._part(part, plan)
+            outputs.append(PassOutput(logits, logits.clamp(min=-3.0) if part.hidden else None))
+        return outputs
+
+    def _part(self, part: PassInput, plan: LayerPlan | None) -> Tensor:
+        cache, new = part.cache, part.new
+        assert isinstance(cache, TokenCache)
+        tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
+        assert len(tokens) == new.count
+        cache.begin(new)
+        cache.pending = list(zip(part.positions, tokens, strict=True))
+        view = cache.view if plan is None else f"{cache.view} {plan}"
+        return torch.stack(
+            [self.logits(view, cache.seen_by(token)) for token in range(new.count - part.rows, new.count)]
+        )
+
+    def raise_nan(self, part: PassInput) -> NoReturn:
+        raise AssertionError("a table has no NaN")
+
+
+class HeadTable:
+    """The part of a target that a head uses: embeddings and the logits of hidden states.
+
+    Args:
+        support: number of possible tokens per row.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float64
+
+    def __init__(self, seed: int, support: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._support = support
+        self._embeddings = torch.randn(VOCABULARY, VOCABULARY, dtype=self.dtype, generator=generator)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embeddings[tokens][None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        least = hidden[0].topk(self._support).values[:, -1:]
+        return hidden[0].masked_fill(hidden[0] < least, -1e6)
+
+
+def random_head(hidden: int, inner: int, seed: int) -> Head:
+    """A head with random weights that keep the size of its states."""
+    head = Head(hidden, inner)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+    return head
+
+
+class Parts:
+    """The models of compositions. A composition is built anew for each path."""
+
+    def __init__(self, seed: int, support: int = VOCABULARY) -> None:
+        self.target = TableModel(seed, support)
+        self.small = TableModel(seed + 1, support)
+        head_target: Any = HeadTable(seed, support)
+        self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
+
+    def full(self, below: Level) -> Composition:
+        """The target over its full cache, with a level below it that may derive caches from it."""
+
+        def compose(sampling: Sampling) -> Verifier:
+            cache = FullTokenCache()
+            drafter = below(self, cache, sampling)
+            return Verifier("full", self.target, cache, drafter, sampling)
+
+        return compose
+
+
+Level = Callable[[Parts, FullTokenCache, Sampling], Drafter]
+
+
+def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+    """No level: the one above decodes plainly."""
+    return Drafter()
+
+
+def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
+    """A head on the target's hidden states."""
+    return HeadDrafter(parts.head, sampling)
+
+
+def target_over(
+    view: str,
+    below: Level = nothing,
+    shape: DraftShape = CHAIN,
+    *plans: LayerPlan | None,
+) -> Level:
+    """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
+
+    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+        drafter, cache = below(parts, full, sampling), TokenCache(view)
+        full.derived.append(cache)
+        return ModelDrafter(view, parts.target, cache, drafter, sampling, *plans, shape_below=shape)
+
+    return level
+
+
+def small_model(*plans: LayerPlan) -> Level:
+    """The small model over a cache of its own."""
+
+    def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
+        cache: Any = TokenCache("small")
+        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *plans)
+
+    return level
