@@ -190,7 +190,7 @@ def test_room_for_a_batch_is_room_for_the_sum_of_its_texts(
         kept = llm.read(PROMPT[:30], 3)
         expected = again(kept, SamplingParams(max_tokens=3)).tokens
         monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
-        with pytest.raises(UsageError, match="KV of 420 tokens .* of all texts together fit"):
+        with pytest.raises(UsageError, match="KV of 420 tokens .* of all sequences together fit"):
             llm.generate([byte_ids(400), texts[1]], params)
         assert again(kept, SamplingParams(max_tokens=3)).tokens == expected, "it leaves the text before"
 
