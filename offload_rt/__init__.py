@@ -1,11 +1,9 @@
 """Lossless generation from very long prompts, with the full KV cache paged in CPU memory."""
 
-import importlib
-from typing import TYPE_CHECKING
-
 from offload_rt.errors import UsageError
 from offload_rt.openmp import wait_passively
 
+TYPE_CHECKING = False  # true to type checkers; importing typing would delay the program's start
 if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.context import Context, TokenStream
@@ -25,5 +23,7 @@ def __getattr__(name: str) -> object:
         return next((one.version for one in found), "not installed")  # used from a checkout
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     homes = {"LLM": "api", "Context": "context", "TokenStream": "context"}
     return getattr(importlib.import_module(f"offload_rt.{homes.get(name, 'results')}"), name)

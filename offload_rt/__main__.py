@@ -1,11 +1,12 @@
 """The program `offload-rt`, also `python -m offload_rt`."""
 
-import signal
+# The module `signal` imports others, which takes a while.
+import _signal  # type: ignore[import-not-found]
 import sys
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
     # Ctrl-C ends the process without a traceback until `run_program` handles it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def main() -> int:

@@ -308,6 +308,7 @@ def test_the_models_own_sampling_is_not_ignored_in_silence(
             9.25,
             "20 times the 0.1 of the plan; other work slows it down: the load average was 9.2 on 2 cores",
         ),
+        (0.001, 0.0, "2.0 ms/token, 2,000 times the 0.0 of the plan"),
         (8.0, 99.0, "2.0 ms/token, 0.25 times the 8.0 of the plan; offload-rt doctor --refresh"),
     ],
 )

@@ -172,7 +172,8 @@ class Console:
         ratio = measured / predicted_ms
         if 1 / FAR_FROM_PLAN <= ratio <= FAR_FROM_PLAN:
             return
-        text = f"decoding took {measured:.1f} ms/token, {ratio:.2g} times the {predicted_ms:.1f} of the plan"
+        times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+        text = f"decoding took {measured:.1f} ms/token, {times} times the {predicted_ms:.1f} of the plan"
         cause = self.busy() if ratio > 1 else None
         self.notice(f"{text}; {cause or 'offload-rt doctor --refresh measures this machine again'}")
 
