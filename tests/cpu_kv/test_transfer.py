@@ -207,11 +207,14 @@ class TransferMachine(RuleBasedStateMachine):
         block = random_kv(tokens)
         block.view(-1)[0] = 13.0
         self.link.failing = lambda pairs: float(pairs[0][1].flatten()[0]) == 13.0
-        self.engine.write_back(block)
         with pytest.raises(CopyFailed, match="copy to the host of .* failed: the cable was pulled"):
-            if later:
-                self.engine.write_back(random_kv(3))
+            if later and self.kv.shape[3] % 4 == 0:
+                for layer, sides in enumerate(block):
+                    self.engine.write_prompt(layer, *sides)
+            else:
+                self.engine.write_back(block)
             self.engine.flush()
+        self.engine.flush()
         self.link.failing = lambda pairs: False
         lengths = {self.engine.sequence.layer_length(layer) for layer in range(LAYOUT.layers)}
         assert lengths == {self.kv.shape[3]}
