@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_engine import CONFIGS, CPU, DEVICES, PAGE, SIZES, again, engine_overrides, link_to, other_gpu
+from small_engine import place as put
 from test_streaming_engine import BY_GPUS
 from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
 from transformers import PreTrainedModel
@@ -67,8 +68,7 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
             options["other_links"] = [link_to(other_gpu(device)) for _ in tiers.gpus]
         made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
         if tiers is not None:
-            plan = made[-1].engine._plan
-            made[-1].engine._plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
+            put(made[-1], tiers)
         return made[-1]
 
     yield llm

@@ -171,7 +171,7 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         stream = context.stream(params=PARAMS)
         for _ in range(PARAMS.max_tokens - 1):
             next(stream)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         sequence.engine.flush()
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
@@ -202,7 +202,7 @@ def test_a_text_given_up_while_chunks_are_chosen(
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         stream = llm.stream(PROMPT, PARAMS)
         next(stream)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         cancelled = threading.Thread(target=lambda: choosing.wait(10) and sequence.full.cancel())
         cancelled.start()
         with pytest.raises(PassCancelled):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,22 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from uneven_link import LateLink, UnevenLink
 
-import offload_rt.engine.engine
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
-from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.full import FullCache
 from offload_rt.caches.refill import RetrievedRefill
-from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.drafting.base import Round
-from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN
-from offload_rt.engine.controller import RunningAcceptance, SpeculationController, StepDown
+from offload_rt.engine.controller import SpeculationController, StepDown
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
 
 SHORT = SamplingParams(max_tokens=24)
@@ -174,39 +168,23 @@ def test_no_cache_is_built_while_a_pass_runs(
     assert len(built) > 3 and not any(built)
 
 
-def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = RunningAcceptance(SAME_MODEL_ACCEPTANCE)
-    extend = TokenSequence.extend
-
-    def noted(sequence: TokenSequence, round: Round, *arguments: Any) -> None:
-        seen.observe([(round.accepted, int(round.accepted < round.proposed))])
-        extend(sequence, round, *arguments)
-
-    monkeypatch.setattr(TokenSequence, "extend", noted)
-    overrides = engine_overrides(ahead=2)
-    with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-        llm.read(PROMPT).generate((), PARAMS)
-        (sequence,) = llm.engine._sequences
-        assert sequence.controller.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
-
-
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete: list[bool] = []
-    adopt = RetrievedCache.adopt
+    begun, finished = list[RetrievedRefill](), list[RetrievedRefill]()
+    refill, finish = RetrievedCache.refill, RetrievedRefill.finish
 
-    def adopted(cache: RetrievedCache, verified: Verified) -> None:
-        if cache._refill is not None:
-            complete.append(cache._refill.complete)
-        adopt(cache, verified)
+    def noted(cache: RetrievedCache) -> RetrievedRefill | None:
+        begun.extend([made] if (made := refill(cache)) is not None else [])
+        return made
 
-    monkeypatch.setattr(RetrievedCache, "adopt", adopted)
-    # More than the prompt: 149 of its tokens are kept, and the text grows beyond them.
+    monkeypatch.setattr(RetrievedCache, "refill", noted)
+    monkeypatch.setattr(RetrievedRefill, "finish", lambda one: (finished.append(one), finish(one))[1])
+    # More than the prompt: 149 of its tokens are kept, and the sequence grows beyond them.
     overrides = engine_overrides(ahead=2, resident_tokens=160)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
-    assert len(complete) > 2 and all(complete)
+    assert len(begun) > 2 and begun[:-1] == finished[1 : len(begun)], "the first one gathers from the store"
 
 
 def test_buffers_are_made_by_the_thread_that_drafts(
@@ -237,47 +215,26 @@ def test_buffers_are_made_by_the_thread_that_drafts(
 def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     target: PreTrainedModel, resident: int, cpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams: list[LayerStream] = []
-    stream = TransferEngine.stream
-    under_way: list[Callable[..., Any]] = []
-    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._bring: 0}
+    streams, stream = list[LayerStream](), TransferEngine.stream
 
     def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
         streams.append(stream(engine, end, **arguments))
         return streams[-1]
 
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(of: RetrievedCache | RetrievedRefill, *arguments: Any) -> Any:
-            engine = of._engine if isinstance(of, RetrievedRefill) else of._source.engine
-            counters = engine.counters
-            before = counters.bytes_to_device
-            under_way.append(method)
-            found = method(of, *arguments)
-            under_way.pop()
-            if not under_way:  # what the first choice sends is its own
-                beside[method] += counters.bytes_to_device - before
-            return found
-
-        return call
-
     monkeypatch.setattr(TransferEngine, "stream", recorded)
-    for method, owner in zip(beside, (RetrievedCache, RetrievedCache, RetrievedRefill), strict=True):
-        monkeypatch.setattr(owner, method.__name__, counted(method))
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
         result = llm.generate(PROMPT, PARAMS)
         layout = llm.engine.store.layout
     assert [stream.start for stream in streams] == [resident + cpu] * (result.rounds + 1)
-    tokens = sum(stream.end - stream.start for stream in streams[:-1])
+    streamed = sum(stream.end - stream.start for stream in streams[:-1])
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
-    # Beside the streams: the first choice, and what a refresh takes of the CPU's share and of new pages'
-    # means. What the prefill moved was counted before.
-    page = layout.page_size
-    assert read == tokens * layout.token_bytes + sum(beside.values())
-    _, means, sent = beside.values()
-    assert (sent > 0) == (cpu > 0)
-    assert 0 < means <= 2 * (PARAMS.max_tokens // page + 1) * layout.token_bytes, "to two buffers"
+    # Beside the streams, in tokens: the first choice and the means of its pages; means of new pages, for two
+    # buffers; and of the CPU's share what a refresh keeps, once a round at most.
+    beside = read / layout.token_bytes - streamed
+    pages = PARAMS.max_tokens // layout.page_size + 1
+    assert 0 < beside <= 64 + len(PROMPT) // layout.page_size + 2 * pages + cpu * result.rounds
     committed = result.rounds + result.timings.draft_n_accepted
     assert result.transfer.bytes_to_host == committed * layout.token_bytes
 
@@ -301,13 +258,12 @@ class CopiesAtOnce(CpuLink):
 
 
 def test_a_rewind_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens: list[int]) -> None:
+    """A proposal is longer than the page and the 64 tokens that the tail has room for."""
     overrides = engine_overrides(ahead=0) | {"speculation.gamma2": 70, "retrieval.budget": 512}
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=CopiesAtOnce()) as llm:
         long = SamplingParams(max_tokens=100)
         text = llm.read(PROMPT)
         tokens = again(text, long).tokens
-        (sequence,) = llm.engine._sequences
-        assert sequence.full._tail.buffer.capacity > PAGE + 64
         assert again(text, long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
@@ -330,49 +286,33 @@ def test_chunks_of_another_config_divide_the_pages_of_the_context(target: PreTra
         assert again(text, SHORT).tokens == tokens
 
 
-def test_a_text_is_planned_for_what_one_that_is_closed_held(
+def test_a_sequence_is_planned_for_what_one_that_is_closed_held(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the device; closing lets it go, and not the garbage collector."""
-    held: list[weakref.ref[Tensor]] = []
-    planned, plan = [], Engine._plan
+    """On the device; closing lets it go, and not the garbage collector. Buffers are kept for the next one."""
+    held = list[FullCache]()
+    planned, plan = [], Engine.plan
 
     def watched(engine: Engine, *arguments: Any) -> Any:
-        planned.append([tensor for one in held if (tensor := one()) is not None])
+        planned.append(sum(full.resident_bytes for full in held))
         return plan(engine, *arguments)
 
-    monkeypatch.setattr(Engine, "_plan", watched)
-    overrides = engine_overrides(resident_tokens=64)
+    monkeypatch.setattr(Engine, "plan", watched)
     gc.disable()
     try:
-        with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-            text = llm.read(PROMPT)
-            text.generate((), SHORT)
-            full = llm.engine._sequences[0].full
-            held += map(weakref.ref, (*full._resident._blocks, full._tail.buffer.memory))
-            (retrieved,) = full.derived
-            assert isinstance(retrieved, RetrievedCache)
-            buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
-            taken = sum(buffer.memory.nbytes for buffer in retrieved.buffers)
-            del full, retrieved
-            text.close()
-            text = llm.read(PROMPT)
-            text.generate((), SHORT)
-            assert planned == [[], []]
-            assert len(buffers) == 2 and all(one() is not None for one in buffers), "kept for the next text"
-            pool, told = llm.engine._shared.pool, []
-            usable = offload_rt.engine.engine.usable_hardware
-            monkeypatch.setattr(
-                offload_rt.engine.engine,
-                "usable_hardware",
-                lambda device, loaded, *others: told.append(loaded) or usable(device, loaded, *others),
-            )
-            for free in (0, taken):
-                assert pool.free_bytes == free
-                llm.engine._fastest(*map(len, (PROMPT, PROMPT)))
-                text.close()
-            assert told == [llm.engine.target.weight_bytes + free for free in (0, taken)]
-        assert not any(one() for one in buffers), "nothing outlives the engine"
+        link, overrides = PacedLink(1e9), engine_overrides(resident_tokens=64)
+        with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
+            for _ in range(2):
+                with llm.read(PROMPT) as text:
+                    text.generate((), SHORT)
+                    (sequence,) = llm.engine.sequences
+                    (retrieved,) = sequence.full.derived
+                    held.append(sequence.full)
+                    assert sequence.full.resident_bytes > 0
+                    buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
+                    del retrieved
+                assert len(buffers) == 2 and all(one() is not None for one in buffers)
+        assert planned == [0, 0] and not any(one() for one in buffers), "nothing outlives the engine"
     finally:
         gc.enable()
 
@@ -432,22 +372,3 @@ def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pyte
     with LLM.from_models(target, config="trees", overrides=engine_overrides(), link=link) as llm:
         llm.generate(PROMPT, PARAMS)
     assert 0 < len(folded) <= len(masked)
-
-
-# -------------------------------------------------------------------------------- remote attention
-
-
-def test_the_cpu_share_attends_several_runs_as_one() -> None:
-    generator = torch.Generator().manual_seed(3)
-    queries = torch.randn(4, 3, 8, dtype=torch.float64, generator=generator)
-    keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
-    values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
-    runs = [(keys[None, :, a:b], values[None, :, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
-    share = CpuAttention(50, torch.device("cpu"))
-    try:
-        out, lse = share.finish(share.start(0, queries, runs, 0.3))
-    finally:
-        share.close()
-    logits = torch.einsum("hqd,htd->hqt", queries, keys.repeat_interleave(2, 0)) * 0.3
-    assert torch.allclose(lse, logits.logsumexp(-1))
-    assert torch.allclose(out, logits.softmax(-1) @ values.repeat_interleave(2, 0))

@@ -27,6 +27,7 @@ from small_engine import (
     engine_overrides,
     link_to,
     other_gpu,
+    place,
 )
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
@@ -37,7 +38,6 @@ from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refill import RetrievedRefill
-from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
@@ -55,7 +55,7 @@ BY_GPUS = [
     Tiers(gpus=(GpuTier(0, 48), GpuTier(64, 0))),
     Tiers(0, 16, (GpuTier(16, 1024),)),
 ]
-"""With other cards: where there is none, by other links and streams of the one."""
+"""On other GPUs: where there is none, by other links and streams of the one."""
 
 
 def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **offload: object) -> LLM:
@@ -71,14 +71,13 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
     if shares.gpus or shares.late_resident_tokens:
-        plan = llm.engine._plan
-        llm.engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
+        place(llm, shares)
     return llm
 
 
 def check_streamed(result: GenerationResult, shares: Tiers) -> None:
     """What is not placed elsewhere crossed a link in every round."""
-    resident = shares.resident_tokens + sum(card.resident_tokens for card in shares.gpus)
+    resident = shares.resident_tokens + sum(gpu.resident_tokens for gpu in shares.gpus)
     streamed = (len(PROMPT) - 1) // 16 * 16 - resident - shares.cpu_tokens
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
     assert read >= result.rounds * streamed * 512, "bytes of a token in all layers"
@@ -115,7 +114,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize(
     ("shares", "refresh"), [*((shares, "stream") for shares in BY_GPUS), (BY_GPUS[0], "store")]
 )
-def test_other_cards_attend_their_share(
+def test_other_gpus_attend_their_share(
     device: torch.device, config: str, shares: Tiers, refresh: str, plain_tokens: list[int]
 ) -> None:
     check_tokens(device, config, shares, refresh, plain_tokens)
@@ -206,8 +205,8 @@ def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Tiers, ref
         events = llm.stream(PROMPT, PARAMS)
         for _ in zip(range(24), events, strict=False):
             pass
-        (sequence,) = llm.engine._sequences
-        (cache,) = sequence._caches
+        (sequence,) = llm.engine.sequences
+        (cache,) = sequence.full.derived
         sequence.full.engine.flush()
         sequence = sequence.full.sequence
         for layer in range(sequence.layout.layers):
@@ -230,25 +229,29 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
 
     Later passes differ: whose share of another place was whose is not known (`summed_mass`).
     """
-    used, use = list[RetrievedRefill](), RetrievedCache._use
-    monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
+    used, gathered = list[RetrievedRefill](), list[RetrievedRefill]()
+    for name, noted in (("finish", used), ("take_from_store", gathered)):
+        method = getattr(RetrievedRefill, name)
+        call = lambda one, noted=noted, method=method: (noted.append(one), method(one))  # noqa: E731
+        monkeypatch.setattr(RetrievedRefill, name, call)
     ends = [shares.resident_tokens, shares.cpu_tokens]
-    ends += [card.tokens for card in shares.gpus]
+    ends += [gpu.tokens for gpu in shares.gpus]
     ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]
 
     def retrieved(shares: Tiers) -> tuple[list[Tensor], Tensor]:
         with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
             text = llm.read(PROMPT)
             text.generate((), SamplingParams(max_tokens=1))
-            full, (cache,) = (sequence := llm.engine._sequences[0]).full, sequence._caches
+            (cache,) = (full := llm.engine.sequences[0].full).derived
             assert full.scores is not None
             chunks = [end // full.scores.chunk for end in ends]
             counted = full.scores.values.tensor_split(chunks, dim=2)
             first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
             used.clear()
+            gathered.clear()
             text.rewind(len(PROMPT))
             again(text)
-            assert len(used) > 10, "all their entries have passed by"
+            assert len(used) - len(gathered) > 10, "all their entries have passed by"
             return first
 
     found, expected = retrieved(shares), retrieved(SHARES[0])

@@ -112,6 +112,11 @@ class Engine:
         self.lock = threading.RLock()
         self._closed = False
 
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Open sequences, in the order in which they were opened."""
+        return tuple(self._sequences)
+
     def available(self, config: Config) -> Config:
         """`config` without the levels that cannot be had.
 
@@ -140,7 +145,7 @@ class Engine:
             runner = self.target.for_text(len(tokens), new_tokens)
             config = self.configs[0]
             if tiers is None:
-                config, tiers = self._plan(len(tokens), new_tokens, texts)
+                config, tiers = self.plan(len(tokens), new_tokens, texts)
             shared = replace(self._shared, timeline=self.timeline)
             sequence = TokenSequence(shared, config, runner, len(tokens) + new_tokens, tiers)
             self._sequences.append(sequence)
@@ -202,7 +207,7 @@ class Engine:
             sequence.full.cancel()
             self._thread.join()
 
-    def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Tiers]:
+    def plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Tiers]:
         """Composition, sizes and shares for such a text; the planner keeps what the config gives."""
         on_gpu = self.target.device.type == "cuda"
         config = self.configs[0]
