@@ -83,16 +83,19 @@ def engine_overrides(**offload: object) -> dict[str, object]:
 
 def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set while a pass runs in its thread."""
-    running, run = threading.Event(), PassThread._run
+    running, start = threading.Event(), PassThread.start
 
-    def watched(thread: PassThread, *arguments: Any) -> Any:
-        running.set()
-        try:
-            return run(thread, *arguments)
-        finally:
-            running.clear()
+    def watched(thread: PassThread, caches: Any, forward: Callable[[], Any]) -> Any:
+        def noted() -> Any:
+            running.set()
+            try:
+                return forward()
+            finally:
+                running.clear()
 
-    monkeypatch.setattr(PassThread, "_run", watched)
+        return start(thread, caches, noted)
+
+    monkeypatch.setattr(PassThread, "start", watched)
     return running
 
 

@@ -54,7 +54,7 @@ def streaming_cache(
 
 
 class Walk:
-    """Passes of one model over one cache, through a text of its own making."""
+    """Passes of one model over one cache, through a sequence of its own making."""
 
     def __init__(self, model: CausalModel, cache: BoundedCache) -> None:
         self.model = model
@@ -256,7 +256,7 @@ def test_what_is_not_recorded() -> None:
     other = Walk(model, streaming_cache(model))
     for _ in range(GraphedModel.RARE + 2):
         assert torch.equal(graphed.run(text[:long]), plain.run(text[:long]))
-        # Of several texts.
+        # Of several sequences.
         output, _ = model.forward([graphed.part(text[:5], None, 0, 5), other.part(text[:2], None, 0, 2)])
         close(output.logits, plain.run(text[:5]))
     assert capture.captured == 0
@@ -413,7 +413,7 @@ def test_decoding_with_graphs(config: str, temperature: float, monkeypatch: pyte
 def test_what_recurs_is_recorded_before_the_first_pass(
     config: str, recorded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For both buffers of a retrieved cache, and for all texts that follow: no capture holds up a round."""
+    """For both buffers of a retrieved cache, and for all sequences that follow: none holds up a round."""
     capture = RecordingCapture()
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
     monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
@@ -431,12 +431,12 @@ def test_what_recurs_is_recorded_before_the_first_pass(
                 pass
         assert capture.captured == recorded and capture.replayed > 100
         llm.generate([byte_ids(200), byte_ids(300)], params)
-        assert capture.captured == 2 * recorded, "texts that are open together have buffers of their own"
+        assert capture.captured == 2 * recorded, "sequences that are open together have buffers of their own"
         llm.generate(byte_ids(300), params)
         assert capture.captured == 2 * recorded
 
 
-def test_very_long_texts_have_graphs_of_their_own() -> None:
+def test_very_long_sequences_have_graphs_of_their_own() -> None:
     """Their rotary frequencies differ; the buffer may be the same."""
     capture = RecordingCapture()
     of_short = GraphedModel(tiny_target("phi3"), "phi3", no_notice, capture)

@@ -22,6 +22,7 @@ from uneven_link import LateLink, UnevenLink
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
+from offload_rt.caches.base import Verified
 from offload_rt.caches.bounded import Frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
@@ -74,9 +75,9 @@ def test_every_schedule_yields_the_tokens_of_plain_decoding(
     }
     link = UnevenLink(seed, delay)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
-        text = llm.read(PROMPT)
-        assert again(text, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
-        assert again(text, SHORT, "plain").tokens == plain_tokens[: SHORT.max_tokens]
+        context = llm.read(PROMPT)
+        assert again(context, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
+        assert again(context, SHORT, "plain").tokens == plain_tokens[: SHORT.max_tokens]
 
 
 @pytest.mark.parametrize("shares", [(0, 0), (32, 0), (0, 48), (32, 48)])
@@ -88,41 +89,50 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     shares: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared = 0
-    refill_of, use = RetrievedCache.refill, RetrievedCache._use
+    compared, refill_of, finish, adopt = (
+        0,
+        RetrievedCache.refill,
+        RetrievedRefill.finish,
+        RetrievedCache.adopt,
+    )
+    queries: dict[RetrievedCache, Tensor] = {}
     expected: dict[RetrievedRefill, RetrievedCache] = {}
 
+    def adopted(cache: RetrievedCache, verified: Verified) -> None:
+        queries[cache] = verified.queries
+        adopt(cache, verified)
+
     def begun(cache: RetrievedCache) -> RetrievedRefill | None:
-        queries = cache._wanted
         refill = refill_of(cache)
         if refill is not None:
-            assert queries is not None
+            (sequence,) = llm.engine.sequences
+            assert sequence.full.scores is not None
             separate = expected[refill] = RetrievedCache(
-                cache._source,
+                sequence.full,
                 budget=cache.budget,
                 chunk=cache.chunk,
                 recent=cache.recent,
                 refresh=cache.refresh.policy,
-                selection=cache._selection,
+                selection=sequence.full.scores,
                 room=cache.buffer.room,
             )
-            own = separate._chosen_anew(refill.extent.length, queries, separate.buffer)
-            own.take_from_store()
-            separate._turn_to(own.extent)
+            separate.fill(queries[cache])
         return refill
 
-    def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
+    def finished(refill: RetrievedRefill) -> None:
         nonlocal compared
-        compared += 1
-        separate, entries = expected[refill], refill.extent.entries
-        assert separate.entries == entries
-        assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
-        rest = slice(refill.buffer.room - refill.extent.pages, refill.buffer.room)
-        assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
-        use(cache, refill)
+        finish(refill)
+        if refill in expected:
+            compared += 1
+            separate, entries = expected[refill], refill.extent.entries
+            assert separate.entries == entries
+            assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
+            rest = slice(refill.buffer.room - refill.extent.pages, refill.buffer.room)
+            assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
 
+    monkeypatch.setattr(RetrievedCache, "adopt", adopted)
     monkeypatch.setattr(RetrievedCache, "refill", begun)
-    monkeypatch.setattr(RetrievedCache, "_use", checked)
+    monkeypatch.setattr(RetrievedRefill, "finish", finished)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
         llm.generate(PROMPT, SHORT)
@@ -262,28 +272,28 @@ def test_a_rewind_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tok
     overrides = engine_overrides(ahead=0) | {"speculation.gamma2": 70, "retrieval.budget": 512}
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=CopiesAtOnce()) as llm:
         long = SamplingParams(max_tokens=100)
-        text = llm.read(PROMPT)
-        tokens = again(text, long).tokens
-        assert again(text, long).tokens == tokens
+        context = llm.read(PROMPT)
+        tokens = again(context, long).tokens
+        assert again(context, long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
 
 def test_what_is_generated_in_inference_mode_is_decoded_again_outside(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
         with torch.inference_mode():
-            text = llm.read(PROMPT)
-            tokens = again(text, SHORT).tokens
-        assert again(text, SHORT).tokens == tokens
+            context = llm.read(PROMPT)
+            tokens = again(context, SHORT).tokens
+        assert again(context, SHORT).tokens == tokens
 
 
 def test_chunks_of_another_config_divide_the_pages_of_the_context(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
-        text = llm.read(PROMPT)
-        tokens = again(text, SHORT).tokens
+        context = llm.read(PROMPT)
+        tokens = again(context, SHORT).tokens
         sizes = {"retrieval.chunk": 32, "retrieval.budget": 64, "retrieval.recent": 16}
         with pytest.raises(UsageError, match="retrieval.chunk = 32 must divide the store's page of 16"):
-            text.generate((), SHORT, "retrieval", sizes)
-        assert again(text, SHORT).tokens == tokens
+            context.generate((), SHORT, "retrieval", sizes)
+        assert again(context, SHORT).tokens == tokens
 
 
 def test_a_sequence_is_planned_for_what_one_that_is_closed_held(
@@ -303,8 +313,8 @@ def test_a_sequence_is_planned_for_what_one_that_is_closed_held(
         link, overrides = PacedLink(1e9), engine_overrides(resident_tokens=64)
         with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
             for _ in range(2):
-                with llm.read(PROMPT) as text:
-                    text.generate((), SHORT)
+                with llm.read(PROMPT) as context:
+                    context.generate((), SHORT)
                     (sequence,) = llm.engine.sequences
                     (retrieved,) = sequence.full.derived
                     held.append(sequence.full)
@@ -331,7 +341,7 @@ def test_buffers_of_other_sizes_go_before_new_ones_come() -> None:
 def test_two_engines_share_a_model(
     target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int]
 ) -> None:
-    """Their texts grow in turns, and in two threads."""
+    """Their sequences grow in turns, and in two threads."""
     overrides = engine_overrides(ahead=2, resident_tokens=16)
     expected = plain_tokens[: SHORT.max_tokens]
     links = PacedLink(1e9, latency_s=1e-3), PacedLink(1e9, latency_s=3e-4)
