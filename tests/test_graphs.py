@@ -228,43 +228,34 @@ def test_a_replay_computes_what_the_pass_would(arch: str, steps: list[Step]) -> 
     assert capture.captured <= capture.replayed
 
 
-def test_more_speculation_than_fixed_shapes_tell_of_runs_as_it_comes() -> None:
+def test_what_is_not_recorded() -> None:
+    """Long passes, those of several sequences, over much speculation, while others run, and rare ones."""
     capture = RecordingCapture()
-    plain, graphed, _ = twins("llama", capture)
+    plain, graphed, model = twins("llama", capture)
     text = byte_ids(400)
     for walk in (plain, graphed):
         walk.run(text[:FIXED_SPECULATION])
         walk.cache.commit(range(FIXED_SPECULATION))
+    other, running = Walk(model, streaming_cache(model)), True
     for _ in range(GraphedModel.RARE + 2):
         assert torch.equal(graphed.run([7]), plain.run([7]))
-    assert capture.captured == 0
     for walk in (plain, graphed):
-        walk.cache.keep(range(FIXED_SPECULATION - 1))
-    for _ in range(GraphedModel.RARE + 1):
-        close(graphed.run([7]), plain.run([7]))
-    assert (capture.captured, capture.replayed) == (1, 1)
-
-
-def test_what_is_not_recorded() -> None:
-    capture = RecordingCapture()
-    plain, graphed, model = twins("llama", capture)
-    text = byte_ids(200)
-    long = GraphedModel.LONGEST + 1
-    for walk in (plain, graphed):
-        walk.run(text[:3])
-        walk.cache.commit(range(3))
-    other = Walk(model, streaming_cache(model))
+        walk.cache.keep(range(FIXED_SPECULATION - GraphedModel.LONGEST - 1))
+    model.pass_running = lambda: running
     for _ in range(GraphedModel.RARE + 2):
-        assert torch.equal(graphed.run(text[:long]), plain.run(text[:long]))
-        # Of several sequences.
+        long = text[: GraphedModel.LONGEST + 1]
+        assert torch.equal(graphed.run(long), plain.run(long))
         output, _ = model.forward([graphed.part(text[:5], None, 0, 5), other.part(text[:2], None, 0, 2)])
         close(output.logits, plain.run(text[:5]))
-    assert capture.captured == 0
+        # A capture would hold the pass up; the shape is captured when it recurs afterwards.
+        assert torch.equal(graphed.run([8]), plain.run([8]))
+    running = False
     for _ in range(GraphedModel.RARE):
         graphed.run(text[:5])
-    assert capture.captured == 0  # so rare
-    graphed.run(text[:5])
-    assert capture.captured == 1
+    assert capture.captured == 0
+    for tokens in ([8], text[:5]):
+        close(graphed.run(tokens), plain.run(tokens))
+    assert (capture.captured, capture.replayed) == (2, 2)
 
 
 def replays(walk: Walk, tokens: Sequence[int], times: int) -> Tensor:
@@ -343,20 +334,6 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_memory_pool_as_they_were
     assert one.tolist() == [6.0] * 8 and other.tolist() == [7.0] * 8
 
 
-def test_nothing_is_captured_while_a_pass_runs() -> None:
-    """A capture would hold the pass up; the shape is captured when it recurs afterwards."""
-    capture = RecordingCapture()
-    plain, graphed, model = twins("llama", capture)
-    running = True
-    model.pass_running = lambda: running
-    for step in range(GraphedModel.RARE + 3):
-        assert torch.equal(graphed.run(byte_ids(1, start=step)), plain.run(byte_ids(1, start=step)))
-    assert capture.captured == 0
-    running = False
-    assert torch.equal(graphed.run(byte_ids(1)), plain.run(byte_ids(1)))
-    assert capture.captured == 1
-
-
 def test_nothing_is_captured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.model.cuda_graphs.recorded", lambda *_: pytest.fail("recorded"))
     model = GraphedModel(tiny_target("llama"), "llama", no_notice)
@@ -392,21 +369,6 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("config", ["retrieval", "triforce"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_decoding_with_graphs(config: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)
-    target = tiny_target("llama-gqa")
-    found = []
-    for capture in (None, RecordingCapture()):
-        monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
-        with LLM.from_models(target, noisy_copy(target), config=config, overrides=SMALL) as llm:
-            found.append(llm.generate(byte_ids(300), params).tokens)
-    assert found[0] == found[1]
-    assert isinstance(capture, RecordingCapture) and capture.replayed > 20
-
-
 @pytest.mark.parametrize(
     ("config", "recorded"), [("naive", 2), ("streaming", 2), ("retrieval", 4), ("triforce", 2 + 2 * 4)]
 )
@@ -416,20 +378,26 @@ def test_what_recurs_is_recorded_before_the_first_pass(
     """For both buffers of a retrieved cache, and for all sequences that follow: none holds up a round."""
     capture = RecordingCapture()
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
-    monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
     monkeypatch.setattr(GraphedModel, "RARE", 6)  # as often a draft may go on from another's outcome
-    target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=40)
+    target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=24)
     sizes = SMALL | {"draft.window": 60}  # too long to be recorded where the prompt is read
-    with LLM.from_models(
-        target, noisy_copy(target), config=config, overrides=sizes, link=PacedLink(1e9)
-    ) as llm:
-        for start in (0, 100):
-            stream = llm.stream(byte_ids(300, start=start), params)
-            next(stream)
+    prompts = [byte_ids(300, start=start) for start in (0, 100)]
+
+    def opened() -> LLM:
+        return LLM.from_models(
+            target, noisy_copy(target), config=config, overrides=sizes, link=PacedLink(1e9)
+        )
+
+    with opened() as llm:
+        expected = [llm.generate(prompt, params).tokens for prompt in prompts]
+    monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
+    with opened() as llm:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            stream = llm.stream(prompt, params)
+            found = [next(stream).token]
             assert capture.captured == recorded
-            for _ in stream:
-                pass
-        assert capture.captured == recorded and capture.replayed > 100
+            assert [*found, *(event.token for event in stream)] == tokens
+        assert capture.captured == recorded and capture.replayed > 50
         llm.generate([byte_ids(200), byte_ids(300)], params)
         assert capture.captured == 2 * recorded, "sequences that are open together have buffers of their own"
         llm.generate(byte_ids(300), params)
