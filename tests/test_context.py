@@ -1,4 +1,4 @@
-"""`Context`: texts that are appended to, continued and taken back, wherever their KV lies."""
+"""`Context`: sequences that are appended to, continued and taken back, wherever their KV lies."""
 
 from __future__ import annotations
 
@@ -194,16 +194,25 @@ ACTIONS = st.lists(
         st.tuples(st.just("rewind"), st.floats(0, 1)),
         st.tuples(st.just("config"), st.sampled_from(CONFIGS)),
     ),
+    min_size=3,
     max_size=7,
 )
 
 
 @pytest.mark.parametrize("place", SOME)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("config", CONFIGS)
+@settings(
+    derandomize=True,
+    max_examples=3,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(actions=ACTIONS, first=st.integers(1, 70))
-def test_any_use_of_a_context(make: Make, place: str, actions: list[tuple[str, Any]], first: int) -> None:
-    """Beside one that reads all anew and decodes it plainly."""
-    config, known = "triforce", TEXT[:first]
+def test_any_use_of_a_context(
+    make: Make, place: str, config: str, actions: list[tuple[str, Any]], first: int
+) -> None:
+    """Beside one that reads all anew and decodes it plainly; `config` may change on the way."""
+    known = TEXT[:first]
     with make(config, place) as llm, llm.read(known) as context:
         for action, value in actions:
             if action == "append":
