@@ -50,7 +50,7 @@ Make = Callable[..., LLM]
 
 @pytest.fixture
 def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
-    """Makes LLMs whose texts lie in a place, and closes them."""
+    """Makes LLMs whose sequences lie in a place, and closes them."""
     made: list[LLM] = []
 
     def llm(

@@ -104,10 +104,10 @@ def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     hardware = replace(hardware, gpus=(replace(gpu, memory_bytes=room), gpu))
     held = list[tuple[int, int]]()
 
-    def usable(first: torch.device, loaded: int = 0, on_progress: object = None, gpus: Any = ()) -> Hardware:
-        if not gpus:
+    def usable(first: torch.device, loaded: int = 0, on_progress: object = None, cards: Any = ()) -> Hardware:
+        if not cards:
             return replace(hardware, gpus=(gpu,))
-        held.append((loaded, sum(size for _, size in gpus)))
+        held.append((loaded, sum(size for _, size in cards)))
         return hardware
 
     tokens = []
