@@ -213,7 +213,7 @@ def test_any_use_of_a_context(
 ) -> None:
     """Beside one that reads all anew and decodes it plainly; `config` may change on the way."""
     known = TEXT[:first]
-    with make(config, place) as llm, llm.read(known) as context:
+    with make("triforce", place) as llm, llm.read(known) as context:
         for action, value in actions:
             if action == "append":
                 context.append(OTHER[:value])
