@@ -1,4 +1,4 @@
-"""A small engine: a pair of tiny models, and sizes that a short text overflows.
+"""A small engine: a pair of tiny models, and sizes that a short sequence overflows.
 
 A test file imports the fixtures that it uses.
 """
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
+from offload_rt.caches.tiers import Tiers
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
@@ -50,7 +51,7 @@ def link_to(device: torch.device) -> Link:
 
 
 def other_gpu(device: torch.device) -> torch.device:
-    """The second card, where there is one: else the same."""
+    """The second GPU, where there is one: else the same."""
     return torch.device("cuda", 1) if device.type == "cuda" and torch.cuda.device_count() > 1 else device
 
 
@@ -66,6 +67,12 @@ def again(
     return result
 
 
+def place(llm: LLM, tiers: Tiers) -> None:
+    """Sequences lie in these tiers from here on, whatever is planned."""
+    plan = llm.engine.plan
+    llm.engine.plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
+
+
 def engine_overrides(**offload: object) -> dict[str, object]:
     """Segments and a ring as small as the caches, a refresh at every round, and keys of `offload`."""
     given = {f"offload.{key}": value for key, value in offload.items()}
@@ -76,23 +83,26 @@ def engine_overrides(**offload: object) -> dict[str, object]:
 
 def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set while a pass runs in its thread."""
-    running, run = threading.Event(), PassThread._run
+    running, start = threading.Event(), PassThread.start
 
-    def watched(thread: PassThread, *arguments: Any) -> Any:
-        running.set()
-        try:
-            return run(thread, *arguments)
-        finally:
-            running.clear()
+    def watched(thread: PassThread, caches: Any, forward: Callable[[], Any]) -> Any:
+        def noted() -> Any:
+            running.set()
+            try:
+                return forward()
+            finally:
+                running.clear()
 
-    monkeypatch.setattr(PassThread, "_run", watched)
+        return start(thread, caches, noted)
+
+    monkeypatch.setattr(PassThread, "start", watched)
     return running
 
 
 def passes_of(
     monkeypatch: pytest.MonkeyPatch, kind: type[Any] = CausalModel
 ) -> list[tuple[list[int], LayerPlan | None]]:
-    """What passes of such models take from here on: new tokens of each text, and in which order of layers."""
+    """What passes of such models take from here on: new tokens of each sequence, and the order of layers."""
     passes: list[tuple[list[int], LayerPlan | None]] = []
     forward = kind.forward
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, ChunkRows, EntryLayout, RetrievalRefresh
-from offload_rt.caches.retrieved import RefreshSchedule, RetrievedCache
+from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
@@ -340,6 +339,7 @@ class PlainRetrieval:
     """Which tokens a retrieved cache holds for each layer and head, by the words of its docstring.
 
     Attributes:
+        refresh: when the cache chooses anew; `test_when_a_retrieved_cache_chooses_anew` proves that.
         due: the queries to choose by before the next pass; None where nothing is to be chosen anew.
     """
 
@@ -347,11 +347,11 @@ class PlainRetrieval:
         self,
         full: PlainFull,
         sizes: tuple[int, int, int],
-        policy: RefreshPolicy,
+        refresh: RefreshSchedule,
         decay: float | None,
         room: int,
     ) -> None:
-        self.full, self.policy = full, policy
+        self.full, self.refresh = full, refresh
         self.decay, self.room = decay, room
         self.attended: Tensor | None = None  # [layers, kv_heads, chunks]
         self.next_covered: int | None = None
@@ -360,8 +360,6 @@ class PlainRetrieval:
         self.refreshes = 0
         self.always: list[int] = []  # tokens that are not overwritten
         self.chosen: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
-        self.rounds: deque[tuple[int, int]] = deque(maxlen=RefreshSchedule.WINDOW)
-        self.since = 0
         self.due: Tensor | None = None
 
     def restart(self, queries: Tensor) -> None:
@@ -373,7 +371,7 @@ class PlainRetrieval:
         self.count_attention(scores.softmax(-1)[:, :, weighed(scores.shape[2])])
 
     def count_attention(self, weights: Tensor) -> None:
-        """What a pass attended to of the text's whole pages `[layers, heads, queries, tokens]`."""
+        """What a pass attended to of the sequence's whole pages `[layers, heads, queries, tokens]`."""
         heads = weights.sum(2).unflatten(1, (KV_HEADS, -1)).sum(2)
         chunks = heads.unflatten(2, (-1, self.chunk)).sum(3) if heads.shape[2] else heads
         if self.attended is not None:
@@ -408,8 +406,6 @@ class PlainRetrieval:
     def build(self, queries: Tensor) -> None:
         """`queries` `[layers, heads, tokens, head_dim]`, rotated; the last ones choose."""
         self.refreshes += 1
-        self.rounds.clear()
-        self.since = 0
         self.due = None
         length = len(self.full.tokens)
         if length <= self.budget:
@@ -436,27 +432,15 @@ class PlainRetrieval:
             for layer in best.tolist()
         ]
 
-    def adopt(self, count: int, proposed: int, queries: Tensor) -> None:
+    def adopt(self, count: int, queries: Tensor) -> None:
         length = len(self.full.tokens)
-        self.since += count
-        self.rounds.append((count - 1, proposed))
         room = self.budget - len(self.always)  # the rest can be overwritten, or was never filled
-        if self.due is not None or count > room or (length > self.budget and self.is_due()):
+        if self.due is not None or count > room or (length > self.budget and self.refresh.due):
             self.due = queries
             return
         self.always += range(length - count, length)
         room -= count
         self.chosen = [[head[:room] for head in layer] for layer in self.chosen]
-
-    def is_due(self) -> bool:
-        if self.policy.kind == "every":
-            return True
-        if self.policy.kind == "stride":
-            return self.since >= self.policy.value
-        accepted = sum(a for a, _ in self.rounds)
-        proposed = sum(p for _, p in self.rounds)
-        full = len(self.rounds) == self.rounds.maxlen
-        return full and proposed > 0 and accepted < self.policy.value * proposed
 
     def held(self, layer: int, head: int) -> list[int]:
         return sorted([*self.always, *self.chosen[layer][head]])
@@ -523,9 +507,6 @@ class SmallSharedCache(SharedCache):
     PORTION = 3
 
 
-SIZES = [(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]
-
-
 @pytest.mark.parametrize("policy", ["every", "stride:7", "acceptance:0.5"])
 @pytest.mark.parametrize("link", ["cpu", "paced"])
 @settings(EXAMPLES, max_examples=12)
@@ -533,10 +514,9 @@ SIZES = [(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]
     operations=st.lists(OPERATIONS, min_size=6, max_size=20),
     ring=st.integers(2, 4),
     prompt=st.sampled_from([0, 1, 11, 16, 40]),
-    sizes=st.sampled_from(SIZES),
+    sizes=st.sampled_from([(16, 4, 4), (12, 4, 8), (13, 4, 8), (24, 8, 5), (8, 2, 2), (5, 1, 3)]),
+    chosen_by=st.tuples(st.sampled_from([None, 0.8, 1.0]), st.sampled_from([0, 2, 20])),
     sinks=st.sampled_from([0, 3]),
-    decay=st.sampled_from([None, 0.8, 1.0]),
-    room=st.sampled_from([0, 2, 20]),
     seed=st.integers(0, 100),
 )
 def test_the_full_cache_and_those_derived_from_it(
@@ -546,11 +526,11 @@ def test_the_full_cache_and_those_derived_from_it(
     ring: int,
     prompt: int,
     sizes: tuple[int, int, int],
+    chosen_by: tuple[float | None, int],
     sinks: int,
-    decay: float | None,
-    room: int,
     seed: int,
 ) -> None:
+    decay, room = chosen_by
     _, chunk, recent = sizes
     full, source = PlainFull(), Source(seed)
     with full_cache(make_link(link), ring, chunk) as cache:
@@ -558,7 +538,7 @@ def test_the_full_cache_and_those_derived_from_it(
         retrieved = retrieved_cache(cache, sizes, policy, decay, room)
         streaming = streaming_cache(sinks, recent, cache)
         shared = SmallSharedCache(cache)
-        retrieval = PlainRetrieval(full, sizes, RefreshPolicy.parse(policy), decay, room)
+        retrieval = PlainRetrieval(full, sizes, retrieved.refresh, decay, room)
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
         cache.derived += [retrieved, streaming, shared]
@@ -579,7 +559,7 @@ def test_the_full_cache_and_those_derived_from_it(
                 retrieval.next_covered = None
                 forest = Forest()
                 if not prompt:
-                    break  # no text is continued but behind a prompt
+                    break  # no sequence is continued but behind a prompt
                 build()
             elif name in ("verify", "abandon"):
                 assert isinstance(argument, Pass) and follows is not None
@@ -599,7 +579,7 @@ def test_the_full_cache_and_those_derived_from_it(
                 kept = [checked.tokens[node] for node in path]
                 full.append(kept)
                 asking = rotated_queries(kept, range(length, length + len(kept)))
-                retrieval.adopt(len(kept), len(checked) - 1, asking)
+                retrieval.adopt(len(kept), asking)
                 forest = forest.after(kept)
                 assert streaming.speculative.parents == shared.speculative.parents == forest.parents
                 if retrieval.due is not None:  # what is to choose anew keeps no speculation
@@ -659,7 +639,7 @@ def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFul
 @pytest.mark.parametrize(
     ("policy", "accepted", "refreshed"),
     [
-        ("every", 0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+        ("every", 0, list(range(1, 13))),
         ("stride:3", 0, [3, 6, 9, 12]),
         ("stride:4", 2, [2, 4, 6, 8, 10, 12]),  # three tokens a verification
         ("acceptance:0.6", 0, [8]),  # judges eight rounds, and then eight others

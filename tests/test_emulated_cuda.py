@@ -1,4 +1,4 @@
-"""The emulated device itself: what a missing wait would do on a card, it does here."""
+"""The emulated device itself: what a missing wait would do on a GPU, it does here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpu_kv import CopyFailed
 from cpu_kv.cuda_link import _CudaEvent
 from cpu_kv.mapped import MappedBuffer
 from offload_rt import SamplingParams
-from offload_rt.model import scheduler
+from offload_rt.caches.full import FullCache
 from offload_rt.model.runner import NotANumber
 
 pytestmark = [
@@ -155,16 +155,16 @@ def test_a_wait_that_is_missing_changes_what_is_written(
     with (
         suppress(NotANumber, CopyFailed, IndexError),  # of a token that is garbage
         small_llm(CUDA, "retrieval", resident_tokens=32, cpu_tokens=48) as llm,
-        llm.read(PROMPT, 12) as text,
+        llm.read(PROMPT, 12) as context,
         monkeypatch.context() as without,
     ):
-        expected = again(text, params).tokens
-        assert again(text, params).tokens == expected
+        expected = again(context, params).tokens
+        assert again(context, params).tokens == expected
         if missing == "copies":
             without.setattr(_CudaEvent, "wait", lambda event: None)
         elif missing == "compute":
-            without.setattr(scheduler, "_finish_compute", lambda caches: None)
+            without.setattr(FullCache, "finish_compute", lambda cache: None)
         else:
             without.setattr(MappedBuffer, "mark_used", lambda buffer: None)
-        found = again(text, params).tokens
+        found = again(context, params).tokens
     assert expected and found != expected

@@ -57,7 +57,7 @@ def test_models_that_are_loaded_take_nothing_of_what_is_free(monkeypatch: pytest
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines plan as if their target were on a card, and run on the CPU."""
+    """Engines plan as if their target were on a GPU, and run on the CPU."""
     given = Engine.plan
 
     def planned(subject: Engine, *arguments: Any) -> Any:
@@ -102,13 +102,13 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("texts", [1, 2])
-def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest crosses both links, and a batch shares both cards."""
+def test_another_gpu_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest crosses both links, and a batch shares both GPUs."""
     target = tiny_target("llama-gqa")
     shape, reserve = from_config(target.config, torch.float32, "tiny"), GPU_RESERVE_BYTES
 
-    def hardware(device: torch.device, loaded: int, on_progress: object, cards: list[object]) -> Hardware:
-        assert cards == [(CPU, 0)]
+    def hardware(device: torch.device, loaded: int, on_progress: object, gpus: list[object]) -> Hardware:
+        assert gpus == [(CPU, 0)]
         sizes = loaded + reserve + 3 * 2**20, reserve + texts * 12 * PAGE * shape.token_bytes
         first, other = (replace(named_hardware("rtx4090").gpus[0], memory_bytes=size) for size in sizes)
         # Nothing is faster in host memory.
@@ -121,12 +121,12 @@ def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest
     with LLM.from_models(target, config="plain", overrides=overrides, **links) as llm:
         request, shares = llm.engine.plan(60 * PAGE + 5, 24, texts)
         config = request.config
-        (card,) = shares.gpus
+        (gpu,) = shares.gpus
         assert (shares.resident_tokens, shares.cpu_tokens) == (PAGE, 0)
         ring = config.store.ring_buffers * 32 // shape.layers
-        assert card.resident_tokens == (12 * PAGE - ring) // PAGE * PAGE
-        left = 60 * PAGE + 5 - PAGE - card.resident_tokens
-        assert card.streamed_tokens == left * 2 // 3 // PAGE * PAGE, "twice as fast a link"
+        assert gpu.resident_tokens == (12 * PAGE - ring) // PAGE * PAGE
+        left = 60 * PAGE + 5 - PAGE - gpu.resident_tokens
+        assert gpu.streamed_tokens == left * 2 // 3 // PAGE * PAGE, "twice as fast a link"
 
 
 def test_links_of_no_known_rate_share_evenly() -> None:
@@ -149,24 +149,24 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine, "ranked", decided)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
-        text = llm.read(PROMPT)
+        context = llm.read(PROMPT)
         for config in (None, "retrieval", None):
-            again(text, config=config)
-            (sequence,) = llm.engine._sequences
+            again(context, config=config)
+            (sequence,) = llm.engine.sequences
             (cache,) = sequence.full.derived
-            assert isinstance(cache, RetrievedCache) and cache._from_stream == (place == "stream")
+            assert len(cache.buffers) == 1 + (place == "stream"), "one in use, one that fills"
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_a_batch_share_what_is_free_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opened one after the other, the shortest first; none takes what the others need."""
     reserve = GPU_RESERVE_BYTES
     free, told = reserve + 1500 * 2**10, list[tuple[int, int]]()
 
-    def hardware(device: torch.device, loaded: int, on_progress: object, cards: object) -> Hardware:
-        taken = sum(sequence.full.resident_bytes for sequence in subject._sequences)
-        card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=loaded + free - taken)
-        return replace(named_hardware("rtx4090"), gpus=(card,))
+    def hardware(device: torch.device, loaded: int, on_progress: object, gpus: object) -> Hardware:
+        taken = sum(sequence.full.resident_bytes for sequence in subject.sequences)
+        gpu = replace(named_hardware("rtx4090").gpus[0], memory_bytes=loaded + free - taken)
+        return replace(named_hardware("rtx4090"), gpus=(gpu,))
 
     def seen(requests: Iterable[PlanRequest]) -> list[Plan]:
         (request,) = requests
@@ -208,9 +208,9 @@ def test_every_continuation_is_of_the_planned_sizes(
 
     monkeypatch.setattr(Engine, "plan", smaller)
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:
-        text = llm.read(PROMPT)
+        context = llm.read(PROMPT)
         for config in (None, "plain", None):
-            again(text, config=config)
-        (sequence,) = llm.engine._sequences
+            again(context, config=config)
+        (sequence,) = llm.engine.sequences
         (derived,) = sequence.full.derived
         assert isinstance(derived, RetrievedCache) and derived.budget == 48

@@ -1,6 +1,6 @@
-"""What ends a text in its middle, over a link: interrupts, copies that fail or stall, and a close.
+"""What ends a sequence in its middle, over a link: interrupts, copies that fail or stall, and a close.
 
-What was written by then stands, the next text is whole, and no thread is left.
+What was written by then stands, the next sequence is whole, and no thread is left.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -40,21 +39,6 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------- interrupts
-
-
-@contextmanager
-def watched_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Notes what is abandoned while a pass runs."""
-    running, seen = pass_running(monkeypatch), list[str]()
-    abandon = FullCache.abandon
-
-    def noted(full: FullCache) -> None:
-        if running.is_set() and not threading.current_thread().name.startswith("offload_rt-pass"):
-            seen.append("abandoned under a pass")
-        abandon(full)
-
-    monkeypatch.setattr(FullCache, "abandon", noted)
-    yield seen
 
 
 @pytest.mark.parametrize("place", ["drafting", "start", "join"])
@@ -97,11 +81,16 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
         monkeypatch.setattr(decode, "draft_ahead", drafting)
     if place == "join":
         monkeypatch.setattr(PassThread, "join", joined)
+    running, abandon, under_a_pass = pass_running(monkeypatch), FullCache.abandon, list[FullCache]()
+
+    def abandoned(full: FullCache) -> None:
+        if running.is_set() and not threading.current_thread().name.startswith("offload_rt-pass"):
+            under_a_pass.append(full)
+        abandon(full)
+
+    monkeypatch.setattr(FullCache, "abandon", abandoned)
     overrides, link = engine_overrides(ahead=2), PacedLink(1e9, latency_s=3e-3)
-    with (
-        watched_passes(monkeypatch) as seen,
-        LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm,
-    ):
+    with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
         with pytest.raises(KeyboardInterrupt):
             list(stream := llm.stream(PROMPT, PARAMS))
         stands = stream.result
@@ -109,13 +98,11 @@ def test_an_interrupt_between_a_pass_and_who_waits_for_it(
         assert 0 < len(stands.tokens) < PARAMS.max_tokens
         assert stands.tokens == plain_tokens[: len(stands.tokens)]
         assert llm.generate(PROMPT, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
-        assert seen == []
+        assert not under_a_pass
 
 
-@pytest.mark.parametrize(
-    "link", [lambda: None, lambda: PacedLink(1e9, latency_s=1e-3)], ids=["in place", "link"]
-)
-def test_closing_in_the_middle_of_a_text(
+@pytest.mark.parametrize("link", [lambda: None, lambda: PacedLink(1e9, 1e-3)], ids=["in place", "link"])
+def test_closing_in_the_middle_of_a_sequence(
     target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int], link: Callable[[], Link | None]
 ) -> None:
     llm = LLM.from_models(target, draft, None, "retrieval", engine_overrides(ahead=2), link=link())
@@ -171,7 +158,7 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         stream = context.stream(params=PARAMS)
         for _ in range(PARAMS.max_tokens - 1):
             next(stream)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         sequence.engine.flush()
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
@@ -185,7 +172,7 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         assert context.generate(params=PARAMS).tokens == plain_tokens
 
 
-def test_a_text_given_up_while_chunks_are_chosen(
+def test_a_sequence_given_up_while_chunks_are_chosen(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that chooses for the next layer is waited for; `no_thread_is_left` looks for it."""
@@ -202,7 +189,7 @@ def test_a_text_given_up_while_chunks_are_chosen(
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         stream = llm.stream(PROMPT, PARAMS)
         next(stream)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         cancelled = threading.Thread(target=lambda: choosing.wait(10) and sequence.full.cancel())
         cancelled.start()
         with pytest.raises(PassCancelled):

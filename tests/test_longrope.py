@@ -1,4 +1,4 @@
-"""LongRoPE: a text has the frequencies of its own length from its beginning to its end."""
+"""LongRoPE: a sequence has the frequencies of its own length from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_up_to_the_border_and_from_there_on(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [LONGROPE_BORDER - NEW + 1, LONGROPE_BORDER])
-def test_a_text_that_would_cross_the_border_is_refused(length: int) -> None:
+def test_a_sequence_that_would_cross_the_border_is_refused(length: int) -> None:
     refused = pytest.raises(UsageError, match=f"{length} prompt tokens and {NEW} new ones cross 2048 tokens")
     with LLM.from_models(tiny_target("phi3"), config="plain") as llm, refused:
         llm.generate(byte_ids(length), PARAMS)
 
 
-def test_a_batch_has_texts_of_both_sides() -> None:
+def test_a_batch_has_sequences_of_both_sides() -> None:
     target = tiny_target("phi3")
     prompts = [byte_ids(length) for length in (50, LONGROPE_BORDER + 40, 90, LONGROPE_BORDER + 7)]
     expected = [transformers_greedy(target, prompt, NEW) for prompt in prompts]
@@ -49,7 +49,7 @@ def test_the_model_is_left_as_found() -> None:
     assert all(torch.equal(value, before[name]) for name, value in rotary.named_buffers())
 
 
-def test_frequencies_are_those_of_the_texts_length() -> None:
+def test_frequencies_are_those_of_the_sequences_length() -> None:
     model = CausalModel(tiny_target("phi3"), "phi")
     long = model.for_length(LONGROPE_BORDER + 1, 0)
     factors = model.module.config.rope_parameters
@@ -57,7 +57,7 @@ def test_frequencies_are_those_of_the_texts_length() -> None:
     for runner, name in ((model, "short_factor"), (long, "long_factor")):
         torch.testing.assert_close(runner.rotary_frequencies, base / torch.tensor(factors[name]))
     assert model.for_length(LONGROPE_BORDER, 0) is model
-    assert model.for_length(4000, 50) is long  # texts of one side go through together
+    assert model.for_length(4000, 50) is long  # sequences of one side go through together
 
 
 def test_a_drafts_frequencies_are_those_of_its_window() -> None:
@@ -68,6 +68,6 @@ def test_a_drafts_frequencies_are_those_of_its_window() -> None:
         sizes = SMALL | {"draft.window": window, "speculation.step_down": False}
         with LLM.from_models(target, target, config="naive", overrides=sizes) as llm:
             accepted.append(llm.generate(prompt, PARAMS).timings)
-    # A window that holds the whole text makes the model its own perfect draft.
+    # A window that holds the whole sequence makes the model its own perfect draft.
     assert accepted[0].draft_n_accepted < accepted[0].draft_n
     assert accepted[1].draft_n_accepted == accepted[1].draft_n > 0

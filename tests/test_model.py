@@ -182,70 +182,48 @@ def test_models_are_left_as_found(attention: str) -> None:
 
 def test_models_are_left_as_found_where_no_llm_comes_of_them() -> None:
     target = tiny_target("llama").train()
-    with pytest.raises(UsageError, match="vocabulary"):
-        LLM.from_models(target, tiny_draft(300), config="naive")
-    assert target.training
-    with pytest.raises(UsageError, match="sliding window"):
-        LLM.from_models(target, tiny_target("mistral", sliding_window=128), config="naive")
-    assert target.training
-    with pytest.raises(UsageError, match="drafts with a small model"):
-        LLM.from_models(target, None, config="naive")
-    assert target.training
-
-
-def test_a_draft_of_another_vocabulary_is_refused() -> None:
-    target = tiny_target("llama")
-    with pytest.raises(UsageError, match="LlamaForCausalLM has 300 tokens .* has 256: a draft must share"):
-        LLM.from_models(target, tiny_draft(300), config="triforce")
+    for draft, message in (
+        (tiny_draft(300), "LlamaForCausalLM has 300 tokens .* has 256: a draft must share"),
+        (tiny_target("mistral", sliding_window=128), "sliding window"),
+        (None, "drafts with a small model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            LLM.from_models(target, draft, config="naive")
+        assert target.training
     # Where no level of the config drafts with it, nobody asks.
     with LLM.from_models(target, tiny_draft(300), config="lookup") as llm:
         assert llm.generate(byte_ids(5), SHORT).draft is None
-
-
-def test_two_llms_share_a_process_and_a_model() -> None:
-    target, second = tiny_target("llama", seed=3), tiny_target("qwen3", seed=4)
-    prompt = byte_ids(90)
-
-    def alone(model: PreTrainedModel, config: str) -> list[int]:
-        with LLM.from_models(model, noisy_copy(model), config=config, overrides=SMALL) as llm:
-            return llm.generate(prompt, SHORT).tokens
-
-    expected = [alone(target, "triforce"), alone(second, "naive"), alone(target, "retrieval")]
-    with (
-        LLM.from_models(target, noisy_copy(target), config="triforce", overrides=SMALL) as first,
-        LLM.from_models(second, noisy_copy(second), config="naive", overrides=SMALL) as other_model,
-        LLM.from_models(target, config="retrieval", overrides=SMALL) as same_model,
-    ):
-        streams = [llm.stream(prompt, SHORT) for llm in (first, other_model, same_model)]
-        in_turn = list(zip(*streams, strict=True))
-        first.close()
-        # Closing one takes nothing from the other.
-        assert same_model.generate(prompt, SHORT).tokens == expected[2]
-    assert [[event.token for event in events] for events in zip(*in_turn, strict=True)] == expected
-    assert target.config._attn_implementation == "sdpa"
 
 
 def test_a_model_may_draft_for_itself() -> None:
     target = tiny_target("llama").train()
     prompt = byte_ids(10)
     with LLM.from_models(target, target, config="naive", overrides={"speculation.step_down": False}) as llm:
-        with llm.read(prompt) as text:
-            result, plain = again(text, SHORT), again(text, SHORT, "plain")
+        with llm.read(prompt) as context:
+            result, plain = again(context, SHORT), again(context, SHORT, "plain")
         assert result.tokens == plain.tokens
     assert result.timings.draft_n_accepted == result.timings.draft_n > 0
     assert target.config._attn_implementation == "sdpa" and target.training
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
-    "weight", ["model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"]
+    ("weight", "value"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", torch.nan),
+        ("lm_head.weight", torch.inf),
+        ("model.norm.weight", -torch.inf),
+    ],
 )
 def test_a_weight_that_is_no_number_is_named(weight: str, value: float) -> None:
     target = tiny_target("llama")
-    with torch.no_grad():
-        target.get_parameter(weight).view(-1)[5] = value
-    with pytest.raises(NotANumber, match=rf"the weight {weight} has NaN or infinite entries; check its file"):
-        LLM.from_models(target, config="plain")
+    draft = noisy_copy(target)
+    draft.config._name_or_path = "the/draft"
+    message = rf"the weight {weight} has NaN or infinite entries; check its file"
+    for model, name in ((draft, "the/draft: "), (target, "")):
+        with torch.no_grad():
+            model.get_parameter(weight).view(-1)[5] = value
+        with pytest.raises(NotANumber, match=name + message):
+            LLM.from_models(target, draft, config="naive", overrides=SMALL)
 
 
 @pytest.mark.parametrize("config", ["plain", "triforce"])
@@ -264,38 +242,26 @@ def test_an_embedding_that_is_no_number_is_named_where_its_token_occurs(config: 
 @pytest.mark.parametrize(
     ("config", "value"), [("plain", torch.nan), ("streaming", torch.nan), ("plain", torch.inf)]
 )
-@pytest.mark.parametrize("layer", [0, 1])
-def test_nan_from_a_layer_is_named(layer: int, config: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("model.layers.0.mlp", "output of layer 0.*--dtype"),
+        ("model.layers.1.mlp", "output of layer 1.*--dtype"),
+        ("model.norm", "final norm and head"),
+    ],
+)
+def test_nan_is_named_where_it_arises(module: str, message: str, config: str, value: float) -> None:
     target = tiny_target("llama")
     with LLM.from_models(target, config=config, overrides=SMALL) as llm:
         expected = llm.generate(byte_ids(30), SHORT).tokens
-        hook = target.model.layers[layer].mlp.register_forward_hook(
+        hook = target.get_submodule(module).register_forward_hook(
             lambda module, inputs, output: torch.full_like(output, value)
         )
-        with pytest.raises(NotANumber, match=f"output of layer {layer}.*--dtype"):
+        with pytest.raises(NotANumber, match=message):
             llm.generate(byte_ids(30), SHORT)
         hook.remove()
         # The failure leaves nothing behind.
         assert llm.generate(byte_ids(30), SHORT).tokens == expected
-
-
-def test_nan_from_the_head_is_told_from_that_of_a_layer() -> None:
-    target = tiny_target("llama")
-    with LLM.from_models(target, config="plain") as llm:
-        hook = target.model.norm.register_forward_hook(lambda module, inputs, output: output * torch.nan)
-        with pytest.raises(NotANumber, match="final norm and head"):
-            llm.generate(byte_ids(3), SHORT)
-        hook.remove()
-
-
-def test_a_nan_in_the_draft_names_the_draft() -> None:
-    target = tiny_target("llama")
-    draft = noisy_copy(target)
-    draft.config._name_or_path = "the/draft"
-    with torch.no_grad():
-        draft.lm_head.weight[0, 0] = torch.nan
-    with pytest.raises(NotANumber, match=r"^the/draft: the weight lm_head\.weight"):
-        LLM.from_models(target, draft, config="naive", overrides=SMALL)
 
 
 class Breakable(StreamingCache):
@@ -341,36 +307,33 @@ PARTS = [
 
 
 @pytest.mark.parametrize("arch", ["llama-gqa", "qwen3"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_texts_of_one_pass_do_not_see_each_other(arch: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("failing", "layer"), [(None, 0), (0, -1), (0, 1), (1, 0), (2, -1), (2, 1), (3, 0), (3, 1)]
+)
+def test_sequences_of_one_pass_neither_see_nor_fail_each_other(
+    arch: str, failing: int | None, layer: int
+) -> None:
     model = CausalModel(tiny_target(arch), arch)
-    alone = [model.forward([part_of(model, *part)])[0] for part in PARTS[:count]]
-    together = [part_of(model, *part) for part in PARTS[:count]]
-    for part, found, expected in zip(together, model.forward(together), alone, strict=True):
+    alone = [model.forward([part_of(model, *part)])[0] for part in PARTS]
+    together = [part_of(model, *part) for part in PARTS]
+    if failing is not None:
+        broken = together[failing].cache
+        assert isinstance(broken, Breakable)
+        broken.fails_in = layer
+    for number, (part, found, expected) in enumerate(
+        zip(together, model.forward(together), alone, strict=True)
+    ):
+        if number == failing:
+            assert isinstance(found.error, CopyFailed) and str(found.error) == f"layer {layer}"
+            continue
         assert found.logits.shape == (part.rows, model.vocabulary) and found.error is None
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
         assert (found.hidden is None) == (expected.hidden is None) == (not part.hidden)
         if found.hidden is not None and expected.hidden is not None:
             torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layer", [-1, 0, 1])
-@pytest.mark.parametrize("failing", range(4))
-def test_a_text_that_fails_in_a_pass_fails_alone(failing: int, layer: int) -> None:
-    model = CausalModel(tiny_target("llama"), "llama")
-    alone = [model.forward([part_of(model, *part)])[0] for part in PARTS]
-    together = [part_of(model, *part) for part in PARTS]
-    broken = together[failing].cache
-    assert isinstance(broken, Breakable)
-    broken.fails_in = layer
-    for number, (found, expected) in enumerate(zip(model.forward(together), alone, strict=True)):
-        if number == failing:
-            assert isinstance(found.error, CopyFailed) and str(found.error) == f"layer {layer}"
-        else:
-            assert found.error is None
-            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(CopyFailed, match=f"layer {layer}"):  # nobody else is in the pass
-        model.forward([together[failing]])
+    if failing is not None:
+        with pytest.raises(CopyFailed, match=f"layer {layer}"):  # nobody else is in the pass
+            model.forward([together[failing]])
 
 
 def test_a_second_runner_is_made_while_another_thread_is_in_a_pass() -> None:
@@ -409,7 +372,7 @@ def test_the_last_runner_of_a_model_leaves_it_as_it_was_given(attention: str, fi
 
 
 def test_a_model_generates_by_itself_while_it_is_open() -> None:
-    """Beside our passes, and of several padded texts, for which transformers makes masks."""
+    """Beside our passes, and of several padded sequences, for which transformers makes masks."""
     model = tiny_target("llama-gqa")
     padded = torch.tensor([byte_ids(20), [0] * 8 + byte_ids(12)])
     given = {"input_ids": padded, "attention_mask": (torch.arange(20) >= torch.tensor([[0], [8]])).long()}

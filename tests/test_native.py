@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def built() -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(params=PROCESSORS)
+@pytest.fixture(scope="session", params=PROCESSORS)
 def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Kernel:
     if request.param not in built:
         pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
@@ -84,47 +86,60 @@ def assert_as_exact_as_torch(
     mask: Tensor | None = None,
     threads: int | None = None,
 ) -> None:
-    """At most twice the error of torch's own kernel on the same data, and what rounding the result brings."""
+    """At most twice the error of torch's own kernel on the same data."""
     scale = queries.shape[-1] ** -0.5
     want, want_lse = expected(queries, keys, values, scale, mask)
     out, lse = kernel.attend(queries, keys, values, scale, mask, threads)
     assert out.dtype == queries.dtype and lse.dtype == torch.float32
     peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, scale, mask)
-    rounding = torch.finfo(queries.dtype).eps * float(want.abs().max())
-    assert float((out - want).abs().max()) <= 2 * float((peer - want).abs().max()) + rounding
+    # torch may be lucky, over one query most of all: its error counts as no less than rounding brings.
+    least = (1 if queries.dtype == torch.bfloat16 else 8) * torch.finfo(queries.dtype).eps
+    usual = max(float((peer - want).abs().max()), least * float(want.abs().max()))
+    assert float((out - want).abs().max()) <= 2 * usual
     slack = 2e-6 * max(1.0, float(want_lse.abs().max()))
     assert float((lse - want_lse).abs().max()) <= 2 * float((peer_lse - want_lse).abs().max()) + slack
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SHAPES = [
-    # heads, queries, tokens, head_dim: every remainder of the kernel's tiles, blocks and columns occurs
-    (4, 1, 1, 64),
-    (4, 1, 77, 64),
-    (2, 5, 1000, 128),
-    (3, 17, 4100, 64),
-    (1, 64, 2049, 32),
-    (1, 130, 300, 80),
-    (2, 3, 9, 16),
-    (1, 7, 3333, 112),
-    (1, 9, 391, 96),
-    (8, 2, 260, 256),
-]
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("masked", [False, True])
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    heads=st.integers(1, 4),
+    count=st.sampled_from([1, 2, 5, 7, 17, 30, 64, 130]),
+    tokens=st.integers(1, 70) | st.integers(1, 5000),
+    dim=st.sampled_from([16, 32, 64, 80, 96, 112, 128, 256]),
+    page=st.sampled_from([None, 16, 48, 128, 256, 300]),
+    masked=st.booleans(),
+    threads=st.sampled_from([1, 2, 3, 7]),
+)
 def test_error_is_at_most_twice_torchs(
-    kernel: native.Kernel, dtype: torch.dtype, shape: tuple[int, int, int, int], masked: bool
+    kernel: native.Kernel,
+    dtype: torch.dtype,
+    heads: int,
+    count: int,
+    tokens: int,
+    dim: int,
+    page: int | None,
+    masked: bool,
+    threads: int,
 ) -> None:
-    queries, keys, values = drawn(*shape, dtype)
-    mask = None
+    """In pages, and in rows further apart than they are long; what lies beside them is NaN.
+
+    Splits and blocks end within a page. All heads at once go through long histories only, with few queries.
+    """
+    queries = drawn(heads, count, 0, dim, dtype)[0]
+    pages = 1 if page is None else -(-tokens // page)
+    memory = torch.full((pages + 2, 2, heads, page or tokens + 3, dim + 32 * (page is None)), torch.nan)
+    within = memory.to(dtype)[1:-1, :, :, : page or tokens, :dim]
+    within.copy_(torch.randn(within.shape, generator=torch.Generator().manual_seed(1)))
+    tokens, mask = pages * (page or tokens), None
     if masked:
-        hidden = torch.rand(shape[1], shape[2], generator=torch.Generator().manual_seed(1)) < 0.4
+        hidden = torch.rand(count, tokens, generator=torch.Generator().manual_seed(2)) < 0.4
         hidden[:, -1] = False
-        mask = torch.zeros(shape[1], shape[2]).masked_fill(hidden, -torch.inf)
-    assert_as_exact_as_torch(kernel, queries, keys, values, mask)
+        mask = torch.zeros(count, tokens).masked_fill(hidden, -torch.inf)
+    assert_as_exact_as_torch(kernel, queries, within[:, 0], within[:, 1], mask, threads)
 
 
 def test_rounded_weights_are_not_biased(kernel: native.Kernel) -> None:
@@ -147,38 +162,6 @@ def test_every_number_of_tokens(kernel: native.Kernel, dtype: torch.dtype) -> No
     queries, keys, values = drawn(1, 5, 270, 64, dtype)
     for tokens in (*range(1, 67), *range(120, 136), 255, 256, 257):
         assert_as_exact_as_torch(kernel, queries, keys[:, :, :tokens], values[:, :, :tokens])
-
-
-@DTYPES
-def test_reads_strided_heads_in_place(kernel: native.Kernel, dtype: torch.dtype) -> None:
-    # Keys and values of a slab, of which a run in the middle is attended; nothing beside it may count.
-    for start, end in ((100, 300), (101, 400), (299, 500)):
-        slab = torch.full((2, 3, 500, 64), torch.nan, dtype=dtype)
-        slab[:, :, start:end] = torch.randn(2, 3, end - start, 64, generator=torch.Generator().manual_seed(0))
-        queries = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).transpose(0, 1)
-        assert_as_exact_as_torch(kernel, queries, slab[:1, :, start:end], slab[1:, :, start:end])
-        wide = slab[..., :32]  # rows further apart than they are long
-        assert_as_exact_as_torch(kernel, queries[..., 32:], wide[:1, :, start:end], wide[1:, :, start:end])
-
-
-@DTYPES
-@pytest.mark.parametrize("page", [16, 48, 128, 256, 300])
-@pytest.mark.parametrize(("count", "threads"), [(7, 1), (7, 3), (30, 1)], ids=["all heads", "short", "wide"])
-def test_pages_are_attended_as_one_history(
-    kernel: native.Kernel, dtype: torch.dtype, page: int, count: int, threads: int
-) -> None:
-    # Nothing of the pages beside those in the middle may count. Splits and blocks end within a page. All
-    # heads at once go through long histories only, with few queries.
-    memory = torch.full((4 + 5000 // page, 2, 3, page, 64), torch.nan, dtype=dtype)
-    within = memory[2:-1]
-    within.copy_(torch.randn(within.shape, generator=torch.Generator().manual_seed(0)))
-    queries = torch.randn(3, count, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    keys, values = within[:, 0], within[:, 1]
-    assert_as_exact_as_torch(kernel, queries, keys, values, threads=threads)
-    hidden = torch.rand(count, len(keys) * page, generator=torch.Generator().manual_seed(2)) < 0.4
-    hidden[:, 0] = False
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-    assert_as_exact_as_torch(kernel, queries, keys, values, mask, threads)
 
 
 @DTYPES
@@ -225,15 +208,9 @@ def test_a_query_that_sees_nothing_vanishes_when_merged(kernel: native.Kernel, d
             whole = attend(backend, queries, keys, values, 0.3)
             merged, merged_lse = merge([whole, (out, lse)])
             assert torch.equal(merged[:, 1], whole[0][:, 1]) and torch.equal(merged_lse[:, 1], whole[1][:, 1])
-
-
-@DTYPES
-def test_no_keys_and_no_queries(kernel: native.Kernel, dtype: torch.dtype) -> None:
-    for backend in (NativeCpuBackend(kernel), TorchCpuBackend()):
-        queries, keys, values = drawn(2, 3, 0, 32, dtype)
-        out, lse = attend(backend, queries, keys, values, 0.3)
+        out, lse = attend(backend, queries, keys[:, :, :0], values[:, :, :0], 0.3)
         assert out.eq(0).all() and lse.isneginf().all() and lse.shape == (2, 3)
-    out, lse = kernel.attend(queries[:, :0], queries[None], queries[None], 0.3, None)
+    out, lse = kernel.attend(queries[:, :0], keys, values, 0.3, None)
     assert out.shape == (2, 0, 32) and lse.shape == (2, 0)
 
 
@@ -260,17 +237,6 @@ def test_builds_use_what_their_processor_has(built: dict[str, Path]) -> None:
 
 
 # threads
-
-
-@DTYPES
-def test_teams_of_any_size_agree(kernel: native.Kernel, dtype: torch.dtype) -> None:
-    queries, keys, values = drawn(2, 9, 5000, 64, dtype)
-    for threads in (1, 2, 3, 7):
-        out, lse = kernel.attend(queries, keys, values, 0.125, None, threads)
-        want, want_lse = expected(queries, keys, values, 0.125, None)
-        precision = 1e-5 if dtype == torch.float32 else 1e-3
-        torch.testing.assert_close(out.double(), want, atol=precision, rtol=5 * precision)
-        torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
 
 
 @DTYPES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,22 +19,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from uneven_link import LateLink, UnevenLink
 
-import offload_rt.engine.engine
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
-from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.drafting.base import Round
-from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN
-from offload_rt.engine.controller import RunningAcceptance, SpeculationController
+from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
 
 SHORT = SamplingParams(max_tokens=24)
@@ -80,9 +75,9 @@ def test_every_schedule_yields_the_tokens_of_plain_decoding(
     }
     link = UnevenLink(seed, delay)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=link) as llm:
-        text = llm.read(PROMPT)
-        assert again(text, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
-        assert again(text, SHORT, "plain").tokens == plain_tokens[: SHORT.max_tokens]
+        context = llm.read(PROMPT)
+        assert again(context, SHORT).tokens == plain_tokens[: SHORT.max_tokens]
+        assert again(context, SHORT, "plain").tokens == plain_tokens[: SHORT.max_tokens]
 
 
 @pytest.mark.parametrize("shares", [(0, 0), (32, 0), (0, 48), (32, 48)])
@@ -94,41 +89,50 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     shares: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared = 0
-    begin, use = RetrievedCache.begin_pass, RetrievedCache._use
+    compared, refill_of, finish, adopt = (
+        0,
+        RetrievedCache.refill,
+        RetrievalRefresh.finish,
+        RetrievedCache.adopt,
+    )
+    queries: dict[RetrievedCache, Tensor] = {}
     expected: dict[RetrievalRefresh, RetrievedCache] = {}
 
-    def begun(cache: RetrievedCache) -> bool:
-        queries, begun = cache._wanted, begin(cache)
-        if begun:
-            refill = cache._running
-            assert queries is not None and refill is not None
+    def adopted(cache: RetrievedCache, verified: VerifiedTokens) -> None:
+        queries[cache] = verified.queries
+        adopt(cache, verified)
+
+    def begun(cache: RetrievedCache) -> RetrievalRefresh | None:
+        refill = refill_of(cache)
+        if refill is not None:
+            (sequence,) = llm.engine.sequences
+            assert sequence.full.scores is not None
             separate = expected[refill] = RetrievedCache(
-                cache._source,
+                sequence.full,
                 budget=cache.budget,
                 chunk=cache.chunk,
                 recent=cache.recent,
                 refresh=cache.refresh.policy,
-                selection=cache.selection,
-                mean_slots=cache.buffer.mean_slots,
+                selection=sequence.full.scores,
+                room=cache.buffer.mean_slots,
             )
-            own = separate._start_refresh(refill.layout.length, queries, separate.buffer)
-            own.take_from_store()
-            separate._apply(own.layout)
-        return begun
+            separate.fill(queries[cache])
+        return refill
 
-    def checked(cache: RetrievedCache, refill: RetrievalRefresh) -> None:
+    def finished(refill: RetrievalRefresh) -> None:
         nonlocal compared
-        compared += 1
-        separate, entries = expected[refill], refill.layout.entries
-        assert separate.entries == entries
-        assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
-        rest = slice(refill.buffer.mean_slots - refill.layout.means, refill.buffer.mean_slots)
-        assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
-        use(cache, refill)
+        finish(refill)
+        if refill in expected:
+            compared += 1
+            separate, entries = expected[refill], refill.extent.entries
+            assert separate.entries == entries
+            assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
+            rest = slice(refill.buffer.mean_slots - refill.extent.pages, refill.buffer.mean_slots)
+            assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
 
-    monkeypatch.setattr(RetrievedCache, "begin_pass", begun)
-    monkeypatch.setattr(RetrievedCache, "_use", checked)
+    monkeypatch.setattr(RetrievedCache, "adopt", adopted)
+    monkeypatch.setattr(RetrievedCache, "refill", begun)
+    monkeypatch.setattr(RetrievalRefresh, "finish", finished)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
         llm.generate(PROMPT, SHORT)
@@ -174,39 +178,23 @@ def test_no_cache_is_built_while_a_pass_runs(
     assert len(built) > 3 and not any(built)
 
 
-def test_acceptance_is_what_the_rounds_said(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = RunningAcceptance(SAME_MODEL_ACCEPTANCE)
-    extend = TokenSequence.extend
-
-    def noted(sequence: TokenSequence, round: Round, *arguments: Any) -> None:
-        seen.observe([(round.accepted, int(round.accepted < round.proposed))])
-        extend(sequence, round, *arguments)
-
-    monkeypatch.setattr(TokenSequence, "extend", noted)
-    overrides = engine_overrides(ahead=2)
-    with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-        llm.read(PROMPT).generate((), PARAMS)
-        (sequence,) = llm.engine._sequences
-        assert sequence.controller.acceptance.rate == seen.rate != SAME_MODEL_ACCEPTANCE
-
-
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete: list[bool] = []
-    adopt = RetrievedCache.adopt
+    begun, finished = list[RetrievalRefresh](), list[RetrievalRefresh]()
+    refill, finish = RetrievedCache.refill, RetrievalRefresh.finish
 
-    def adopted(cache: RetrievedCache, verified: VerifiedTokens) -> None:
-        if cache._running is not None:
-            complete.append(cache._running.complete)
-        adopt(cache, verified)
+    def noted(cache: RetrievedCache) -> RetrievalRefresh | None:
+        begun.extend([made] if (made := refill(cache)) is not None else [])
+        return made
 
-    monkeypatch.setattr(RetrievedCache, "adopt", adopted)
-    # More than the prompt: 149 of its tokens are kept, and the text grows beyond them.
+    monkeypatch.setattr(RetrievedCache, "refill", noted)
+    monkeypatch.setattr(RetrievalRefresh, "finish", lambda one: (finished.append(one), finish(one))[1])
+    # More than the prompt: 149 of its tokens are kept, and the sequence grows beyond them.
     overrides = engine_overrides(ahead=2, resident_tokens=160)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
-    assert len(complete) > 2 and all(complete)
+    assert len(begun) > 2 and begun[:-1] == finished[1 : len(begun)], "the first one gathers from the store"
 
 
 def test_buffers_are_made_by_the_thread_that_drafts(
@@ -237,47 +225,26 @@ def test_buffers_are_made_by_the_thread_that_drafts(
 def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     target: PreTrainedModel, resident: int, cpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams: list[LayerStream] = []
-    stream = TransferEngine.stream
-    under_way: list[Callable[..., Any]] = []
-    beside = {RetrievedCache.fill: 0, RetrievedCache.begin_pass: 0, RetrievalRefresh._transfer: 0}
+    streams, stream = list[LayerStream](), TransferEngine.stream
 
     def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
         streams.append(stream(engine, end, **arguments))
         return streams[-1]
 
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(of: RetrievedCache | RetrievalRefresh, *arguments: Any) -> Any:
-            engine = of._engine if isinstance(of, RetrievalRefresh) else of._source.engine
-            counters = engine.counters
-            before = counters.bytes_to_device
-            under_way.append(method)
-            found = method(of, *arguments)
-            under_way.pop()
-            if not under_way:  # what the first choice sends is its own
-                beside[method] += counters.bytes_to_device - before
-            return found
-
-        return call
-
     monkeypatch.setattr(TransferEngine, "stream", recorded)
-    for method, owner in zip(beside, (RetrievedCache, RetrievedCache, RetrievalRefresh), strict=True):
-        monkeypatch.setattr(owner, method.__name__, counted(method))
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
         result = llm.generate(PROMPT, PARAMS)
         layout = llm.engine.store.layout
     assert [stream.start for stream in streams] == [resident + cpu] * (result.rounds + 1)
-    tokens = sum(stream.end - stream.start for stream in streams[:-1])
+    streamed = sum(stream.end - stream.start for stream in streams[:-1])
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
-    # Beside the streams: the first choice, and what a refresh takes of the CPU's share and of new pages'
-    # means. What the prefill moved was counted before.
-    page = layout.page_size
-    assert read == tokens * layout.token_bytes + sum(beside.values())
-    _, means, sent = beside.values()
-    assert (sent > 0) == (cpu > 0)
-    assert 0 < means <= 2 * (PARAMS.max_tokens // page + 1) * layout.token_bytes, "to two buffers"
+    # Beside the streams, in tokens: the first choice and the means of its pages; means of new pages, for two
+    # buffers; and of the CPU's share what a refresh keeps, once a round at most.
+    beside = read / layout.token_bytes - streamed
+    pages = PARAMS.max_tokens // layout.page_size + 1
+    assert 0 < beside <= 64 + len(PROMPT) // layout.page_size + 2 * pages + cpu * result.rounds
     committed = result.rounds + result.timings.draft_n_accepted
     assert result.transfer.bytes_to_host == committed * layout.token_bytes
 
@@ -301,78 +268,61 @@ class CopiesAtOnce(CpuLink):
 
 
 def test_a_rewind_after_a_tail_that_has_grown(target: PreTrainedModel, plain_tokens: list[int]) -> None:
+    """A proposal is longer than the page and the 64 tokens that the tail has room for."""
     overrides = engine_overrides(ahead=0) | {"speculation.gamma2": 70, "retrieval.budget": 512}
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=CopiesAtOnce()) as llm:
         long = SamplingParams(max_tokens=100)
-        text = llm.read(PROMPT)
-        tokens = again(text, long).tokens
-        (sequence,) = llm.engine._sequences
-        assert sequence.full._tail.buffer.capacity > PAGE + 64
-        assert again(text, long).tokens == tokens
+        context = llm.read(PROMPT)
+        tokens = again(context, long).tokens
+        assert again(context, long).tokens == tokens
         assert tokens[: len(plain_tokens)] == plain_tokens
 
 
 def test_what_is_generated_in_inference_mode_is_decoded_again_outside(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
         with torch.inference_mode():
-            text = llm.read(PROMPT)
-            tokens = again(text, SHORT).tokens
-        assert again(text, SHORT).tokens == tokens
+            context = llm.read(PROMPT)
+            tokens = again(context, SHORT).tokens
+        assert again(context, SHORT).tokens == tokens
 
 
 def test_chunks_of_another_config_divide_the_pages_of_the_context(target: PreTrainedModel) -> None:
     with LLM.from_models(target, config="retrieval", overrides=engine_overrides()) as llm:
-        text = llm.read(PROMPT)
-        tokens = again(text, SHORT).tokens
+        context = llm.read(PROMPT)
+        tokens = again(context, SHORT).tokens
         sizes = {"retrieval.chunk": 32, "retrieval.budget": 64, "retrieval.recent": 16}
         with pytest.raises(UsageError, match="retrieval.chunk = 32 must divide the store's page of 16"):
-            text.generate((), SHORT, "retrieval", sizes)
-        assert again(text, SHORT).tokens == tokens
+            context.generate((), SHORT, "retrieval", sizes)
+        assert again(context, SHORT).tokens == tokens
 
 
-def test_a_text_is_planned_for_what_one_that_is_closed_held(
+def test_a_sequence_is_planned_for_what_one_that_is_closed_held(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the device; closing lets it go, and not the garbage collector."""
-    held: list[weakref.ref[Tensor]] = []
+    """On the device; closing lets it go, and not the garbage collector. Buffers are kept for the next one."""
+    held = list[FullCache]()
     planned, plan = [], Engine.plan
 
     def watched(engine: Engine, *arguments: Any) -> Any:
-        planned.append([tensor for one in held if (tensor := one()) is not None])
+        planned.append(sum(full.resident_bytes for full in held))
         return plan(engine, *arguments)
 
     monkeypatch.setattr(Engine, "plan", watched)
-    overrides = engine_overrides(resident_tokens=64)
     gc.disable()
     try:
-        with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
-            text = llm.read(PROMPT)
-            text.generate((), SHORT)
-            full = llm.engine._sequences[0].full
-            held += map(weakref.ref, (*full._resident._blocks, full._tail.buffer.memory))
-            (retrieved,) = full.derived
-            assert isinstance(retrieved, RetrievedCache)
-            buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
-            taken = sum(buffer.memory.nbytes for buffer in retrieved.buffers)
-            del full, retrieved
-            text.close()
-            text = llm.read(PROMPT)
-            text.generate((), SHORT)
-            assert planned == [[], []]
-            assert len(buffers) == 2 and all(one() is not None for one in buffers), "kept for the next text"
-            pool, told = llm.engine._shared.pool, []
-            usable = offload_rt.engine.engine.usable_hardware
-            monkeypatch.setattr(
-                offload_rt.engine.engine,
-                "usable_hardware",
-                lambda device, loaded, *others: told.append(loaded) or usable(device, loaded, *others),
-            )
-            for free in (0, taken):
-                assert pool.free_bytes == free
-                llm.engine._fastest(*map(len, (PROMPT, PROMPT)))
-                text.close()
-            assert told == [llm.engine.target.weight_bytes + free for free in (0, taken)]
-        assert not any(one() for one in buffers), "nothing outlives the engine"
+        link, overrides = PacedLink(1e9), engine_overrides(resident_tokens=64)
+        with LLM.from_models(target, config="retrieval", overrides=overrides, link=link) as llm:
+            for _ in range(2):
+                with llm.read(PROMPT) as context:
+                    context.generate((), SHORT)
+                    (sequence,) = llm.engine.sequences
+                    (retrieved,) = sequence.full.derived
+                    held.append(sequence.full)
+                    assert sequence.full.resident_bytes > 0
+                    buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]
+                    del retrieved
+                assert len(buffers) == 2 and all(one() is not None for one in buffers)
+        assert planned == [0, 0] and not any(one() for one in buffers), "nothing outlives the engine"
     finally:
         gc.enable()
 
@@ -391,7 +341,7 @@ def test_buffers_of_other_sizes_go_before_new_ones_come() -> None:
 def test_two_engines_share_a_model(
     target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int]
 ) -> None:
-    """Their texts grow in turns, and in two threads."""
+    """Their sequences grow in turns, and in two threads."""
     overrides = engine_overrides(ahead=2, resident_tokens=16)
     expected = plain_tokens[: SHORT.max_tokens]
     links = PacedLink(1e9, latency_s=1e-3), PacedLink(1e9, latency_s=3e-4)
@@ -432,22 +382,3 @@ def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pyte
     with LLM.from_models(target, config="trees", overrides=engine_overrides(), link=link) as llm:
         llm.generate(PROMPT, PARAMS)
     assert 0 < len(folded) <= len(masked)
-
-
-# -------------------------------------------------------------------------------- remote attention
-
-
-def test_the_cpu_share_attends_several_runs_as_one() -> None:
-    generator = torch.Generator().manual_seed(3)
-    queries = torch.randn(4, 3, 8, dtype=torch.float64, generator=generator)
-    keys = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
-    values = torch.randn(2, 50, 8, dtype=torch.float64, generator=generator)
-    runs = [(keys[None, :, a:b], values[None, :, a:b]) for a, b in ((0, 7), (7, 33), (33, 50))]
-    share = CpuAttention(50, torch.device("cpu"))
-    try:
-        out, lse = share.finish(share.start(0, queries, runs, 0.3))
-    finally:
-        share.close()
-    logits = torch.einsum("hqd,htd->hqt", queries, keys.repeat_interleave(2, 0)) * 0.3
-    assert torch.allclose(lse, logits.logsumexp(-1))
-    assert torch.allclose(out, logits.softmax(-1) @ values.repeat_interleave(2, 0))

@@ -1,4 +1,4 @@
-"""Blocks whose weights are on another card: where there is none, on other streams of the one."""
+"""Blocks whose weights are on another GPU: where there is none, on other streams of the one."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, confi
         with LLM.from_models(
             model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
         ) as llm:
-            text = llm.read(PROMPT)
-            written.append([again(text, params).tokens for params in (PARAMS, sampled)])
+            context = llm.read(PROMPT)
+            written.append([again(context, params).tokens for params in (PARAMS, sampled)])
     assert written[0] == written[1]
 
 
@@ -66,15 +66,17 @@ def test_weights_are_counted_where_they_are() -> None:
 
 
 def test_a_spread_model_is_not_captured() -> None:
-    """Memory of another card is not that of a graph."""
+    """Memory of another GPU is not that of a graph."""
 
     def captures(model: PreTrainedModel) -> bool:
+        made: list[torch.device] = []
         with pytest.MonkeyPatch.context() as patch:
             place = property(lambda model: CUDA, lambda model, device: None)
             patch.setattr(GraphedModel, "device", place, raising=False)
-            patch.setattr("offload_rt.model.cuda_graphs.CudaCapture", lambda device: "captured")
+            patch.setattr("offload_rt.model.cuda_graphs.CudaCapture", made.append)
             patch.setattr(GraphedModel, "_check_against_its_own_forward", lambda model: None)
-            return GraphedModel(model, "tiny", print)._capture is not None
+            GraphedModel(model, "tiny", print)
+        return bool(made)
 
     target = tiny_target("llama-gqa")
     assert captures(target)
@@ -89,25 +91,23 @@ def test_a_model_without_such_blocks_is_refused() -> None:
 
 
 @ON_CUDA
-def test_what_the_first_card_has_no_room_for_is_on_the_second(
+def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the planner's figures to the tokens, as `--device cuda:0,cuda:1` has it."""
     overrides = {"store.page": PAGE, "retrieval.budget": 128, "retrieval.recent": 32}
     shape, config = find_shape("demo", torch.float32), load_config("retrieval", overrides)
-    card = replace(named_hardware("rtx4090").gpus[0], memory_bytes=2 * GIB)
-    hardware = replace(named_hardware("rtx4090"), gpus=(card, card))
+    gpu = replace(named_hardware("rtx4090").gpus[0], memory_bytes=2 * GIB)
+    hardware = replace(named_hardware("rtx4090"), gpus=(gpu, gpu))
     asked = PlanRequest(shape, None, config, 400, 24, hardware)
     room = sum(gpu_memory(asked, 0).values()) - shape.mlp_bytes - 1
-    hardware = replace(hardware, gpus=(replace(card, memory_bytes=room), card))
+    hardware = replace(hardware, gpus=(replace(gpu, memory_bytes=room), gpu))
     held = list[tuple[int, int]]()
 
-    def usable(
-        first: torch.device, loaded: int = 0, on_progress: object = None, other_gpus: Any = ()
-    ) -> Hardware:
-        if not other_gpus:
-            return replace(hardware, gpus=(card,))
-        held.append((loaded, sum(size for _, size in other_gpus)))
+    def usable(first: torch.device, loaded: int = 0, on_progress: object = None, cards: Any = ()) -> Hardware:
+        if not cards:
+            return replace(hardware, gpus=(gpu,))
+        held.append((loaded, sum(size for _, size in cards)))
         return hardware
 
     tokens = []

@@ -58,9 +58,3 @@ def test_retrieval_chooses_the_lower_number_of_equals(values: list[float], data:
     count = data.draw(st.integers(0, len(values) - first))
     expected = [[first + index for index in plain_largest(row[first:], count)] for row in scores.tolist()]
     assert top_chunks(scores, count, first).tolist() == expected
-
-
-def test_equal_keys_are_chosen_in_order() -> None:
-    keys = torch.ones(1, 300, 8)
-    scores = chunk_scores(torch.ones(1, 1, 8), keys, 1.0)
-    assert top_chunks(scores, 300, first=0)[0].tolist() == list(range(300))

@@ -27,6 +27,7 @@ from small_engine import (
     engine_overrides,
     link_to,
     other_gpu,
+    place,
 )
 from small_engine import plain_tokens as plain_tokens  # a fixture
 from small_engine import target as target
@@ -37,8 +38,6 @@ from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
-from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
@@ -56,7 +55,7 @@ BY_GPUS = [
     Tiers(gpus=(GpuTier(0, 48), GpuTier(64, 0))),
     Tiers(0, 16, (GpuTier(16, 1024),)),
 ]
-"""With other cards: where there is none, by other links and streams of the one."""
+"""On other GPUs: where there is none, by other links and streams of the one."""
 
 
 def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **offload: object) -> LLM:
@@ -72,14 +71,13 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
     if shares.gpus or shares.late_resident_tokens:
-        plan = llm.engine.plan
-        llm.engine.plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
+        place(llm, shares)
     return llm
 
 
 def check_streamed(result: GenerationResult, shares: Tiers) -> None:
     """What is not placed elsewhere crossed a link in every round."""
-    resident = shares.resident_tokens + sum(card.resident_tokens for card in shares.gpus)
+    resident = shares.resident_tokens + sum(gpu.resident_tokens for gpu in shares.gpus)
     streamed = (len(PROMPT) - 1) // 16 * 16 - resident - shares.cpu_tokens
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
     assert read >= result.rounds * streamed * 512, "bytes of a token in all layers"
@@ -116,7 +114,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize(
     ("shares", "refresh"), [*((shares, "stream") for shares in BY_GPUS), (BY_GPUS[0], "store")]
 )
-def test_other_cards_attend_their_share(
+def test_other_gpus_attend_their_share(
     device: torch.device, config: str, shares: Tiers, refresh: str, plain_tokens: list[int]
 ) -> None:
     check_tokens(device, config, shares, refresh, plain_tokens)
@@ -127,16 +125,16 @@ def check_tokens(
 ) -> None:
     """`plain_tokens`: in place, on the CPU."""
     with small_llm(device, config, shares, refresh_from=refresh) as llm:
-        text = llm.read(PROMPT, PARAMS.max_tokens)
-        result = again(text)
+        context = llm.read(PROMPT, PARAMS.max_tokens)
+        result = again(context)
         check_streamed(result, shares)
-        plain = again(text, config="plain")
+        plain = again(context, config="plain")
         check_streamed(plain, shares)
         assert result.tokens == plain.tokens
         if device == CPU:
             assert plain.tokens == plain_tokens
         sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=12)
-        assert again(text, sampled).tokens == again(text, sampled).tokens
+        assert again(context, sampled).tokens == again(context, sampled).tokens
         batch = llm.generate([PROMPT, PROMPT[:90]], SamplingParams(max_tokens=12))
         assert batch[0].tokens == plain.tokens[:12]
 
@@ -157,11 +155,13 @@ def test_resident_tokens_fill_the_memory_of_the_prefill(
 
     monkeypatch.setattr(FullCache, "load_resident", noted)
     with small_llm(device, "retrieval", Tiers(64, 48, late_resident_tokens=32)) as llm:
-        text = llm.read(PROMPT)
-        assert again(text).tokens == plain_tokens or device == CUDA
-        assert again(text).tokens == again(text, config="plain").tokens
+        context = llm.read(PROMPT)
+        assert again(context).tokens == plain_tokens or device == CUDA
+        assert again(context).tokens == again(context, config="plain").tokens
         assert len(llm.generate(PROMPT[:20], SamplingParams(max_tokens=3)).tokens) == 3
-        assert loaded == [(32 * 512, 64 * 512)], "bytes of a token in all layers; a short text has none late"
+        assert loaded == [(32 * 512, 64 * 512)], (
+            "bytes of a token in all layers; a short sequence has none late"
+        )
 
 
 @DEVICES
@@ -172,12 +172,12 @@ def test_random_interrupts(device: torch.device, shares: Tiers) -> None:
     source = random.Random(7)
     prompts = [byte_ids(count, start=count) for count in (150, 97, 33)]
     with small_llm(device, "triforce", shares) as llm:
-        texts = [llm.read(prompt) for prompt in prompts]
-        plain = [again(text, config="plain").tokens for text in texts]
+        contexts = [llm.read(prompt) for prompt in prompts]
+        plain = [again(context, config="plain").tokens for context in contexts]
         done = 0
         while done < rounds:
             which = source.randrange(len(prompts))
-            events, wanted = texts[which].stream((), PARAMS), source.randrange(1, 12)
+            events, wanted = contexts[which].stream((), PARAMS), source.randrange(1, 12)
             for _ in zip(range(wanted), events, strict=False):
                 pass
             events.close()
@@ -190,25 +190,25 @@ def test_random_interrupts(device: torch.device, shares: Tiers) -> None:
             done += result.rounds
             if source.random() < 0.3:
                 config = source.choice(CONFIGS)
-                texts[which].rewind(len(prompts[which]))
-                assert again(texts[which], SamplingParams(max_tokens=8), config).tokens == plain[which][:8]
+                contexts[which].rewind(len(prompts[which]))
+                assert again(contexts[which], SamplingParams(max_tokens=8), config).tokens == plain[which][:8]
             if source.random() < 0.3:
-                texts[which].close()
-                texts[which] = llm.read(prompts[which])
-            texts[which].rewind(len(prompts[which]))
+                contexts[which].close()
+                contexts[which] = llm.read(prompts[which])
+            contexts[which].rewind(len(prompts[which]))
 
 
 @DEVICES
 @pytest.mark.parametrize("shares", [*SHARES[::3], BY_GPUS[0]])
 @pytest.mark.parametrize("refresh", ["stream", "store"])
-def test_what_is_retrieved_is_the_texts(device: torch.device, shares: Tiers, refresh: str) -> None:
+def test_what_is_retrieved_is_the_sequences(device: torch.device, shares: Tiers, refresh: str) -> None:
     """Tokens would not tell: whatever a draft's cache holds, they are those of plain decoding."""
     with small_llm(device, "retrieval", shares, refresh_from=refresh) as llm:
         events = llm.stream(PROMPT, PARAMS)
         for _ in zip(range(24), events, strict=False):
             pass
-        (sequence,) = llm.engine._sequences
-        (cache,) = sequence._caches
+        (sequence,) = llm.engine.sequences
+        (cache,) = sequence.full.derived
         sequence.full.engine.flush()
         sequence = sequence.full.sequence
         for layer in range(sequence.layout.layers):
@@ -231,25 +231,29 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
 
     Later passes differ: whose share of another place was whose is not known (`summed_mass`).
     """
-    used, use = list[RetrievalRefresh](), RetrievedCache._use
-    monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
+    used, gathered = list[RetrievalRefresh](), list[RetrievalRefresh]()
+    for name, noted in (("finish", used), ("take_from_store", gathered)):
+        method = getattr(RetrievalRefresh, name)
+        call = lambda one, noted=noted, method=method: (noted.append(one), method(one))  # noqa: E731
+        monkeypatch.setattr(RetrievalRefresh, name, call)
     ends = [shares.resident_tokens, shares.cpu_tokens]
-    ends += [card.tokens for card in shares.gpus]
+    ends += [gpu.tokens for gpu in shares.gpus]
     ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]
 
     def retrieved(shares: Tiers) -> tuple[list[Tensor], Tensor]:
         with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
-            text = llm.read(PROMPT)
-            text.generate((), SamplingParams(max_tokens=1))
-            (cache,) = llm.engine._sequences[0]._caches
-            assert isinstance(cache, RetrievedCache) and isinstance(cache.selection, AttentionScores)
-            chunks = [end // cache.selection.mass_chunk for end in ends]
-            counted = cache.selection.values.tensor_split(chunks, dim=2)
+            context = llm.read(PROMPT)
+            context.generate((), SamplingParams(max_tokens=1))
+            (cache,) = (full := llm.engine.sequences[0].full).derived
+            assert full.scores is not None
+            chunks = [end // full.scores.chunk for end in ends]
+            counted = full.scores.values.tensor_split(chunks, dim=2)
             first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
             used.clear()
-            text.rewind(len(PROMPT))
-            again(text)
-            assert len(used) > 10, "all their entries have passed by"
+            gathered.clear()
+            context.rewind(len(PROMPT))
+            again(context)
+            assert len(used) - len(gathered) > 10, "all their entries have passed by"
             return first
 
     found, expected = retrieved(shares), retrieved(SHARES[0])
@@ -288,8 +292,8 @@ def test_captures_while_a_pass_streams(
 ) -> None:
     monkeypatch.setattr(GraphedModel, "prepare", lambda *arguments: None)
     with small_llm(device, config) as llm:
-        text = llm.read(PROMPT)
-        assert again(text).tokens == again(text, config="plain").tokens
+        context = llm.read(PROMPT)
+        assert again(context).tokens == again(context, config="plain").tokens
 
 
 @ON_CUDA
@@ -308,10 +312,10 @@ def test_no_layer_of_a_pass_waits_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
 
     with small_llm(device, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
-        text = llm.read(PROMPT)
-        expected = again(text).tokens
+        context = llm.read(PROMPT)
+        expected = again(context).tokens
         monkeypatch.setattr(FullCache, "attend", watched)
-        assert again(text).tokens == expected
+        assert again(context).tokens == expected
 
 
 @ON_CUDA
@@ -321,8 +325,8 @@ def test_every_configuration_writes_what_plain_decoding_does(device: torch.devic
     overrides = {"store.page": PAGE, "retrieval.budget": 128, "retrieval.recent": 32}
     params = SamplingParams(max_tokens=12)
     with LLM(device=device.type, dtype="float32", config=config, overrides=overrides) as llm:
-        text = llm.read(byte_ids(400))
-        assert again(text, params).tokens == again(text, params, "plain").tokens
+        context = llm.read(byte_ids(400))
+        assert again(context, params).tokens == again(context, params, "plain").tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -349,11 +353,11 @@ def test_a_round_waits_only_where_it_reads(
 
     params, step = SamplingParams(temperature=temperature, seed=3, max_tokens=16), Engine.step
     with small_llm(device, config, Tiers(32, 48), refresh_from="stream") as llm:
-        text = llm.read(PROMPT)
-        expected = again(text, params).tokens
+        context = llm.read(PROMPT)
+        expected = again(context, params).tokens
         monkeypatch.setattr(scheduler, "to_host", reading)
         monkeypatch.setattr(Engine, "step", watched)
-        assert again(text, params).tokens == expected
+        assert again(context, params).tokens == expected
 
 
 @ON_CUDA
@@ -371,8 +375,8 @@ def test_page_locked_memory_is_asked_for_before_the_rounds(
         return made
 
     with small_llm(device, "retrieval", cpu_tokens=48, refresh_from="stream") as llm:
-        text = llm.read(PROMPT)
-        again(text)
+        context = llm.read(PROMPT)
+        again(context)
         monkeypatch.setattr(torch, "empty", noted)
-        again(text, SamplingParams(max_tokens=60))
-        assert len(asked) <= 8, "once a text and size, not once a layer"
+        again(context, SamplingParams(max_tokens=60))
+        assert len(asked) <= 8, "once a sequence and size, not once a layer"

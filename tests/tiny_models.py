@@ -20,7 +20,7 @@ MAX_POSITIONS = 8192
 HEAD_DIM = 16
 ROTARY_BASE = 10_000.0
 LONGROPE_BORDER = 2048
-"""The original context of `phi3`: longer texts have other rotary frequencies."""
+"""The original context of `phi3`: longer sequences have other rotary frequencies."""
 
 ALL_FULL = {"layer_types": ["full_attention"]}  # of each layer, how many there may be
 
@@ -83,7 +83,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {
             **GROUPED,
-            "sliding_window": 4 * MAX_POSITIONS,  # as in the checkpoints for 128K: no text is as long
+            "sliding_window": 4 * MAX_POSITIONS,  # as in the checkpoints for 128K: no sequence is as long
             "original_max_position_embeddings": LONGROPE_BORDER,
             "rope_parameters": {
                 "rope_type": "longrope",

@@ -114,6 +114,11 @@ class Engine:
         self.lock = threading.RLock()
         self._closed = False
 
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """Open sequences, in the order in which they were opened."""
+        return tuple(self._sequences)
+
     def available(self, config: Config) -> Config:
         """`config` without the levels that cannot be had.
 

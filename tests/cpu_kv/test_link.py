@@ -6,12 +6,14 @@ import threading
 import time
 import weakref
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_kv import CopyFailed, CpuLink, Link, PacedLink
+from cpu_kv import CopyFailed, CpuLink, Event, Link, PacedLink
 from cpu_kv.cuda_link import _CudaEvent
 from cpu_kv.link import Pairs
 
@@ -24,92 +26,134 @@ def paced_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("cpu_kv-paced")]
 
 
-def test_cpu_link_copies_at_once() -> None:
-    link = CpuLink()
-    destination, source = pair()
-    event = link.copy([(destination, source)], link.record_event())
-    assert event.done()
-    assert torch.equal(destination, source)
-    assert link.in_place
-    link.close()
+class HeldLink(PacedLink):
+    """Negative numbers hold up their direction until they are let go; 13 fails."""
+
+    def __init__(self) -> None:
+        super().__init__(1e9)
+        self.moved: list[float] = []
+        self.begun = {-1.0: threading.Event(), -2.0: threading.Event()}
+        self.go_on = {-1.0: threading.Event(), -2.0: threading.Event()}
+
+    def move(self, pairs: Pairs) -> None:
+        value = float(pairs[0][1][0])
+        self.moved.append(value)
+        if value < 0:
+            self.begun[value].set()
+            assert self.go_on[value].wait(30)
+            self.begun[value].clear()
+        if value == 13:
+            raise RuntimeError("the cable was pulled")
+        super().move(pairs)
 
 
-def test_paced_link_takes_its_time() -> None:
+class LinkMachine(RuleBasedStateMachine):
+    """A direction is held up by one copy, others are asked for meanwhile, and it is let go.
+
+    Attributes:
+        held: of each direction, the event of the copy that holds it up.
+        waiting: of each, numbers and events of those behind it, urgent ones or not.
+    """
+
+    @initialize()
+    def make(self) -> None:
+        self.link, self.numbers = HeldLink(), iter(range(20, 10_000))
+        self.held: dict[bool, Event] = {}
+        self.waiting: dict[bool, dict[bool, list[tuple[float, Event, tuple[torch.Tensor, torch.Tensor]]]]]
+        self.waiting = {to_host: {True: [], False: []} for to_host in (False, True)}
+
+    @precondition(lambda self: len(self.held) < 2)
+    @rule(to_host=st.booleans())
+    def hold(self, to_host: bool) -> None:
+        if to_host not in self.held:
+            which = -1.0 - to_host
+            self.link.go_on[which].clear()
+            self.held[to_host] = self.link.copy([pair(value=which)], to_host=to_host)
+            assert self.link.begun[which].wait(30)
+
+    @precondition(lambda self: self.held)
+    @rule(to_host=st.booleans(), urgent=st.booleans(), fails=st.booleans())
+    def copy(self, to_host: bool, urgent: bool, fails: bool) -> None:
+        if to_host in self.held:
+            copied = pair(3, value=13.0 if fails else next(self.numbers))
+            event = self.link.copy([copied], to_host=to_host, urgent=urgent)
+            self.waiting[to_host][urgent].append((float(copied[1][0]), event, copied))
+
+    @precondition(lambda self: len(self.held) == 1)
+    @rule()
+    def copy_after_the_one_that_holds_up_the_other_direction(self) -> None:
+        ((to_host, held),) = self.held.items()
+        follower = self.link.copy(
+            [copied := pair(value=float(next(self.numbers)))], held, to_host=not to_host
+        )
+        assert not follower.done() and not copied[0].any()
+        self.let_go(to_host)
+        follower.synchronize()
+        assert torch.equal(*copied)
+
+    @precondition(lambda self: self.held)
+    @rule(to_host=st.booleans())
+    def let_go(self, to_host: bool) -> None:
+        if to_host not in self.held:
+            return
+        before = len(self.link.moved)
+        self.link.go_on[-1.0 - to_host].set()
+        self.held.pop(to_host).synchronize()
+        expected = [*self.waiting[to_host][True], *self.waiting[to_host][False]]
+        for value, event, copied in expected:
+            if value == 13:
+                with pytest.raises(CopyFailed, match=r"copy to the \w+ of 12 bytes \(shapes \[3\]\) failed"):
+                    event.wait()
+            else:
+                event.synchronize()
+                assert torch.equal(*copied)
+            assert event.done()
+        moved = [value for value in self.link.moved[before:] if value in [one for one, *_ in expected]]
+        assert moved == [value for value, *_ in expected]
+        self.waiting[to_host] = {True: [], False: []}
+
+    @invariant()
+    def nothing_passes_what_holds_up(self) -> None:
+        for to_host, event in self.held.items():
+            assert not event.done()
+            assert not any(one.done() for side in self.waiting[to_host].values() for _, one, _ in side)
+
+    def teardown(self) -> None:
+        for to_host in list(self.held):
+            self.let_go(to_host)
+        self.link.close()
+        assert not paced_threads()
+
+
+LinkMachine.TestCase.settings = settings(
+    derandomize=True, deadline=None, max_examples=40, stateful_step_count=16
+)
+TestPacedLink = LinkMachine.TestCase
+
+
+def test_a_paced_link_takes_its_time() -> None:
     link = PacedLink(bytes_per_second=400_000, latency_s=0.01)
     start = time.monotonic()
-    pairs = [pair(), pair()]  # 8,000 bytes: 20 ms, and 10 ms of latency
-    event = link.copy(pairs)
-    event.wait()
+    link.copy([pair(), pair()]).wait()  # 8,000 bytes: 20 ms, and 10 ms of latency
     assert time.monotonic() - start >= 0.03
-    assert all(torch.equal(destination, source) for destination, source in pairs)
     start = time.monotonic()
     events = [link.copy([pair()]) for _ in range(3)]  # one after another: 20 ms each
     events[-1].synchronize()
     assert time.monotonic() - start >= 0.06
-    assert all(event.done() for event in events)
     link.close()
 
 
-class RecordingLink(PacedLink):
-    def __init__(self) -> None:
-        super().__init__(1e9)
-        self.moved: list[float] = []
-        self.held_up, self.go_on = threading.Event(), threading.Event()
-
-    def move(self, pairs: Pairs) -> None:
-        value = float(pairs[0][1][0])
-        if value < 0:  # such copies hold up their lane
-            self.held_up.set()
-            assert self.go_on.wait(30)
-        super().move(pairs)
-        self.moved.append(value)
-
-
 def test_an_interrupt_before_a_copy_is_handed_over_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
     link, (asked, later) = PacedLink(1e9), (pair(), pair(value=2.0))
     with monkeypatch.context() as patch:
-        patch.setattr(link._lanes[False].thread, "submit", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("cpu_kv.paced_link.ThreadPoolExecutor.submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             link.copy([asked])
     link.copy([later]).wait()
     assert torch.equal(*later)
-    link.close()
-
-
-def test_urgent_copies_overtake_those_that_have_not_begun() -> None:
-    link = RecordingLink()
-    link.copy([pair(value=-1.0)])
-    assert link.held_up.wait(30)
-    events = [link.copy([pair(value=number)], urgent=number > 2) for number in (1.0, 2.0, 3.0, 4.0)]
-    link.go_on.set()
-    for event in events:
-        event.synchronize()
-    assert link.moved == [-1.0, 3.0, 4.0, 1.0, 2.0]
-    link.close()
-
-
-def test_copies_of_a_direction_keep_their_order_and_directions_are_independent() -> None:
-    link = RecordingLink()
-    held_up = link.copy([pair(value=-1.0)])
-    events = [link.copy([pair(value=float(number))]) for number in range(1, 4)]
-    other_way = link.copy([pair(value=10.0)], to_host=True)
-    other_way.synchronize()
-    assert link.moved == [10.0]
-    assert not held_up.done()
-    link.go_on.set()
-    events[-1].synchronize()
-    assert link.moved == [10.0, -1.0, 1.0, 2.0, 3.0]
-    link.close()
-
-
-def test_a_copy_waits_for_what_it_goes_after() -> None:
-    link = RecordingLink()
-    held_up = link.copy([pair(value=-1.0)])
-    follower = link.copy([pair(value=5.0)], after=held_up, to_host=True)
-    assert not follower.done()
-    link.go_on.set()
-    follower.synchronize()
-    assert link.moved == [-1.0, 5.0]
     link.close()
 
 
@@ -120,9 +164,9 @@ def test_a_failed_copy_is_named_where_it_is_waited_for(make_link: type[CpuLink])
     for wait in (event.wait, event.synchronize):
         with pytest.raises(CopyFailed, match=r"copy to the host of 60 bytes \(shapes \[3, 5\]\) failed"):
             wait()
-    destination, source = pair()
-    link.copy([(destination, source)]).wait()  # the link goes on
-    assert torch.equal(destination, source)
+    assert event.done()
+    link.copy([copied := pair()], link.record_event()).wait()  # the link goes on
+    assert torch.equal(*copied)
     link.close()
 
 
@@ -143,32 +187,22 @@ def test_a_copy_that_cuda_fails_is_named_and_its_memory_not_kept() -> None:
             asked()
 
 
-def test_close_does_not_wait_for_copies_that_take_long() -> None:
-    link = PacedLink(bytes_per_second=1)
-    destination, source = pair(1000)
-    event = link.copy([(destination, source)])
-    queued = link.copy([pair(1000)])
-    assert not event.done() and destination.sum() == 0  # nothing shows before its time
-    link.close()
-    link.close()
-    for unfinished in (event, queued, link.copy([pair()])):
-        with pytest.raises(CopyFailed):
-            unfinished.wait()
-    assert not paced_threads()
-
-
-def test_close_waits_for_the_copy_under_way() -> None:
-    link = RecordingLink()
+def test_close_waits_for_the_copy_under_way_and_for_none_that_takes_long() -> None:
+    link = HeldLink()
     event = link.copy([pair(value=-1.0)])
-    assert link.held_up.wait(30)
-    threading.Timer(0.05, link.go_on.set).start()
+    assert link.begun[-1.0].wait(30)
+    threading.Timer(0.05, link.go_on[-1.0].set).start()
     link.close()
     assert event.done()
-    assert not paced_threads()
-
-
-@pytest.mark.parametrize("arguments", [(0,), (1, -1)])
-def test_paces_that_make_no_sense(arguments: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        PacedLink(*arguments)
+    slow = PacedLink(bytes_per_second=1)
+    begun, queued = (slow.copy([copied := pair(1000)]) for _ in range(2))
+    assert not begun.done() and not copied[0].any()  # nothing shows before its time
+    slow.close()
+    slow.close()
+    for unfinished in (begun, queued, slow.copy([pair()])):
+        with pytest.raises(CopyFailed):
+            unfinished.wait()
+    for arguments in ((0,), (1, -1)):
+        with pytest.raises(ValueError, match="must be positive"):
+            PacedLink(*arguments)
     assert not paced_threads()

@@ -1,130 +1,122 @@
-"""The store against plain tensors, under random appends, truncates and closes of several sequences."""
+"""The store against plain tensors: a state machine appends to, truncates and closes several sequences."""
 
 from __future__ import annotations
+
+import mmap
+from contextlib import nullcontext
 
 import pytest
 import torch
 from emulated_gpu import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from cpu_kv import KVLayout, PagedKVStore, SequenceKV, SlabAllocator, head_major, part_of, pinned
+from cpu_kv import KVLayout, PagedKVStore, SequenceKV, head_major, part_of, pinned
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
+EMPTY = torch.zeros(2, 2, 0, 4)
 
 
-def empty(layout: KVLayout) -> Tensor:
-    return torch.zeros(2, layout.kv_heads, 0, layout.head_dim, dtype=layout.dtype)
+def joined(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Keys and values of some pieces, `[2, kv_heads, tokens, head_dim]`."""
+    return torch.cat([EMPTY, *(torch.stack([head_major(side) for side in piece]) for piece in pieces)], dim=2)
 
 
-class PlainKV:
-    """What a SequenceKV stands for: per layer, keys and values [2, kv_heads, tokens, head_dim]."""
-
-    def __init__(self, layout: KVLayout):
-        self.layers = [empty(layout) for _ in range(layout.layers)]
-
-    def append(self, layer: int, kv: Tensor) -> None:
-        self.layers[layer] = torch.cat([self.layers[layer], kv], dim=2)
-
-    def truncate(self, length: int) -> None:
-        self.layers = [kv[:, :, :length] for kv in self.layers]
-
-    def length(self, layer: int) -> int:
-        return self.layers[layer].shape[2]
+def means_of(kv: Tensor, size: int) -> Tensor:
+    """Means of the full chunks of `[sides, kv_heads, tokens, head_dim]`."""
+    full = kv.shape[2] // size
+    return kv[:, :, : full * size].unflatten(2, (full, size)).mean(dim=3)
 
 
-def random_kv(generator: torch.Generator, layout: KVLayout, tokens: int) -> Tensor:
-    shape = (2, layout.kv_heads, tokens, layout.head_dim)
-    return torch.randn(shape, generator=generator).to(layout.dtype)
+class StoreMachine(RuleBasedStateMachine):
+    """Three sequences of one store; `plain` holds `[2, kv_heads, tokens, head_dim]` of each layer of each."""
+
+    @initialize(
+        sizes=st.sampled_from([(1, 1), (3, 1), (3, 3), (4, 2), (4, 4), (8, 2), (8, 4)]),
+        slab_tokens=st.sampled_from([1, 10, 32]),
+    )
+    def open(self, sizes: tuple[int, int], slab_tokens: int) -> None:
+        page, self.chunk = sizes
+        self.layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=page)
+        self.store = PagedKVStore(self.layout, slab_tokens=slab_tokens)
+        self.random = torch.Generator().manual_seed(1)
+        self.sequences = [self.store.new_sequence(self.chunk, page_means=True) for _ in range(3)]
+        self.plain = [[EMPTY, EMPTY] for _ in range(3)]
+
+    @rule(
+        who=st.integers(0, 2),
+        layer=st.integers(0, 1),
+        tokens=st.integers(1, 7) | st.integers(1, 40),
+        inference=st.booleans(),
+    )
+    def append(self, who: int, layer: int, tokens: int, inference: bool) -> None:
+        """In any mode: the last write-back of an engine may be counted outside inference mode."""
+        kv = torch.randn(2, 2, tokens, 4, generator=self.random).requires_grad_(not inference)
+        with torch.inference_mode() if inference else nullcontext():
+            self.sequences[who].append(layer, kv[0], kv[1])
+        self.plain[who][layer] = torch.cat([self.plain[who][layer], kv.detach()], dim=2)
+
+    @rule(who=st.integers(0, 2), share=st.floats(0, 1))
+    def truncate(self, who: int, share: float) -> None:
+        length = round(share * self.sequences[who].length)
+        self.sequences[who].truncate(length)
+        self.plain[who] = [kv[:, :, :length] for kv in self.plain[who]]
+
+    @rule(who=st.integers(0, 2), tokens=st.integers(0, 60))
+    def reserve(self, who: int, tokens: int) -> None:
+        self.sequences[who].reserve(tokens)
+        assert self.sequences[who].reserved_tokens >= tokens
+
+    @rule(who=st.integers(0, 2))
+    def reopen(self, who: int) -> None:
+        self.sequences[who].close()
+        self.sequences[who] = self.store.new_sequence(self.chunk, page_means=True)
+        self.plain[who] = [EMPTY, EMPTY]
+
+    @invariant()
+    def everything_is_there(self) -> None:
+        for sequence, layers in zip(self.sequences, self.plain, strict=True):
+            assert sequence.summaries is not None and sequence.page_means is not None
+            assert sequence.length == min(kv.shape[2] for kv in layers)
+            for layer, kv in enumerate(layers):
+                tokens = kv.shape[2]
+                assert sequence.layer_length(layer) == tokens
+                start, end = sorted(torch.randint(0, tokens + 1, (2,), generator=self.random).tolist())
+                for first, last in ((0, tokens), (start, end)):
+                    pieces = sequence.views(layer, first, last)
+                    assert torch.equal(joined(pieces), kv[:, :, first:last])
+                    assert not any(keys.requires_grad for keys, _ in pieces)
+                torch.testing.assert_close(sequence.summaries.means(layer), means_of(kv[:1], self.chunk))
+                pages = means_of(kv, self.layout.page_size)
+                torch.testing.assert_close(sequence.page_means.means(layer), pages)
+        used = sum(kv.nbytes for layers in self.plain for kv in layers)
+        assert self.store.used_bytes == used <= self.store.reserved_bytes
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            assert self.store.reserved_bytes == 0
 
 
-def joined(pieces: list[tuple[Tensor, Tensor]], layout: KVLayout) -> Tensor:
-    heads = (torch.stack([head_major(side) for side in piece]) for piece in pieces)
-    return torch.cat([empty(layout), *heads], dim=2)
-
-
-def check_sequence(
-    sequence: SequenceKV, plain: PlainKV, layout: KVLayout, chunk_size: int, generator: torch.Generator
-) -> None:
-    assert sequence.length == min(plain.length(layer) for layer in range(layout.layers))
-    for layer, kv in enumerate(plain.layers):
-        tokens = kv.shape[2]
-        assert sequence.layer_length(layer) == tokens
-        assert torch.equal(joined(sequence.views(layer), layout), kv)
-        start, end = sorted(torch.randint(0, tokens + 1, (2,), generator=generator).tolist())
-        assert torch.equal(joined(sequence.views(layer, start, end), layout), kv[:, :, start:end])
-        full = tokens // chunk_size
-        chunked = kv[:, :, : full * chunk_size].unflatten(2, (full, chunk_size))
-        assert sequence.summaries is not None and sequence.page_means is not None
-        torch.testing.assert_close(sequence.summaries.means(layer), chunked[:1].mean(dim=3))
-        pages, page = tokens // layout.page_size, layout.page_size
-        paged = kv[:, :, : pages * page].unflatten(2, (pages, page)).mean(dim=3)
-        torch.testing.assert_close(sequence.page_means.means(layer), paged)
-
-
-APPENDS = st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 1), st.integers(1, 40))
-OPERATIONS = st.one_of(
-    APPENDS,
-    APPENDS.map(lambda append: (*append[:3], 1 + append[3] % 7)),  # several to a slab
-    st.tuples(st.just("truncate"), st.integers(0, 2), st.floats(0, 1)),
-    st.tuples(st.just("reserve"), st.integers(0, 2), st.integers(0, 60)),
-    st.tuples(st.just("reopen"), st.integers(0, 2)),
+StoreMachine.TestCase.settings = settings(
+    derandomize=True, deadline=None, max_examples=50, stateful_step_count=16
 )
+TestStore = StoreMachine.TestCase
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(
-    operations=st.lists(OPERATIONS, min_size=1, max_size=16),
-    sizes=st.sampled_from([(1, 1), (3, 1), (3, 3), (4, 2), (4, 4), (8, 2), (8, 4)]),
-    slab_tokens=st.sampled_from([1, 10, 32]),
-)
-def test_store_equals_plain_tensors(
-    operations: list[tuple], sizes: tuple[int, int], slab_tokens: int
-) -> None:
-    page_size, chunk_size = sizes
-    layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=page_size)
-    generator = torch.Generator().manual_seed(1)
-    with PagedKVStore(layout, slab_tokens=slab_tokens) as store:
-        sequences = [store.new_sequence(chunk_size, page_means=True) for _ in range(3)]
-        plains = [PlainKV(layout) for _ in range(3)]
-        for name, who, *arguments in operations:
-            sequence, plain = sequences[who], plains[who]
-            if name == "append":
-                layer, tokens = arguments
-                kv = random_kv(generator, layout, tokens)
-                sequence.append(layer, kv[0], kv[1])
-                plain.append(layer, kv)
-            elif name == "truncate":
-                length = round(arguments[0] * sequence.length)
-                sequence.truncate(length)
-                plain.truncate(length)
-            elif name == "reserve":
-                sequence.reserve(arguments[0])
-            else:
-                sequence.close()
-                sequences[who] = store.new_sequence(chunk_size, page_means=True)
-                plains[who] = PlainKV(layout)
-            for checked, expected in zip(sequences, plains, strict=True):
-                check_sequence(checked, expected, layout, chunk_size, generator)
-            tokens = sum(plain.length(layer) for plain in plains for layer in range(layout.layers))
-            assert store.used_bytes == tokens * layout.layer_token_bytes <= store.reserved_bytes
-    assert store.reserved_bytes == 0
-
-
-def filled(store: PagedKVStore, tokens: int, seed: int = 0) -> SequenceKV:
+def filled(store: PagedKVStore, tokens: int) -> SequenceKV:
     sequence = store.new_sequence()
-    kv = random_kv(torch.Generator().manual_seed(seed), store.layout, tokens)
     for layer in range(store.layout.layers):
-        sequence.append(layer, kv[0], kv[1])
+        sequence.append(layer, *torch.randn(2, 2, tokens, 4))
     return sequence
 
 
 def test_views_are_the_store_itself() -> None:
     with PagedKVStore(LAYOUT, slab_tokens=8) as store:
         sequence = filled(store, 5)
-        kv = random_kv(torch.Generator().manual_seed(1), LAYOUT, 5)
-        sequence.append(1, kv[0], kv[1])  # tokens 8 and 9 lie in a second slab
+        sequence.append(1, *torch.zeros(2, 2, 5, 4))  # tokens 8 and 9 lie in a second slab
         first, second = sequence.views(1)  # two whole pages, and half a page
         first[0][0, 0, 2, 1] = second[0][0, 0, 1, 1] = 77.0
         pages = torch.cat(sequence.memory(1, 0, 12)).view(LAYOUT.pages_shape(3))
@@ -132,15 +124,24 @@ def test_views_are_the_store_itself() -> None:
         assert 77.0 not in sequence.views(0)[0][0]
 
 
-def test_a_reserved_sequence_is_one_run() -> None:
+def test_a_reserved_sequence_is_one_run_and_pages_are_used_again() -> None:
     with PagedKVStore(LAYOUT, slab_tokens=8) as store:
         sequence = store.new_sequence()
         sequence.reserve(50)
         reserved = store.reserved_bytes
-        assert reserved == LAYOUT.reserved_bytes(50)
+        assert reserved == LAYOUT.reserved_bytes(50) == 52 * 2 * 2 * 2 * 4 * 4, "52 tokens of two layers"
         for _ in range(5):
             sequence.append(0, torch.ones(2, 10, 4), torch.ones(2, 10, 4))
         assert [keys.shape for keys, _ in sequence.views(0)] == [(12, 2, 4, 4), (1, 2, 2, 4)]
+        start = sequence.views(0)[0][0].data_ptr()
+        sequence.append(1, torch.ones(2, 9, 4), torch.ones(2, 9, 4))
+        sequence.truncate(9)  # keeps three pages of thirteen
+        second = filled(store, 40)
+        assert second.views(0)[0][0].data_ptr() == start + 3 * LAYOUT.page_bytes
+        sequence.close()
+        second.close()
+        third = filled(store, 52)  # the lowest pages first: one run again
+        assert len(third.views(0)) == 1 and third.views(0)[0][0].data_ptr() == start
         assert store.reserved_bytes == reserved
 
 
@@ -153,13 +154,10 @@ def test_pages_lie_as_they_cross_a_link(monkeypatch: pytest.MonkeyPatch) -> None
             sequence.append(0, torch.ones(2, 8, 4), torch.ones(2, 8, 4))
         pieces = sequence.memory(0, 4, 40)
         pages = torch.cat(pieces).view(LAYOUT.pages_shape(9))[:7]
-        expected = joined(sequence.views(0, 4, 32), LAYOUT)
-        assert torch.equal(torch.stack([head_major(pages[:, side]) for side in range(2)]), expected)
+        assert torch.equal(joined([(pages[:, 0], pages[:, 1])]), joined(sequence.views(0, 4, 32)))
         halves = [2 * piece.nbytes // LAYOUT.page_bytes for piece in pieces]
         assert halves == [1, 3, 2, 3, 3, 2, 3, 1], "slabs of four pages"
         assert all(piece.is_contiguous() for piece in pieces)
-        with pytest.raises(ValueError, match="tokens 4 to 9 are not whole pages of 4"):
-            sequence.memory(0, 4, 9)
 
 
 @settings(derandomize=True, deadline=None)
@@ -172,56 +170,18 @@ def test_parts_of_pages_by_head(page: int, pages: int, ends: tuple[float, float]
         assert torch.equal(part_of(memory[:, side], start, end), heads[side, :, start:end])
 
 
-def test_pages_of_two_slabs_are_never_one_run() -> None:
-    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
-        first = filled(store, 4)  # page 0 of slab 0
-        second = filled(store, 8, seed=1)  # page 1 of slab 0, page 0 of slab 1
-        kept = [torch.stack(piece) for piece in second.views(0)]
-        first.append(0, torch.ones(2, 4, 4), torch.ones(2, 4, 4))  # page 1 of slab 1
-        assert len(first.views(0)) == 2
-        assert torch.equal(first.views(0)[1][0], torch.ones(1, 2, 4, 4))
-        assert all(torch.equal(old, torch.stack(new)) for old, new in zip(kept, second.views(0), strict=True))
-
-
-def test_pages_are_used_again_after_truncate_and_close() -> None:
-    with PagedKVStore(LAYOUT, slab_tokens=40) as store:
-        first = filled(store, 40)
-        reserved = store.reserved_bytes
-        start = first.views(0)[0][0].data_ptr()
-        first.truncate(9)  # keeps three pages of ten
-        second = filled(store, 28, seed=1)
-        assert store.reserved_bytes == reserved
-        assert second.views(0)[0][0].data_ptr() == start + 3 * LAYOUT.page_bytes
-        first.close()
-        second.close()
-        third = filled(store, 40, seed=2)
-        assert store.reserved_bytes == reserved
-        assert len(third.views(0)) == 1  # lowest first: one run again
-        assert third.views(0)[0][0].data_ptr() == start
-
-
-def test_nothing_of_the_graph_is_kept() -> None:
-    with PagedKVStore(LAYOUT) as store:
-        sequence = store.new_sequence()
-        keys = torch.ones(2, 3, 4, requires_grad=True)
-        sequence.append(0, keys, keys)
-        assert not sequence.views(0)[0][0].requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_summaries_of_half_precision_are_summed_in_float32(dtype: torch.dtype) -> None:
+def test_means_of_half_precision_are_summed_in_float32(dtype: torch.dtype) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=2, dtype=dtype, page_size=256)
     with PagedKVStore(layout) as store:
         sequence = store.new_sequence(chunk_size=256)
         keys = torch.randn(1, 512, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
         sequence.append(0, keys, keys)
         assert sequence.summaries is not None
-        means = keys.float().unflatten(1, (2, 256)).mean(dim=2).to(dtype)
-        assert sequence.summaries.means(0).dtype == dtype
-        assert torch.equal(sequence.summaries.means(0)[0], means)
+        assert torch.equal(sequence.summaries.means(0), means_of(keys[None].float(), 256).to(dtype))
 
 
-def test_summaries_do_not_move_at_every_append() -> None:
+def test_means_do_not_move_at_every_append() -> None:
     with PagedKVStore(LAYOUT) as store:
         for reserved, storages in ((100, 1), (0, 8)):  # reserved for, or doubled: 1, 2, 4, .. 64
             sequence = store.new_sequence(chunk_size=2)
@@ -232,85 +192,56 @@ def test_summaries_do_not_move_at_every_append() -> None:
                 sequence.append(0, torch.ones(2, 2, 4), torch.ones(2, 2, 4))
                 seen.append(sequence.summaries.means(0))
             assert len({keys.data_ptr() for keys in seen}) <= storages
-
-
-def test_summaries_are_written_in_any_mode() -> None:
-    """A text grows in inference mode, and its last write-back may be counted outside, when it is closed."""
-    with PagedKVStore(LAYOUT) as store:
-        sequence = store.new_sequence(chunk_size=2)
-        keys = torch.ones(2, 8, 4)
-        with torch.inference_mode():  # room is doubled: for four chunks, of which three are there
-            for tokens in (4, 2):
-                sequence.append(0, keys[:, :tokens], keys[:, :tokens])
-        sequence.append(0, keys[:, :2], keys[:, :2])
-        assert sequence.summaries is not None and sequence.summaries.means(0).shape[2] == 4
+            assert seen[-1].nbytes * 2 == LAYOUT.means_bytes(100, 2, False), "of one layer of two"
+            assert LAYOUT.means_bytes(100, 2, True) == 2 * LAYOUT.means_bytes(100, 2, False), (
+                "and of 25 pages"
+            )
 
 
 def test_errors_name_what_is_wrong() -> None:
-    with PagedKVStore(LAYOUT) as store:
-        sequence = filled(store, 10)
-        good = torch.ones(2, 3, 4)
-        with pytest.raises(ValueError, match="float64"):
-            sequence.append(0, good.double(), good)
-        with pytest.raises(ValueError, match=r"\[3, 3, 4\]"):
-            sequence.append(0, torch.ones(3, 3, 4), good)
-        with pytest.raises(ValueError, match="values have 2"):
-            sequence.append(0, good, good[:, :2])
-        with pytest.raises(ValueError, match="layer 2"):
-            sequence.views(2)
-        with pytest.raises(ValueError, match="10 are present"):
-            sequence.views(0, 4, 11)
-        with pytest.raises(ValueError, match="cannot truncate to 11"):
-            sequence.truncate(11)
-        with pytest.raises(ValueError, match="cannot advance"):
-            sequence.advance(0, 10_000)
-
-
-def test_use_after_close() -> None:
     store = PagedKVStore(LAYOUT)
-    sequence, other = filled(store, 10), filled(store, 10)
-    other.close()
-    other.close()
+    sequence, other, good = filled(store, 10), filled(store, 10), torch.ones(2, 3, 4)
+    for use, message in (
+        (lambda: sequence.append(0, good.double(), good), "float64"),
+        (lambda: sequence.append(0, torch.ones(3, 3, 4), good), r"\[3, 3, 4\]"),
+        (lambda: sequence.append(0, good, good[:, :2]), "values have 2"),
+        (lambda: sequence.views(2), "layer 2"),
+        (lambda: sequence.views(0, 4, 11), "10 are present"),
+        (lambda: sequence.truncate(11), "cannot truncate to 11"),
+        (lambda: sequence.advance(0, 10_000), "cannot advance"),
+        (lambda: sequence.memory(0, 4, 9), "tokens 4 to 9 are not whole pages of 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+    for _ in range(2):
+        other.close()
     with pytest.raises(RuntimeError, match="sequence is closed"):
         other.views(0)
-    store.close()
-    store.close()
+    for _ in range(2):
+        store.close()
     for use in (store.new_sequence, lambda: sequence.views(0), lambda: sequence.reserve(5)):
         with pytest.raises(RuntimeError, match="store is closed"):
             use()
 
 
 def test_lack_of_memory_leaves_a_usable_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = SlabAllocator._make
+    make = mmap.mmap
 
-    def make_small(self: SlabAllocator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if shape[0] > 25:
-            raise MemoryError("too large")
-        return make(self, shape, dtype)
+    def small(file: int, length: int, flags: int) -> mmap.mmap:
+        if length > 2 * mmap.PAGESIZE:
+            raise OSError("too large")
+        return make(file, length, flags=flags)
 
-    monkeypatch.setattr(SlabAllocator, "_make", make_small)
+    monkeypatch.setattr(mmap, "mmap", small)
     with PagedKVStore(LAYOUT, slab_tokens=16) as store:
         greedy = store.new_sequence()
         greedy.reserve(200)
         for layer in (1, 0, 1):
-            with pytest.raises(MemoryError):
+            with pytest.raises(MemoryError, match="no memory for 200 more tokens of KV"):
                 greedy.append(layer, torch.ones(2, 3, 4), torch.ones(2, 3, 4))
         greedy.close()
         assert store.reserved_bytes == 0
-        modest = filled(store, 10)
-        assert modest.length == 10
-
-
-def test_byte_counts() -> None:
-    layout = KVLayout(layers=3, kv_heads=4, head_dim=64, dtype=torch.bfloat16, page_size=16)
-    assert layout.layer_token_bytes == 2 * 4 * 64 * 2
-    assert layout.token_bytes == 3 * layout.layer_token_bytes
-    assert layout.page_bytes == 16 * layout.layer_token_bytes
-    assert [layout.pages(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    assert layout.reserved_bytes(17) == 32 * layout.token_bytes
-    assert layout.means_bytes(17, None, False) == 0
-    assert layout.means_bytes(17, 8, False) == 2 * layout.token_bytes // 2, "mean keys of chunks"
-    assert layout.means_bytes(33, 8, True) == (4 + 2 * 2) * layout.token_bytes // 2, "of pages, values too"
+        assert filled(store, 10).length == 10
 
 
 @pytest.mark.gpu
