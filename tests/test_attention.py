@@ -36,7 +36,7 @@ from offload_rt.attention.backends import (
     unfold,
 )
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.base import NewTokens, seen
+from offload_rt.caches.base import NewTokens, sees_entries
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.openmp import WAIT_POLICY, wait_passively
 from offload_rt.tokens import Tokens
@@ -353,7 +353,7 @@ def test_a_token_sees_its_ancestors(held: int, count: int, nearest: int) -> None
     for token in range(count):
         expected = ancestors(parents, held + token)
         assert {other for other in range(held + count) if mask[token, other] == 0} == expected
-        assert set(columns[seen(words, columns)[token]].tolist()) == expected
+        assert set(columns[sees_entries(words, columns)[token]].tolist()) == expected
         assert new.depths[token] == len(expected)
     assert set(mask.unique().tolist()) <= {0.0, -torch.inf}
     assert new.sees_all(held) == (count == 1 and not mask.any())

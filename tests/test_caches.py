@@ -25,7 +25,7 @@ from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, ChunkRows, EntryLayout, RetrievalRefresh
-from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.retrieved import RefreshSchedule, RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache

@@ -401,7 +401,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: context.rewind(0), "rewind to 0: the context has 50 tokens; give 1 to 50"),
         (lambda: context.rewind(51), "rewind to 51: the context has 50 tokens; give 1 to 50"),
         (lambda: context.rewind(-1), "rewind to -1"),
-        (lambda: context.rewind(1.5), "length 1.5 is no whole number"),  # type: ignore[arg-type]
+        (lambda: context.rewind(1.5), "length must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: context.append(""), "the prompt is empty"),
         (lambda: context.append([1, ASCII]), f"token {ASCII} is outside the vocabulary"),
         (lambda: context.append([[1]]), "prompt token 0"),  # type: ignore[list-item]
@@ -415,7 +415,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: context.generate((), NEXT, "retrieval", {"a.b": 1}), "unknown key a.b"),
         (lambda: context.generate((), SamplingParams(max_tokens=9000)), "positions of LlamaForCausalLM"),
         (lambda: context.append([1] * 9000), "positions of LlamaForCausalLM"),
-        (lambda: llm.read(TEXT, 1.5), "room 1.5 is no whole number"),  # type: ignore[arg-type]
+        (lambda: llm.read(TEXT, 1.5), "room must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: llm.read([]), "the prompt is empty"),
     ]
     for use, message in refused:

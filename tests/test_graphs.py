@@ -384,7 +384,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
     """For both buffers of a retrieved cache, and for all sequences that follow: none holds up a round."""
     capture = RecordingCapture()
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
-    monkeypatch.setattr(GraphedModel, "RARE", 6)  # as often a draft may go on from another's outcome
+    monkeypatch.setattr(GraphedModel, "RARE", 12)  # as often a draft may go on from another's outcome
     target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=24)
     sizes = SMALL | {"draft.window": 60}  # too long to be recorded where the prompt is read
     prompts = [byte_ids(300, start=start) for start in (0, 100)]

@@ -89,50 +89,41 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     shares: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compared, refill_of, finish, adopt = (
-        0,
-        RetrievedCache.refill,
-        RetrievalRefresh.finish,
-        RetrievedCache.adopt,
-    )
-    queries: dict[RetrievedCache, Tensor] = {}
+    compared = 0
+    begin, use = RetrievedCache.begin_pass, RetrievedCache._use
     expected: dict[RetrievalRefresh, RetrievedCache] = {}
 
-    def adopted(cache: RetrievedCache, verified: VerifiedTokens) -> None:
-        queries[cache] = verified.queries
-        adopt(cache, verified)
-
-    def begun(cache: RetrievedCache) -> RetrievalRefresh | None:
-        refill = refill_of(cache)
-        if refill is not None:
-            (sequence,) = llm.engine.sequences
-            assert sequence.full.scores is not None
+    def begun(cache: RetrievedCache) -> bool:
+        queries, begun = cache._wanted, begin(cache)
+        if begun:
+            refill = cache._running
+            assert queries is not None and refill is not None
             separate = expected[refill] = RetrievedCache(
-                sequence.full,
+                cache._source,
                 budget=cache.budget,
                 chunk=cache.chunk,
                 recent=cache.recent,
                 refresh=cache.refresh.policy,
-                selection=sequence.full.scores,
-                room=cache.buffer.mean_slots,
+                selection=cache.selection,
+                mean_slots=cache.buffer.mean_slots,
             )
-            separate.fill(queries[cache])
-        return refill
+            own = separate._start_refresh(refill.layout.length, queries, separate.buffer)
+            own.take_from_store()
+            separate._apply(own.layout)
+        return begun
 
-    def finished(refill: RetrievalRefresh) -> None:
+    def checked(cache: RetrievedCache, refill: RetrievalRefresh) -> None:
         nonlocal compared
-        finish(refill)
-        if refill in expected:
-            compared += 1
-            separate, entries = expected[refill], refill.extent.entries
-            assert separate.entries == entries
-            assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
-            rest = slice(refill.buffer.mean_slots - refill.extent.pages, refill.buffer.mean_slots)
-            assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
+        compared += 1
+        separate, entries = expected[refill], refill.layout.entries
+        assert separate.entries == entries
+        assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
+        rest = slice(refill.buffer.mean_slots - refill.layout.means, refill.buffer.mean_slots)
+        assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
+        use(cache, refill)
 
-    monkeypatch.setattr(RetrievedCache, "adopt", adopted)
-    monkeypatch.setattr(RetrievedCache, "refill", begun)
-    monkeypatch.setattr(RetrievalRefresh, "finish", finished)
+    monkeypatch.setattr(RetrievedCache, "begin_pass", begun)
+    monkeypatch.setattr(RetrievedCache, "_use", checked)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
         llm.generate(PROMPT, SHORT)
@@ -181,20 +172,20 @@ def test_no_cache_is_built_while_a_pass_runs(
 def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, finished = list[RetrievalRefresh](), list[RetrievalRefresh]()
-    refill, finish = RetrievedCache.refill, RetrievalRefresh.finish
+    complete: list[bool] = []
+    adopt = RetrievedCache.adopt
 
-    def noted(cache: RetrievedCache) -> RetrievalRefresh | None:
-        begun.extend([made] if (made := refill(cache)) is not None else [])
-        return made
+    def adopted(cache: RetrievedCache, verified: VerifiedTokens) -> None:
+        if cache._running is not None:
+            complete.append(cache._running.complete)
+        adopt(cache, verified)
 
-    monkeypatch.setattr(RetrievedCache, "refill", noted)
-    monkeypatch.setattr(RetrievalRefresh, "finish", lambda one: (finished.append(one), finish(one))[1])
-    # More than the prompt: 149 of its tokens are kept, and the sequence grows beyond them.
+    monkeypatch.setattr(RetrievedCache, "adopt", adopted)
+    # More than the prompt: 149 of its tokens are kept, and the text grows beyond them.
     overrides = engine_overrides(ahead=2, resident_tokens=160)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         llm.generate(PROMPT, PARAMS)
-    assert len(begun) > 2 and begun[:-1] == finished[1 : len(begun)], "the first one gathers from the store"
+    assert len(complete) > 2 and all(complete)
 
 
 def test_buffers_are_made_by_the_thread_that_drafts(

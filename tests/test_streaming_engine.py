@@ -38,6 +38,8 @@ from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
+from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
@@ -231,29 +233,25 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
 
     Later passes differ: whose share of another place was whose is not known (`summed_mass`).
     """
-    used, gathered = list[RetrievalRefresh](), list[RetrievalRefresh]()
-    for name, noted in (("finish", used), ("take_from_store", gathered)):
-        method = getattr(RetrievalRefresh, name)
-        call = lambda one, noted=noted, method=method: (noted.append(one), method(one))  # noqa: E731
-        monkeypatch.setattr(RetrievalRefresh, name, call)
+    used, use = list[RetrievalRefresh](), RetrievedCache._use
+    monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
     ends = [shares.resident_tokens, shares.cpu_tokens]
-    ends += [gpu.tokens for gpu in shares.gpus]
+    ends += [card.tokens for card in shares.gpus]
     ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]
 
     def retrieved(shares: Tiers) -> tuple[list[Tensor], Tensor]:
         with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
-            context = llm.read(PROMPT)
-            context.generate((), SamplingParams(max_tokens=1))
-            (cache,) = (full := llm.engine.sequences[0].full).derived
-            assert full.scores is not None
-            chunks = [end // full.scores.chunk for end in ends]
-            counted = full.scores.values.tensor_split(chunks, dim=2)
+            text = llm.read(PROMPT)
+            text.generate((), SamplingParams(max_tokens=1))
+            (cache,) = llm.engine.sequences[0]._caches
+            assert isinstance(cache, RetrievedCache) and isinstance(cache.selection, AttentionScores)
+            chunks = [end // cache.selection.mass_chunk for end in ends]
+            counted = cache.selection.values.tensor_split(chunks, dim=2)
             first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
             used.clear()
-            gathered.clear()
-            context.rewind(len(PROMPT))
-            again(context)
-            assert len(used) - len(gathered) > 10, "all their entries have passed by"
+            text.rewind(len(PROMPT))
+            again(text)
+            assert len(used) > 10, "all their entries have passed by"
             return first
 
     found, expected = retrieved(shares), retrieved(SHARES[0])
