@@ -5,26 +5,29 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from emulated_gpu import EMULATED, GPUS
 from recording import RecordingCapture
 from reference_attention import ReferenceBackend
+from small_engine import CUDA, SIZES
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention.backends import MASKED_PAGE, AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache, fixed_frame
+from offload_rt.caches.bounded import FIXED_SPECULATION, SPECULATIVE_ENTRIES, BoundedCache, fixed_frame
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.parts import Output, Part
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.scheduler import PassThread
 from offload_rt.rejection_sampling import Tokens
 
 PAGES = 5
@@ -36,13 +39,16 @@ def no_notice(text: str) -> None:
 
 
 def streaming_cache(
-    model: CausalModel, backend: AttentionBackend | None = None, pool: BufferPool | None = None
+    model: CausalModel,
+    backend: AttentionBackend | None = None,
+    pool: BufferPool | None = None,
+    window: int = WINDOW,
 ) -> StreamingCache:
     return StreamingCache(
         model.kv_layout(),
         model.rotary_frequencies,
         sinks=SINKS,
-        window=WINDOW,
+        window=window,
         backend=backend or TorchCpuBackend(),
         pool=pool,
     )
@@ -309,14 +315,19 @@ def test_buffers_that_move_are_told_apart() -> None:
 def test_a_cache_that_grows_is_captured_anew() -> None:
     capture = RecordingCapture()
     plain, graphed, model = twins("llama", capture)
-    text = byte_ids(400)
+    text, half = byte_ids(400), SPECULATIVE_ENTRIES
+    for walk in (plain, graphed):
+        walk.cache = streaming_cache(walk.model, window=half - SINKS)
     room = graphed.cache.kv.shape[3]
+    assert room == 2 * half, "in whole pages"
     replays(graphed, text[:1], GraphedModel.RARE + 2)
     replays(graphed, text[:2], GraphedModel.RARE + 2)
     assert (capture.captured, capture.replayed) == (2, 4)
     for walk in (plain, graphed):
-        walk.run(text[:room])
-        walk.cache.commit(range(room))
+        for part in text[:half], text[half:room]:
+            walk.cache.settle()
+            walk.run(part)
+            walk.cache.commit(range(half))
     for count in (1, 1, 1, 1, 2):
         expected = plain.run(text[room : room + count])
         close(graphed.run(text[room : room + count]), expected)
@@ -389,6 +400,32 @@ def test_nothing_is_captured_while_a_pass_runs() -> None:
     running = False
     assert torch.equal(graphed.run(byte_ids(1)), plain.run(byte_ids(1)))
     assert capture.captured == 1
+
+
+@pytest.mark.gpu
+def test_a_model_knows_whether_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of an engine: nothing is captured beside its passes over the full cache."""
+    known: list[bool] = []
+    run = PassThread._run
+    with LLM.from_models(tiny_target("llama").to(CUDA), config="retrieval", overrides=SIZES) as llm:
+        model = llm.engine.target
+        assert isinstance(model, GraphedModel)
+
+        def noted(thread: PassThread, *arguments: Any) -> Any:
+            known.append(model.pass_running())
+            return run(thread, *arguments)
+
+        monkeypatch.setattr(PassThread, "_run", noted)
+        llm.generate(byte_ids(40), SamplingParams(max_tokens=4))
+        assert known and all(known) and not model.pass_running()
+
+
+@pytest.mark.parametrize("window", [14, 900])
+def test_buffers_are_whole_pages_of_masked_attention(window: int) -> None:
+    """However many entries a cache is given: a GPU splits nothing else among its multiprocessors."""
+    buffer = streaming_cache(CausalModel(tiny_target("llama"), "llama"), window=window).buffer
+    grown = buffer.with_room(buffer.capacity + 1)
+    assert buffer.memory.shape[3] % MASKED_PAGE == grown.memory.shape[3] % MASKED_PAGE == 0
 
 
 def test_nothing_is_captured_on_a_cpu() -> None:

@@ -24,7 +24,7 @@ from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import WORD_BITS, NewTokens, Verified, seen
-from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.buffers import BufferPool, KVBuffer, whole_pages
 from offload_rt.caches.refill import RetrievedRefill
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
@@ -166,7 +166,8 @@ class BoundedCache(ABC):
         self.buffer = self._take_buffer()
 
     def _take_buffer(self) -> KVBuffer:
-        return self._pool.take(self._layout, self.budget + SPECULATIVE_ENTRIES, self._device, self._room)
+        capacity = whole_pages(self._room + self.budget + SPECULATIVE_ENTRIES) - self._room
+        return self._pool.take(self._layout, capacity, self._device, self._room)
 
     @property
     def buffers(self) -> list[KVBuffer]:

@@ -68,7 +68,7 @@ class RecordingLink(PacedLink):
 def test_an_interrupt_before_a_copy_is_handed_over_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     link, (asked, later) = PacedLink(1e9), (pair(), pair(value=2.0))
     with monkeypatch.context() as patch:
-        patch.setattr(link._lanes[False].thread, "submit", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(link._directions[False].thread, "submit", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             link.copy([asked])
     link.copy([later]).wait()
