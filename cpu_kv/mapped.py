@@ -208,7 +208,8 @@ class PeerCopies:
 
     Small tensors go through page-locked memory that both devices map: a kernel of the source writes it, and a
     kernel of the destination reads it. Without peer access (GeForce) the driver would copy through the host
-    too, but with the copy engines, behind bulk copies. Tensors of more than `MOST_BYTES` are left to the driver.
+    too, but with the copy engines, behind bulk copies. Tensors of more than `MOST_BYTES` are left to the
+    driver.
     """
 
     MOST_BYTES = 2**22  # attention and its mass for 64 queries and 64K tokens of Llama-2-7B

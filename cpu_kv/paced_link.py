@@ -65,7 +65,7 @@ class PacedLink:
         return [records.pop(0) for _ in range(len(records))]  # the copying threads append meanwhile
 
     def move(self, pairs: Pairs) -> None:
-        """Makes the copy, in the thread of its direction. Tests override it to delay copies or let them fail."""
+        """Makes the copy, in the thread of its direction. Tests override it to delay it or to fail."""
         for destination, source in pairs:
             destination.copy_(source)
 
