@@ -1,4 +1,4 @@
-"""The full KV cache in CPU memory: pages, slabs, copies. Knows nothing of models, tokens or drafts."""
+"""Paged KV cache in CPU memory, and the copies between it and a GPU; independent of models and drafts."""
 
 from cpu_kv.chunks import ChunkMeans
 from cpu_kv.cuda_link import CudaLink

@@ -1,4 +1,4 @@
-"""Means of chunks of a sequence: what retrieval scores instead of every key, and what stands for the rest."""
+"""Mean keys and values of chunks of a sequence, which retrieval uses in place of every single token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cpu_kv.layout import KeysValues, KVLayout, head_major
 
 
 class ChunkMeans:
-    """Means of the full chunks of one sequence, of its keys (TriForce, section 4.1) or of both sides.
+    """Mean keys of each full chunk of one sequence (TriForce, section 4.1), and on request mean values.
 
-    A chunk is ``chunk_size`` consecutive tokens, the first one starting at token 0, and no chunk lies across
-    two pages. Means are summed in float32 and kept in the layout's dtype, layer by layer. ``values``: of
-    values too.
+    A chunk is ``chunk_size`` consecutive tokens; the first chunk starts at token 0, and a chunk never crosses
+    a page boundary. Sums are taken in float32, and the means are stored in the layout's dtype, layer by
+    layer. ``values``: whether to keep mean values too.
     """
 
     def __init__(self, layout: KVLayout, chunk_size: int, *, values: bool = False):
@@ -24,21 +24,24 @@ class ChunkMeans:
         self._counts = [0] * layout.layers
 
     def means(self, layer: int) -> Tensor:
-        """A view ``[sides, kv_heads, full chunks, head_dim]`` of the means, valid until the next append."""
+        """Returns a view ``[sides, kv_heads, chunks, head_dim]`` of the means, valid until the next append.
+
+        ``sides``: 1 for keys alone, 2 for keys and values.
+        """
         return self._means[layer][:, :, : self._counts[layer]]
 
     def reserve(self, tokens: int) -> None:
-        """Make room for the chunks of ``tokens`` tokens in every layer."""
+        """Allocates memory for the chunks of ``tokens`` tokens in every layer."""
         for layer in range(self.layout.layers):
             self._grow(layer, tokens // self.chunk_size)
 
     def missing(self, layer: int, length: int) -> tuple[int, int]:
-        """Tokens start .. end of the chunks that are full at ``length`` tokens and have no mean yet."""
+        """Returns the range of tokens whose chunks are full at ``length`` tokens but have no mean yet."""
         full = max(length // self.chunk_size, self._counts[layer])
         return self._counts[layer] * self.chunk_size, full * self.chunk_size
 
     def extend(self, layer: int, part: KeysValues) -> None:
-        """Add the chunks of the tokens that follow, whole ones, ``[pages, kv_heads, n, head_dim]``."""
+        """Adds the means of the next tokens, whole chunks of ``[pages, kv_heads, n, head_dim]``."""
         count = self._counts[layer]
         full = count + len(part[0]) * part[0].shape[2] // self.chunk_size
         if full > self._means[layer].shape[2]:
@@ -49,13 +52,13 @@ class ChunkMeans:
         self._counts[layer] = full
 
     def truncate(self, length: int) -> None:
-        """Forget the chunks that are no longer full at ``length`` tokens."""
+        """Drops the means of chunks that are no longer full at ``length`` tokens."""
         full = length // self.chunk_size
         self._counts = [min(count, full) for count in self._counts]
 
     def _storage(self, chunks: int) -> Tensor:
         shape = (self._sides, self.layout.kv_heads, chunks, self.layout.head_dim)
-        with torch.inference_mode(False):  # else it were writable in that mode alone
+        with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
             return torch.empty(shape, dtype=self.layout.dtype)
 
     def _grow(self, layer: int, chunks: int) -> None:

@@ -1,4 +1,4 @@
-"""The link to a CUDA device: copies on streams of their own."""
+"""The link to a CUDA device, whose copies run on dedicated streams."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from cpu_kv.link import CopyFailed, CopyRecord, Event, Pairs, PastEvent, describ
 from cpu_kv.streams import device_streams
 
 PIECE_BYTES = 16 * 2**20
-"""Bulk copies to the device are enqueued in pieces of this size, with a tiny kernel behind each.
+"""Bulk copies to the device are split into pieces of this many bytes, with a tiny kernel after each.
 
-A copy engine ignores the priorities of streams. It takes whatever is ready, and runs the copies that one
-stream has enqueued back to back as one block: a small copy on another stream would wait for all of them
-(51 KB waited 12 ms behind 200 MB in NVIDIA's own traces). Pieces alone do not help. A kernel between two of
-them makes the stream's next copy not ready for an instant, in which the engine turns to others. At 25 GB/s an
-urgent copy waits for 0.7 ms at most.
+A copy engine ignores stream priorities: it takes whatever is ready, and runs consecutive copies of one stream
+as one block. A small copy on another stream would wait for all of them (51 KB waited 12 ms behind 200 MB in
+traces of cudf issue 15620). Splitting is not enough: only a kernel between two pieces makes the stream's next
+copy unready for a moment, in which the engine serves other streams. So at 25 GB/s an urgent copy waits at
+most 0.7 ms.
 """
 
 
 class CudaLink:
-    """Copies between page-locked memory and a CUDA device, on one stream for each direction.
+    """Copies between page-locked host memory and a CUDA device, with one stream for each direction.
 
-    Urgent copies to the device have a stream of their own and run between two pieces of a bulk copy. Copies
-    from or to pageable memory work too, but block the host.
+    Urgent copies to the device use a third stream and run between the pieces of bulk copies. Copies from or
+    to pageable memory work too, but block the host.
     """
 
     in_place = False
@@ -34,8 +34,8 @@ class CudaLink:
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         self._streams = device_streams(self.device)
-        with torch.inference_mode(False):  # else it would be writable in that mode alone
-            self._yield = torch.zeros(1, device=self.device)  # what the kernels between two pieces write
+        with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
+            self._yield = torch.zeros(1, device=self.device)  # written by the kernels between pieces
         self._recording: _CudaRecording | None = None
 
     def copy(
@@ -55,14 +55,14 @@ class CudaLink:
                     else:
                         self._copy_in_pieces(destination, source)
                     if not to_host:
-                        # Freed before the copy is done, it must not be given to other compute meanwhile.
+                        # If it is freed before the copy ends, the allocator must not reuse it until then.
                         destination.record_stream(stream)
                 event = _recorded(stream, timed=recording is not None)
                 if recording is not None and begun is not None:
                     recording.copies.append((to_host, pair_bytes(pairs), begun, event))
         except RuntimeError as error:
             with suppress(RuntimeError):
-                stream.synchronize()  # what had begun by then uses memory that is given back now
+                stream.synchronize()  # copies that were enqueued before the error still use the memory
             return PastEvent(failure(pairs, to_host, error))
         return _CudaEvent(event, self.device, pairs, to_host)
 
@@ -88,7 +88,7 @@ class CudaLink:
 
 
 class _CudaRecording:
-    """Copies between two events each, and an event whose time on the host's clock is known."""
+    """Start and end events of copies, and an event whose time on the host's clock is known."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -111,7 +111,7 @@ class _CudaEvent:
     def __init__(self, event: torch.cuda.Event, device: torch.device, pairs: Pairs, to_host: bool):
         self._event = event
         self._device = device
-        # Not the tensors, which it would keep alive, and no message: there is an event for every copy.
+        # Not the tensors, which would stay allocated, nor a message, which would be built for every copy.
         self._shapes = [source.shape for _, source in pairs]
         self._byte_count = pair_bytes(pairs)
         self._to_host = to_host
@@ -137,7 +137,7 @@ class _CudaEvent:
 
 
 def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
-    # Blocking: a thread that waits sleeps, and does not take a core from those that attend.
+    # Blocking: a waiting thread sleeps, instead of taking a core from the threads that compute attention.
     event = torch.cuda.Event(enable_timing=timed, blocking=True)
     event.record(stream)
     return event

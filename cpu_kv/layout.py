@@ -1,4 +1,4 @@
-"""The shape of a KV cache in memory. Every byte count in this package comes from here."""
+"""Shape and size of a KV cache in memory. All byte counts of this package are computed here."""
 
 from __future__ import annotations
 
@@ -40,43 +40,43 @@ class KVLayout:
         return self.page_size * self.layer_token_bytes
 
     def pages(self, tokens: int) -> int:
-        """Pages that hold ``tokens`` tokens, rounded up."""
+        """Returns the number of pages that hold ``tokens`` tokens, rounded up."""
         return -(-tokens // self.page_size)
 
     def reserved_bytes(self, tokens: int) -> int:
-        """Bytes of the whole pages that hold ``tokens`` tokens, in all layers."""
+        """Returns the bytes of the pages that hold ``tokens`` tokens, in all layers."""
         return self.layers * self.pages(tokens) * self.page_bytes
 
     def means_bytes(self, tokens: int, chunk_size: int | None, page_means: bool) -> int:
-        """Bytes of the means kept of ``tokens`` tokens; see ``PagedKVStore.new_sequence``."""
+        """Returns the bytes of the means of ``tokens`` tokens; see ``PagedKVStore.new_sequence``."""
         chunks = 0 if chunk_size is None else tokens // chunk_size
         return (chunks + (2 * (tokens // self.page_size) if page_means else 0)) * self.token_bytes // 2
 
     def pages_shape(self, pages: int) -> tuple[int, int, int, int, int]:
-        """Shape of pages of one layer, keys then values: ``[pages, 2, kv_heads, page_size, head_dim]``.
+        """Returns the shape of pages of one layer, ``[pages, 2, kv_heads, page_size, head_dim]``.
 
-        Consecutive pages are one piece of memory.
+        A page holds its keys, then its values. Consecutive pages are contiguous in memory.
         """
         return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
     def segment_tokens(self, byte_count: int, tokens: int) -> int:
-        """Returns the tokens of a segment of at most ``byte_count`` bytes of one layer, in whole pages.
+        """Returns the tokens of a segment, whole pages of one layer that are at most ``byte_count`` bytes.
 
-        Of a layer of ``tokens`` tokens it is a quarter at most, so that compute and copies overlap in a short
-        text too. At least one page.
+        At most a quarter of the layer's ``tokens``, so that copies and compute overlap in short sequences
+        too, and at least one page.
         """
         most = min(byte_count // self.layer_token_bytes, tokens // 4)
         return max(1, most // self.page_size) * self.page_size
 
     def check_whole(self, start: int, end: int) -> None:
-        """Raises ValueError where the tokens ``start`` .. ``end`` are not whole pages."""
+        """Raises ValueError if the tokens ``start`` .. ``end`` are not whole pages."""
         if start % self.page_size or end % self.page_size:
             raise ValueError(f"tokens {start} to {end} are not whole pages of {self.page_size}")
 
     def tokens_in(self, keys: Tensor, values: Tensor) -> int:
-        """Number of tokens in a pair ``[kv_heads, n, head_dim]``.
+        """Returns the number of tokens of keys and values ``[kv_heads, n, head_dim]``.
 
-        Raises ValueError where shape or dtype is not this layout's: nothing is ever converted.
+        Raises ValueError if their shape or dtype differs from the layout's: nothing is converted.
         """
         for name, tensor in (("keys", keys), ("values", values)):
             if tensor.dtype != self.dtype:
@@ -91,10 +91,10 @@ class KVLayout:
 
 
 def parts_of_pages(memory: Tensor, start: int, end: int) -> list[KeysValues]:
-    """Tokens ``start`` .. ``end`` of pages in memory (``KVLayout.pages_shape``), in place.
+    """Returns views of the tokens ``start`` .. ``end`` of pages (``KVLayout.pages_shape``).
 
-    Pairs of keys and values ``[pages, kv_heads, tokens, head_dim]``: whole pages together, and parts of a
-    first and a last page.
+    Each view is a pair of keys and values ``[pages, kv_heads, tokens, head_dim]``. Whole pages share one
+    view; a partial first or last page has its own.
     """
     page = memory.shape[3]
     found: list[KeysValues] = []
@@ -110,9 +110,10 @@ def parts_of_pages(memory: Tensor, start: int, end: int) -> list[KeysValues]:
 
 
 def cut_alike(parts: Sequence[KeysValues], keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Cut ``keys`` and ``values`` ``[kv_heads, n, head_dim]`` as ``parts``, n tokens together, are cut.
+    """Splits ``keys`` and ``values`` ``[kv_heads, n, head_dim]`` into pieces of the same shapes as ``parts``.
 
-    Returns pairs of equal shape (a part ``[pages, kv_heads, tokens, head_dim]``, that of the keys or values).
+    ``parts`` hold n tokens together. Returns pairs of a part, ``[pages, kv_heads, tokens, head_dim]``, and
+    the piece of the keys or values that belongs there.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     start = 0
@@ -126,12 +127,12 @@ def cut_alike(parts: Sequence[KeysValues], keys: Tensor, values: Tensor) -> list
 
 
 def head_major(part: Tensor) -> Tensor:
-    """``[pages, kv_heads, tokens, head_dim]`` to ``[kv_heads, all tokens, head_dim]``: a copy if needed."""
+    """Returns ``[pages, kv_heads, tokens, head_dim]`` as ``[kv_heads, all tokens, head_dim]``."""
     return part[0] if len(part) == 1 else part.transpose(0, 1).flatten(1, 2)
 
 
 def part_of(part: Tensor, start: int, end: int) -> Tensor:
-    """Tokens ``start`` .. ``end`` of ``[pages, kv_heads, tokens, head_dim]``, as ``head_major`` puts them."""
+    """Returns the tokens ``start`` .. ``end`` of pages, in the shape that ``head_major`` returns."""
     tokens = part.shape[2]
     first = start // tokens
     return head_major(part[first : -(-end // tokens)])[:, start - first * tokens : end - first * tokens]

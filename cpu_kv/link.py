@@ -1,8 +1,8 @@
-"""What a copy between the store and the compute device runs on: a CUDA link, a paced one, or none at all.
+"""Links: the protocol of copies between host memory and the compute device, and the trivial link of a CPU.
 
-A link has two directions, to the device and to the host. Copies of one direction run one after another, in
-the order in which they were enqueued; the directions do not wait for each other. An urgent copy overtakes
-copies that have not begun.
+A link copies in two directions, to the device and to the host, independently of each other. Copies of one
+direction run one at a time, in the order in which they were enqueued. An urgent copy overtakes copies that
+have not started.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import torch
 from torch import Tensor
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""(destination, source), of equal shape and contiguous: with gaps, torch would pack them first and wait."""
+"""Pairs (destination, source), equal in shape and contiguous (torch would pack others first)."""
 
 
 class CopyFailed(RuntimeError):
-    """A copy could not be made; the message names it."""
+    """A copy has failed; the message gives its direction, size and shapes."""
 
 
 class Event(Protocol):
-    """A point in the work of a link or of the compute. Waiting for it raises CopyFailed where it failed."""
+    """A point in the work of a link or of the compute. Waiting for a copy that failed raises CopyFailed."""
 
     def wait(self) -> None:
-        """Makes compute that is enqueued from here on wait. With CUDA the host goes on, else it waits."""
+        """Makes compute that is enqueued later wait for the event. Without CUDA, the host waits."""
         self.synchronize()
 
     def synchronize(self) -> None:
         """Blocks the host until the event."""
 
     def done(self) -> bool:
-        """Returns whether the event has happened, or has failed."""
+        """Returns whether the event has happened or its copy has failed."""
 
 
 class Link(Protocol):
     """Copies between the store's memory and ``device``.
 
-    ``in_place``: they are the same memory. ``bytes_per_second``: rate to the device, where the link has one
-    by definition.
+    ``in_place``: the device computes on the store's memory, and nothing needs to be copied.
+    ``bytes_per_second``: the rate to the device if it is fixed, otherwise None.
     """
 
     device: torch.device
@@ -55,22 +55,22 @@ class Link(Protocol):
     ) -> Event:
         """Copies (destination, source) pairs asynchronously, not before ``after``.
 
-        ``urgent``: overtakes copies that were enqueued ahead of their use. Raises nothing itself: a failure
-        is raised by the event that it returns.
+        ``urgent``: the copy overtakes prefetches. The call itself raises nothing; waiting for the returned
+        event raises CopyFailed if the copy failed.
         """
 
     def record_event(self) -> Event:
-        """Returns the event at the end of all compute that has been enqueued so far."""
+        """Returns an event at the end of all compute enqueued so far."""
 
     def close(self) -> None:
-        """Stops the link; copies that have not ended fail. Idempotent."""
+        """Closes the link; a paced link fails copies that have not ended, a CUDA link waits. Idempotent."""
 
 
 @dataclass(frozen=True)
 class CopyRecord:
-    """One copy that was made: the link was busy with it from ``start`` to ``end``.
+    """A copy that was made, and when: ``start`` and ``end`` in seconds of ``time.perf_counter``.
 
-    Both in seconds of ``time.perf_counter``. On a paced link they are the times at which it was due.
+    On a paced link they are the scheduled times.
     """
 
     to_host: bool
@@ -81,15 +81,15 @@ class CopyRecord:
 
 @runtime_checkable
 class RecordingLink(Link, Protocol):
-    """A link that can report which copies it made, and when."""
+    """A link that reports the copies it has made, for benchmarks."""
 
     def record(self) -> None:
         """Starts recording every copy."""
 
     def recorded(self) -> list[CopyRecord]:
-        """Returns the copies made since the last call, each direction in its order.
+        """Returns the copies made since the last call, in order within each direction.
 
-        With CUDA the host waits for copies under way. Raises CopyFailed where one failed.
+        With CUDA the host waits for pending copies. Raises CopyFailed if one failed.
         """
 
 
@@ -99,13 +99,13 @@ def pair_bytes(pairs: Pairs) -> int:
 
 
 def describe(shapes: Sequence[Sequence[int]], byte_count: int, to_host: bool) -> str:
-    """Describes a copy of sources of these shapes, for messages."""
+    """Returns a description of a copy of sources with these shapes, for error messages."""
     direction = "to the host" if to_host else "to the device"
     return f"copy {direction} of {byte_count:,} bytes (shapes {', '.join(str(list(one)) for one in shapes)})"
 
 
 class PastEvent(Event):
-    """An event that has happened already, or a copy that failed when it was enqueued."""
+    """An event that has already happened, or that of a copy that could not be enqueued."""
 
     def __init__(self, error: CopyFailed | None = None):
         self._error = error
@@ -132,7 +132,7 @@ class FutureEvent(Event):
 
 
 class CpuLink:
-    """No link at all: the compute reads the store's memory in place. ``copy`` copies at once."""
+    """The link of a CPU, which computes on the store's memory in place. ``copy`` copies synchronously."""
 
     device = torch.device("cpu")
     in_place = True
@@ -158,7 +158,7 @@ class CpuLink:
 
 
 def failure(pairs: Pairs, to_host: bool, error: BaseException) -> CopyFailed:
-    """Returns the error of a copy that could not be made."""
+    """Returns the CopyFailed of a copy, caused by ``error``."""
     shapes = [source.shape for _, source in pairs]
     failed = CopyFailed(f"{describe(shapes, pair_bytes(pairs), to_host)} failed: {error}")
     failed.__cause__ = error

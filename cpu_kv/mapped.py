@@ -1,7 +1,7 @@
-"""Page-locked host memory as kernels see it: small data crosses the link without a copy engine.
+"""Page-locked host memory that kernels access directly, so that small data needs no copy engine.
 
-A copy engine runs one copy after another, so a few bytes may wait behind a bulk copy. A kernel that reads or
-writes page-locked memory directly does not: its accesses cross the link between the engine's packets.
+A copy engine runs one copy at a time, so a few bytes may wait behind a bulk copy. Kernels that read or write
+page-locked memory need not wait: their accesses cross the link between the packets of the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils import dlpack
 
 
 class _DLTensor(ctypes.Structure):
-    """A `DLManagedTensor` of DLPack, whose first field is the tensor itself."""
+    """DLPack's `DLManagedTensor` with the fields of its first member, a `DLTensor`, inlined."""
 
     _fields_: ClassVar[Any] = [
         ("data", ctypes.c_void_p),
@@ -38,7 +38,7 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-_CUDA, _UNSIGNED = 2, 1  # DLPack's numbers of the device type and of the element type
+_CUDA, _UNSIGNED = 2, 1  # DLPack's codes for the device type and the element type
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -47,12 +47,12 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 def device_view(memory: Tensor, device: torch.device) -> Tensor:
     """Returns page-locked host memory as a tensor of a CUDA device, of the same shape and dtype.
 
-    Kernels of that device read and write it over the link. ``memory`` is contiguous and must outlive the view
-    and every kernel that uses it: the view does not keep it alive. `copy_` between the view and memory of the
-    device would use a copy engine again; elementwise kernels, gathers and reductions do not.
+    Kernels of that device read and write it over the link. ``memory`` must be contiguous and must outlive the
+    view and all kernels that use it: the view does not keep it alive. Use elementwise kernels, gathers and
+    reductions: `copy_` between the view and the device's memory would use a copy engine.
     """
-    # DLPack says which device the tensor belongs to. The CUDA array interface leaves that to the driver,
-    # which names the device that was current when the memory was locked: wrong for a second GPU.
+    # DLPack names the device of the tensor. With the CUDA array interface torch would ask the driver, which
+    # names the device that was current when the memory was locked: the wrong one for a second GPU.
     index = torch.cuda.current_device() if device.index is None else device.index
     key = memory.data_ptr(), memory.nbytes, index
     if key not in _described:
@@ -73,14 +73,14 @@ def device_view(memory: Tensor, device: torch.device) -> Tensor:
 
 
 _described: dict[tuple[int, int, int], _DLTensor] = {}
-"""By address, size and device. torch keeps a description's address as long as the tensor: they are kept."""
+"""Descriptions by address, size and device. Never freed: torch's tensors refer to them."""
 
 
 @cache
 def kernels_use_host_pointers(device: torch.device) -> bool:
-    """Returns whether a device's kernels may use the host's address of memory that was page-locked later.
+    """Returns whether kernels may use the host address of memory that was locked by `cudaHostRegister`.
 
-    So it is on Linux. Memory that CUDA itself has allocated page-locked may be used so everywhere.
+    That holds on Linux. For page-locked memory that CUDA has allocated it holds everywhere.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -97,11 +97,12 @@ _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGIS
 
 
 class MappedBuffer:
-    """Page-locked bytes that the host and the kernels of one device share.
+    """A page-locked buffer shared by the host and the kernels of one device.
 
     Attributes:
-        host, device: the bytes as either of them sees them.
-        used: the end of the kernels that use the content; the host overwrites it after that.
+        host: the bytes, as a host tensor.
+        device: the same bytes, as a tensor of the device.
+        used: event at the end of the kernels that use the content. The host may overwrite it afterwards.
     """
 
     def __init__(self, host: Tensor, device: Tensor):
@@ -111,20 +112,20 @@ class MappedBuffer:
 
     @classmethod
     def allocate(cls, byte_count: int, device: torch.device, count: int = 1) -> list[MappedBuffer]:
-        """Returns ``count`` buffers of one allocation."""
-        with torch.inference_mode(False):  # else they would be writable in that mode alone
+        """Returns ``count`` buffers that share one allocation."""
+        with torch.inference_mode(False):  # tensors made in inference mode are read-only outside of it
             host = torch.empty(count, byte_count, dtype=torch.uint8, pin_memory=True)
             return [cls(*one) for one in zip(host, device_view(host, device), strict=True)]
 
     def mark_used(self) -> None:
-        """Records the end of the kernels enqueued so far in the device's current stream."""
+        """Records `used` at the end of all work enqueued so far in the device's current stream."""
         self.used.record(torch.cuda.current_stream(self.device.device))
 
 
 class SmallCopies:
-    """Copies of small tensors between the host and one device, made by kernels; from any thread.
+    """Copies small tensors between the host and one device by kernels. Thread-safe.
 
-    What is larger than `MOST_BYTES` goes through a copy engine.
+    Tensors of more than `MOST_BYTES` use a copy engine.
     """
 
     MOST_BYTES = 2**16
@@ -135,7 +136,7 @@ class SmallCopies:
         self._buffers = deque(MappedBuffer.allocate(self.MOST_BYTES, device, self.BUFFERS))
 
     def to_device(self, source: Tensor) -> Tensor:
-        """Copies a host tensor to the device; the host does not wait, and ``source`` may change at once."""
+        """Returns a copy on the device. The host does not wait, and ``source`` may be changed at once."""
         if source.nbytes > self.MOST_BYTES:
             return source.pin_memory().to(self._device, non_blocking=True)
         buffer = self._take()
@@ -148,7 +149,7 @@ class SmallCopies:
         return there.view(source.shape)
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies tensors of the device to the host, which waits once, for the current stream alone."""
+        """Returns copies in host memory. The host waits once, for the device's current stream."""
         if sum(_padded(tensor.nbytes) for tensor in tensors) > self.MOST_BYTES:
             copies = [
                 torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -175,21 +176,21 @@ class SmallCopies:
         return read
 
     def _take(self) -> MappedBuffer:
-        """Takes the buffer used longest ago; there are far more of them than threads."""
+        """Takes the least recently used buffer. There are many more buffers than threads."""
         buffer = self._buffers.popleft()
         buffer.used.synchronize()
         return buffer
 
 
 def computed_copy(source: Tensor, out: Tensor | None = None) -> Tensor:
-    """Copies by an elementwise kernel: `copy_` and `clone` of contiguous memory use a copy engine."""
+    """Returns a copy made by an elementwise kernel; `copy_` and `clone` may use a copy engine."""
     kind = _integers(source.dtype)
     copied = torch.bitwise_or(source.view(kind), 0, out=None if out is None else out.view(kind))
     return copied.view(source.dtype)
 
 
 def _integers(dtype: torch.dtype) -> torch.dtype:
-    """The integers of that size: to add nothing to them changes no bit."""
+    """Returns the integer type of that size, of which a bitwise OR with 0 changes no bit."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
@@ -198,19 +199,20 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _padded(byte_count: int) -> int:
-    """Rounded up, so that what follows is aligned for every dtype."""
+    """Rounds up, so that the next tensor is aligned for every dtype."""
     return -(-byte_count // 16) * 16
 
 
 class PeerCopies:
-    """Copies of tensors from one device to another, enqueued by any thread.
+    """Copies tensors from one device to another. Thread-safe.
 
-    Small ones go through page-locked memory that both devices map: a kernel of the source writes it, one of
-    the destination reads it. The driver would lead them through the host too where GPUs have no peer access
-    (GeForce), but with the copy engines, which have bulk copies to make. Large ones are left to the driver.
+    Small tensors go through page-locked memory that both devices map: a kernel of the source writes it, and a
+    kernel of the destination reads it. Without peer access (GeForce) the driver would copy through the host
+    too, but with the copy engines, behind bulk copies. Tensors of more than `MOST_BYTES` are left to the
+    driver.
     """
 
-    MOST_BYTES = 2**20
+    MOST_BYTES = 2**22  # attention and its mass for 64 queries and 64K tokens of Llama-2-7B
     BUFFERS = 4
 
     def __init__(self, source: torch.device, destination: torch.device):
@@ -222,10 +224,10 @@ class PeerCopies:
         self._buffers = deque((*pair, torch.cuda.Event()) for pair in zip(*views, strict=True))
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor`` on the destination.
+        """Returns a copy of ``tensor`` on the destination.
 
-        It is read in the current stream of its device, and there for what the destination's current stream
-        computes next. The host does not wait.
+        The current stream of the source reads it, and the current stream of the destination waits for it. The
+        host does not wait.
         """
         sending = torch.cuda.current_stream(self._source)
         receiving = torch.cuda.current_stream(self._destination)
@@ -246,7 +248,7 @@ class PeerCopies:
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the bytes of tensors of one device, one after the other, to be copied at once."""
+    """Returns the bytes of tensors of one device, concatenated, so that one copy moves them all."""
     padding = [
         tensor.new_zeros(_padded(tensor.nbytes) - tensor.nbytes, dtype=torch.uint8) for tensor in tensors
     ]
@@ -257,7 +259,7 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked(data: Tensor, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """Returns views of bytes that `packed` has put together, by their shapes and dtypes."""
+    """Returns views of the tensors in the result of `packed`, given their shapes and dtypes."""
     tensors, start = [], 0
     for shape, dtype in like:
         size = math.prod(shape) * dtype.itemsize

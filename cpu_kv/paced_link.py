@@ -1,4 +1,4 @@
-"""A link that takes its time, for machines without a GPU."""
+"""An emulated link of a given bandwidth between CPU tensors, for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cpu_kv.link import CopyRecord, Event, FutureEvent, Pairs, PastEvent, failur
 
 
 class PacedLink:
-    """A link between CPU tensors that takes its time, for machines without a GPU.
+    """Emulates a link of a given bandwidth between CPU tensors.
 
-    A copy takes at least ``latency_s`` + bytes / ``bytes_per_second``, counted from when its direction was
-    free; what it wrote shows only at the end. Raises ValueError unless ``bytes_per_second`` is positive and
+    A copy takes at least ``latency_s`` + bytes / ``bytes_per_second`` from when its direction was free, and
+    writes its destination only then. Raises ValueError unless ``bytes_per_second`` is positive and
     ``latency_s`` is not negative.
     """
 
@@ -34,72 +34,72 @@ class PacedLink:
         self._latency_s = latency_s
         self._closing = threading.Event()
         self._records: list[CopyRecord] | None = None
-        self._lanes = {to_host: _Lane(to_host) for to_host in (False, True)}
+        self._directions = {to_host: _Direction(to_host) for to_host in (False, True)}
 
     def copy(
         self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
     ) -> Event:
-        lane, asked = self._lanes[to_host], _Asked(list(pairs), after, time.perf_counter())
-        lane.waiting[urgent].append(asked)
+        direction, request = self._directions[to_host], _Request(list(pairs), after, time.perf_counter())
+        direction.waiting[urgent].append(request)
         try:
-            lane.thread.submit(self._serve, lane)
+            direction.thread.submit(self._serve, direction)
         except RuntimeError as error:  # closed
             return PastEvent(failure(pairs, to_host, error))
-        return FutureEvent(asked.done)
+        return FutureEvent(request.done)
 
     def record_event(self) -> Event:
         return PastEvent()
 
     def close(self) -> None:
         self._closing.set()
-        for lane in self._lanes.values():
-            lane.thread.shutdown(wait=True, cancel_futures=True)
-            while waiting := lane.waiting[True] or lane.waiting[False]:
-                _fail(waiting.popleft(), lane, RuntimeError("the link was closed"))
+        for direction in self._directions.values():
+            direction.thread.shutdown(wait=True, cancel_futures=True)
+            while waiting := direction.waiting[True] or direction.waiting[False]:
+                _fail(waiting.popleft(), direction, RuntimeError("the link was closed"))
 
     def record(self) -> None:
         self._records = []
 
     def recorded(self) -> list[CopyRecord]:
         records = self._records or []
-        return [records.pop(0) for _ in range(len(records))]  # the lanes append meanwhile
+        return [records.pop(0) for _ in range(len(records))]  # the copying threads append meanwhile
 
     def move(self, pairs: Pairs) -> None:
-        """Make the copy itself, in the worker's thread. Tests override it to delay and to fail."""
+        """Makes the copy, in the thread of its direction. Tests override it to delay it or to fail."""
         for destination, source in pairs:
             destination.copy_(source)
 
-    def _serve(self, lane: _Lane) -> None:
-        """Makes the copies that were asked for. One, where no interrupt has cut short who asked before."""
-        while waiting := lane.waiting[True] or lane.waiting[False]:
-            asked = waiting.popleft()
+    def _serve(self, direction: _Direction) -> None:
+        """Makes all requested copies: usually one, or more if an interrupt kept ``copy`` from submitting."""
+        while waiting := direction.waiting[True] or direction.waiting[False]:
+            request = waiting.popleft()
             try:
-                self._run(lane, asked)
+                self._run(direction, request)
             except BaseException as error:
-                _fail(asked, lane, error)
+                _fail(request, direction, error)
             else:
-                asked.done.set_result(None)
+                request.done.set_result(None)
 
-    def _run(self, lane: _Lane, asked: _Asked) -> None:
-        start, byte_count = max(asked.at, lane.free_at), pair_bytes(asked.pairs)
-        if asked.after is not None and not asked.after.done():
-            asked.after.synchronize()
+    def _run(self, direction: _Direction, request: _Request) -> None:
+        start, byte_count = max(request.at, direction.free_at), pair_bytes(request.pairs)
+        if request.after is not None and not request.after.done():
+            request.after.synchronize()
             start = max(start, time.perf_counter())
         end = start + self._latency_s + byte_count / self.bytes_per_second
         if self._closing.wait(max(0.0, end - time.perf_counter())):
             raise RuntimeError("the link was closed")
-        # The pace is kept over many copies: what this thread overslept, or took to move, is made up for.
-        lane.free_at = end
-        # The mode of a thread: without it, tensors made in inference mode could not be written to here.
+        # Not the time now: what this thread overslept, or spent on the copy, does not slow down the link.
+        direction.free_at = end
+        # Inference mode belongs to a thread, and tensors made in it are read-only outside of it.
         with torch.inference_mode():
-            self.move(asked.pairs)
+            self.move(request.pairs)
         if self._records is not None:
-            self._records.append(CopyRecord(lane.to_host, byte_count, start, end))
+            self._records.append(CopyRecord(direction.to_host, byte_count, start, end))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A copy that was asked for at some time, and what is known of it since."""
+class _Request:
+    """A requested copy, the time of the request, and the future of its end."""
 
     pairs: Pairs
     after: Event | None
@@ -107,16 +107,19 @@ class _Asked:
     done: Future[None] = field(default_factory=Future)
 
 
-class _Lane:
-    """One direction of a paced link: its thread, and the time at which its last copy was due."""
+class _Direction:
+    """One direction of a paced link: its thread, waiting copies, and the scheduled end of the last copy."""
 
     def __init__(self, to_host: bool):
         self.to_host = to_host
-        self.waiting: dict[bool, deque[_Asked]] = {True: deque(), False: deque()}  # urgent ones, the others
+        self.waiting: dict[bool, deque[_Request]] = {
+            True: deque(),
+            False: deque(),
+        }  # by whether they are urgent
         name = "to-host" if to_host else "to-device"
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"cpu_kv-paced-{name}")
         self.free_at = 0.0
 
 
-def _fail(asked: _Asked, lane: _Lane, error: BaseException) -> None:
-    asked.done.set_exception(failure(asked.pairs, lane.to_host, error))
+def _fail(request: _Request, direction: _Direction, error: BaseException) -> None:
+    request.done.set_exception(failure(request.pairs, direction.to_host, error))

@@ -1,4 +1,4 @@
-"""Slabs, page-locked piece by piece in the background and given back for certain."""
+"""Allocates slabs of host memory in the background, page-locks them in pieces, and always unlocks them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cpu_kv.streams import finish_devices
 
 # Linux 6.11 to 6.13 refuse to lock more than 2 GiB at a time, and drivers have limits of their own.
 PIECE_BYTES = 2**28
-"""Slabs are page-locked in pieces of this size, to CUDA an allocation each: no copy may cross two of them."""
+"""Slabs are page-locked in pieces of this size. To CUDA each is an allocation, which no copy may cross."""
 
-_HOST_REGISTER_FLAGS = 1 | 2  # for every CUDA context, not only the thread's own; and mapped for kernels
+_HOST_REGISTER_FLAGS = 1 | 2  # portable (for every CUDA context) and mapped (for kernels)
 
 
 def _register_with_cuda(address: int, size: int) -> int:
@@ -31,36 +31,36 @@ def _register_with_cuda(address: int, size: int) -> int:
 
 
 def _unregister_with_cuda(address: int) -> int:
-    finish_devices()  # kernels may still read the memory where it lies
+    finish_devices()  # kernels may still be reading the memory
     return int(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 @dataclass(frozen=True)
 class PageLocking:
-    """How memory is page-locked: ``register(address, bytes)`` and ``unregister(address)``, 0 for success."""
+    """Functions that page-lock memory: ``register(address, bytes)``, ``unregister(address)``; 0: success."""
 
     register: Callable[[int, int], int] = _register_with_cuda
     unregister: Callable[[int], int] = _unregister_with_cuda
 
 
 def pieces(byte_count: int) -> list[tuple[int, int]]:
-    """Start and end of each piece of a slab of ``byte_count`` bytes, counted from the slab's first byte."""
+    """Returns start and end of each piece of a slab of ``byte_count`` bytes, relative to the slab."""
     return [(start, min(start + PIECE_BYTES, byte_count)) for start in range(0, byte_count, PIECE_BYTES)]
 
 
 @dataclass(frozen=True)
 class _Slab:
-    memory: Tensor  # bytes: ``size``, filled up to whole pages
+    memory: Tensor  # uint8: ``size`` bytes, rounded up to whole pages of the system
     size: int
-    locked: list[tuple[int, int]] = field(default_factory=list)  # pieces: address, bytes of ``size`` in it
+    locked: list[tuple[int, int]] = field(default_factory=list)  # address and bytes of each piece
 
 
 class SlabAllocator:
-    """Allocates slabs one after another in a background thread, in huge pages where the system has them.
+    """Allocates slabs one after another in a background thread, in huge pages if the system has them.
 
-    ``pin``: page-lock the slabs; without CUDA (and without a ``locking`` of one's own) they are ordinary
-    memory. One of the ``pieces`` whose page-locking is refused stays pageable alone, and ``on_warning``
-    (Python's ``warnings`` if None) is told once. Calls come from one thread.
+    ``pin``: whether to page-lock the slabs; without CUDA, and without ``locking``, they stay pageable. A
+    piece that CUDA refuses to lock stays pageable too, and ``on_warning`` (default: Python's ``warnings``) is
+    called once. Must be used from one thread.
     """
 
     # torch's own pinned allocator rounds sizes up to powers of two: a slab of 33 GiB would take 64.
@@ -79,33 +79,33 @@ class SlabAllocator:
         self._slabs: dict[int, _Slab] = {}  # by the address of the memory
         self._slabs_lock = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cpu_kv-slabs")
-        # Memory that is freed while it is page-locked poisons its addresses, so an allocator that is
-        # forgotten unlocks its slabs too.
+        # Addresses of memory that is freed while it is page-locked cannot be locked again, so slabs are also
+        # unlocked when the allocator is garbage-collected.
         self._give_back_all = weakref.finalize(self, _give_back_all, self._slabs, self._locking)
 
     @property
     def bytes_pinned(self) -> int:
-        """Page-locked bytes of the slabs that exist now."""
+        """Bytes that are page-locked now."""
         with self._slabs_lock:
             return sum(count for slab in self._slabs.values() for _, count in slab.locked)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Future[Tensor]:
-        """Ask for an uninitialised CPU tensor; it is made in the background, in the order asked.
+        """Starts allocating an uninitialised CPU tensor; allocations are made in the order of the calls.
 
-        The future raises MemoryError where there is no memory. Raises RuntimeError after ``close``.
+        The future raises MemoryError if memory is short. Raises RuntimeError after ``close``.
         """
         if not self._give_back_all.alive:
             raise RuntimeError("the slab allocator is closed")
         return self._thread.submit(self._make, tuple(shape), dtype)
 
     def is_locked(self, tensor: Tensor) -> bool:
-        """Returns whether all of a slab is page-locked."""
+        """Returns whether a slab is page-locked as a whole."""
         with self._slabs_lock:
             slab = self._slabs.get(tensor.untyped_storage().data_ptr())
             return slab is not None and sum(count for _, count in slab.locked) == slab.size
 
     def release(self, tensor: Tensor) -> None:
-        """Give a slab back. Its memory is free once nothing else refers to the tensor.
+        """Unlocks a slab. Its memory is freed once nothing refers to the tensor.
 
         Raises ValueError for a tensor that is not a slab of this allocator.
         """
@@ -116,7 +116,7 @@ class SlabAllocator:
         _unlock(slab, self._locking)
 
     def close(self) -> None:
-        """Wait for the thread, drop what it has not begun, and give every slab back. Idempotent."""
+        """Waits for the allocation under way, cancels later ones, and unlocks every slab. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._give_back_all()
 
@@ -128,7 +128,7 @@ class SlabAllocator:
             raise MemoryError(f"no memory for a KV slab of {size:,} bytes ({list(shape)} {dtype})") from error
         tensor = memory[:size].view(dtype).view(shape)
         slab = _Slab(memory, size)
-        with self._slabs_lock:  # before it is locked, so that no error leaves it locked for good
+        with self._slabs_lock:  # registered before it is locked, so that it is unlocked even after an error
             self._slabs[memory.data_ptr()] = slab
         if self._locking is not None:
             self._lock(slab, self._locking)
@@ -138,11 +138,10 @@ class SlabAllocator:
         refusal = 0
         for start, end in pieces(slab.memory.nbytes):
             piece = slab.memory[start:end]
-            # The first touch, by all of torch's threads; page-locking would leave it to this one. torch gives
-            # a thread 32,768 elements or more: one byte a page would keep two busy, 64 cost no more.
+            # Touches every page with all of torch's threads; page-locking would do it with this one. torch
+            # gives each thread at least 32,768 elements: with one byte a page only two would work.
             piece.view(-1, mmap.PAGESIZE)[:, :64].zero_()
-            # The driver leaves a refusal behind as the thread's last error. This thread launches no kernel
-            # that could mistake it for its own.
+            # A refusal stays the thread's last CUDA error. That is harmless: this thread launches no kernel.
             code = locking.register(piece.data_ptr(), piece.nbytes)
             if code == 0:
                 slab.locked.append((piece.data_ptr(), min(end, slab.size) - start))
@@ -160,7 +159,7 @@ class SlabAllocator:
 
 
 def _whole_pages(size: int) -> Tensor:
-    """At least ``size`` bytes of untouched memory, which lives as long as any view of it."""
+    """Returns at least ``size`` bytes of untouched memory, which lives as long as any view of it."""
     length = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
     # mmap's default is shared memory, which seldom gets huge pages.
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)
@@ -170,8 +169,7 @@ def _whole_pages(size: int) -> Tensor:
 
 
 def _unlock(slab: _Slab, locking: PageLocking | None) -> None:
-    # The result is not checked: it fails only after an error that the program has already met, and hiding
-    # that one would not help.
+    # Not checked: unlocking fails only after another error, which the program has already reported.
     if locking is not None:
         for address, _ in slab.locked:
             locking.unregister(address)

@@ -1,4 +1,4 @@
-"""Buffers that KV passes through: on the device for the compute, and page-locked ones in host memory."""
+"""Buffers that KV is copied through: the staging ring on the device, and page-locked ones on the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cpu_kv.link import CopyFailed, Event, Link, PastEvent
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A device buffer for one segment: ``memory`` of ``KVLayout.pages_shape``.
+    """A device buffer for one segment, ``memory`` of ``KVLayout.pages_shape``, and its two events.
 
-    ``free``: the end of the compute that read the last segment; a copy into the slot waits for it.
-    ``ready``: the end of that copy; compute waits for it.
+    ``free``: end of the compute that read the previous segment; the copy of the next one waits for it.
+    ``ready``: end of that copy; the compute that reads the segment waits for it.
     """
 
     memory: Tensor
@@ -29,7 +29,7 @@ class StagingSlot:
 
 
 class StagingRing:
-    """``buffers`` slots of ``segment_tokens`` tokens, whole pages, handed out in turn."""
+    """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages."""
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
         pages = layout.pages(segment_tokens)
@@ -38,35 +38,35 @@ class StagingRing:
         self._slots: list[StagingSlot] = []
         for _ in range(buffers):
             memory = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=link.device)
-            # Compute enqueued before may still use what the memory held until now.
+            # Compute that was enqueued earlier may still use the previous owner's data.
             self._slots.append(StagingSlot(memory, free=link.record_event(), ready=PastEvent()))
         self._idle = deque(self._slots)
 
     @property
     def room(self) -> int:
-        """Number of slots that can be acquired."""
+        """Number of slots that are not acquired."""
         return len(self._idle)
 
     def acquire(self) -> StagingSlot:
-        """Returns the slot released longest ago. The caller copies after ``free`` and sets ``ready``."""
+        """Returns the least recently released slot. The caller copies after ``free`` and sets ``ready``."""
         return self._idle.popleft()
 
     def release(self, slot: StagingSlot) -> None:
-        """Gives a slot back: it is free after the compute enqueued so far."""
+        """Returns a slot to the ring. It is free at the end of the compute enqueued so far."""
         slot.free = self._link.record_event()
         self._idle.append(slot)
 
     def drain(self) -> None:
-        """Waits until no copy writes to a slot and no compute reads one, so that the memory may be freed."""
+        """Waits for all copies into slots and all compute that reads them; then they may be freed."""
         for slot in self._slots:
             _wait(slot.ready)
             slot.free.synchronize()
 
 
 class HostBuffers:
-    """Buffers in host memory for what crosses the link in a round, used in turn; page-locked for CUDA.
+    """Buffers in host memory for copies within a decode step, used in turn; page-locked for CUDA.
 
-    They are kept: torch's allocator of page-locked memory would ask the driver in the middle of a round.
+    They are reused: torch's allocator of page-locked memory might call the driver during a decode step.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype, count: int = 2):
@@ -75,27 +75,29 @@ class HostBuffers:
         self._turns: deque[tuple[Tensor, Event]] = deque((empty, PastEvent()) for _ in range(count))
 
     def take(self, shape: Sequence[int]) -> Tensor:
-        """The buffer whose turn it is, after the copy that it was last held for; its content is undefined."""
+        """Returns the next buffer, uninitialised, as soon as the copy that last used it has ended."""
         buffer, busy = self._turns[0]
         _wait(busy)
         entries = math.prod(shape)
         if entries > buffer.numel():
-            with torch.inference_mode(False):  # else it were writable in that mode alone
+            with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
                 buffer = torch.empty(entries, dtype=buffer.dtype, pin_memory=self._pin)
         self._turns.popleft()
         self._turns.append((buffer, PastEvent()))
         return buffer[:entries].view(tuple(shape))
 
     def hold(self, event: Event) -> None:
-        """Keep the buffer that was taken last until then."""
+        """Reserves the buffer that was taken last until ``event``."""
         self._turns[-1] = (self._turns[-1][0], event)
 
     def drain(self) -> None:
-        """Wait until every buffer may go."""
+        """Waits until no buffer is reserved."""
         for _, busy in self._turns:
             _wait(busy)
 
 
 def _wait(event: Event) -> None:
-    with suppress(CopyFailed):  # a failed copy writes no longer, and whoever needed it was told
+    with suppress(
+        CopyFailed
+    ):  # a failed copy no longer writes, and its error is raised where its data is needed
         event.synchronize()

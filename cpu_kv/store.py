@@ -1,7 +1,7 @@
 """The full KV cache in CPU memory: pages of committed keys and values, grouped into slabs.
 
-A page holds the keys, then the values of its tokens for all heads, so that consecutive pages are one piece of
-memory and cross a link as one copy.
+A page holds the keys of its tokens for all heads, then their values. Consecutive pages are therefore
+contiguous in memory and cross a link as one copy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cpu_kv.pinned import SlabAllocator, pieces
 
 @dataclass(frozen=True, eq=False)
 class _Slab:
-    """Room for ``pages`` pages: a tensor of ``KVLayout.pages_shape`` a layer.
+    """Memory for ``pages`` pages: for each layer a tensor of ``KVLayout.pages_shape``.
 
-    ``mapped``: the tensor of a layer as kernels of a device see it.
+    ``mapped``: views of these tensors for kernels of a device, by layer and device.
     """
 
     number: int
@@ -36,16 +36,16 @@ class _Slab:
 
 @dataclass
 class _Run:
-    """Consecutive pages of a slab that are consecutive in a sequence too."""
+    """Pages that are consecutive both in a slab and in a sequence."""
 
     slab: _Slab
-    first: int  # page of the slab at which the run begins
-    start: int  # page of the sequence at which it begins
+    first: int  # number of its first page in the slab
+    start: int  # number of its first page in the sequence
     pages: int
 
 
 def _locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
-    """Pages ``first`` .. ``last`` of a slab, cut where the slab's page-locked pieces meet."""
+    """Yields pages ``first`` .. ``last`` of a slab, split where its page-locked pieces meet."""
     entries, page, size = slab.view(-1), slab[0].numel(), slab.itemsize
     for piece_start, piece_end in pieces(slab.nbytes):
         start, end = max(first * page, piece_start // size), min(last * page, piece_end // size)
@@ -54,13 +54,12 @@ def _locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
 
 
 class PagedKVStore:
-    """Pages of KV for any number of sequences, which share nothing.
+    """Stores the KV of any number of sequences in pages. Sequences share no pages.
 
-    ``pin``: page-locked memory, which a GPU copies from at full rate. ``slab_tokens``: tokens that a
-    sequence grows by where it has not reserved. ``on_warning`` hears once if page-locking is refused.
-    A store and its sequences are used from one thread; memory is allocated in another one. What is committed
-    may be read in others while nothing is appended or truncated.
-    Raises RuntimeError for use after ``close``.
+    ``pin``: whether to page-lock the memory, so that a GPU copies from it at full rate. ``slab_tokens``: by
+    how many tokens a sequence grows beyond what it has reserved. ``on_warning``: called once if page-locking
+    is refused. A store and its sequences must be used from one thread, but other threads may read committed
+    tokens while nothing is appended or truncated. Raises RuntimeError if used after ``close``.
     """
 
     def __init__(
@@ -81,10 +80,10 @@ class PagedKVStore:
         self._closed = False
 
     def new_sequence(self, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
-        """An empty sequence, which may keep means too, as its tokens come.
+        """Returns an empty sequence, which on request keeps means of its tokens as they are appended.
 
-        ``chunk_size`` (in tokens): of each chunk's keys, in ``summaries``. ``page_means``: of pages' keys,
-        and of their values.
+        ``chunk_size``: tokens of the chunks whose mean keys are kept in ``summaries``; None: none are kept.
+        ``page_means``: whether to keep the mean keys and values of pages.
         """
         self._check_open()
         sequence = SequenceKV(self, chunk_size, page_means)
@@ -93,7 +92,7 @@ class PagedKVStore:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the slabs that are allocated or asked for."""
+        """Bytes of the slabs that are allocated or being allocated."""
         pages = sum(slab.pages for slab in self._slabs.values())
         return pages * self.layout.layers * self.layout.page_bytes
 
@@ -104,7 +103,7 @@ class PagedKVStore:
         return tokens * self.layout.layer_token_bytes
 
     def close(self) -> None:
-        """Close every sequence and give all memory back. Idempotent. No copy may be under way."""
+        """Closes every sequence and frees all memory. No copy may be pending. Idempotent."""
         self._closed = True
         for sequence in list(self._sequences):
             sequence.close()
@@ -118,16 +117,16 @@ class PagedKVStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # What sequences use.
+    # For sequences:
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the KV store is closed")
 
     def _take_pages(self, count: int, slab_pages: int) -> list[tuple[_Slab, int]]:
-        """Take ``count`` pages, the lowest free ones first; what is missing comes from a slab of its own.
+        """Returns ``count`` pages, the lowest free ones first.
 
-        That slab has at least ``slab_pages`` pages.
+        If there are too few, a slab of at least ``slab_pages`` pages is allocated.
         """
         missing = count - len(self._free)
         if missing > 0:
@@ -140,7 +139,7 @@ class PagedKVStore:
             heapq.heappush(self._free, (slab.number, page))
 
     def _add_slab(self, pages: int) -> None:
-        # All layers are asked for at once, in order: later layers are allocated while earlier ones fill.
+        # Layers are allocated in the background in this order: later ones while earlier ones are filled.
         shape = self.layout.pages_shape(pages)
         futures = [self._allocator.allocate(shape, self.layout.dtype) for _ in range(self.layout.layers)]
         slab = _Slab(self._slabs_made, pages, futures)
@@ -150,7 +149,7 @@ class PagedKVStore:
             heapq.heappush(self._free, (slab.number, page))
 
     def _memory(self, slab: _Slab, layer: int) -> Tensor:
-        """The tensor of one layer of a slab; waits for it. A slab that cannot be had is given up whole."""
+        """Returns one layer of a slab once it is allocated. If that fails, the whole slab is dropped."""
         try:
             return slab.layers[layer].result()
         except (MemoryError, CancelledError) as error:
@@ -159,7 +158,7 @@ class PagedKVStore:
             raise MemoryError(f"no memory for {tokens} more tokens of KV: {error}") from error
 
     def _mapped(self, slab: _Slab, layer: int, device: torch.device) -> Tensor | None:
-        """One layer of a slab as kernels of a CUDA device see it; None where it is not all page-locked."""
+        """Returns one layer of a slab as a tensor of a CUDA device; None if kernels cannot read all of it."""
         memory = self._memory(slab, layer)
         if (layer, device) not in slab.mapped and self._may_be_mapped(memory, device):
             slab.mapped[layer, device] = device_view(memory, device)
@@ -169,7 +168,7 @@ class PagedKVStore:
         return self._allocator.is_locked(memory) and kernels_use_host_pointers(device)
 
     def _drop_slab(self, slab: _Slab) -> None:
-        # Its pages never come back to the free ones, so that a smaller request can still succeed.
+        # Its pages are not free any more, so a smaller request can still succeed.
         if self._slabs.pop(slab.number, None) is None:
             return
         self._free = [entry for entry in self._free if entry[0] != slab.number]
@@ -180,11 +179,11 @@ class PagedKVStore:
 
 
 class SequenceKV:
-    """Committed keys and values of one sequence, layer by layer. Made by ``PagedKVStore.new_sequence``.
+    """Committed keys and values of one sequence. Created by ``PagedKVStore.new_sequence``.
 
-    Layers fill one after another; each has a length of its own until the pass is through. Views stay valid
-    until the tokens they show are truncated or the sequence is closed. Raises RuntimeError for use after
-    the sequence or its store is closed, ValueError for a layer that does not exist.
+    A pass appends to one layer after another, so that the lengths of layers differ meanwhile. Views stay
+    valid until their tokens are truncated or the sequence is closed. Raises RuntimeError if used after the
+    sequence or its store was closed, and ValueError for a layer that does not exist.
     """
 
     def __init__(self, store: PagedKVStore, chunk_size: int | None, page_means: bool):
@@ -204,7 +203,7 @@ class SequenceKV:
 
     @property
     def reserved_tokens(self) -> int:
-        """Number of tokens that there is room for."""
+        """Number of tokens for which there are pages."""
         return self._pages * self.layout.page_size
 
     def layer_length(self, layer: int) -> int:
@@ -213,10 +212,10 @@ class SequenceKV:
         return self._lengths[layer]
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens in all: free pages, then one slab for what is missing.
+        """Reserves pages for ``tokens`` tokens in total: free ones, and one new slab for the others.
 
-        Returns at once, memory is allocated in the background. A lack of memory raises MemoryError where
-        the room is first used.
+        Returns at once; memory is allocated in the background. If memory is short, MemoryError is raised when
+        the pages are first used.
         """
         self._check()
         self._grow(tokens, slab_pages=1)
@@ -224,9 +223,9 @@ class SequenceKV:
             means.reserve(tokens)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Copy ``[kv_heads, n, head_dim]`` keys and values, on any device, to the end of ``layer``, and wait.
+        """Appends keys and values ``[kv_heads, n, head_dim]``, on any device, to ``layer``, synchronously.
 
-        Raises ValueError where shape or dtype is not the layout's, MemoryError where room cannot be had.
+        Raises ValueError if shape or dtype differs from the layout's, MemoryError if memory is short.
         """
         self._check(layer)
         count, start = self.layout.tokens_in(keys, values), self._lengths[layer]
@@ -237,9 +236,9 @@ class SequenceKV:
         self.advance(layer, count)
 
     def advance(self, layer: int, count: int) -> None:
-        """Count ``count`` tokens that were written to ``memory`` as present.
+        """Appends ``count`` tokens whose keys and values were already written to ``memory``.
 
-        Raises ValueError where there is no room for them.
+        Raises ValueError if their pages were not reserved.
         """
         self._check(layer)
         length = self._lengths[layer] + count
@@ -253,9 +252,9 @@ class SequenceKV:
                 means.extend(layer, part)
 
     def truncate(self, length: int) -> None:
-        """Roll every layer back to ``length`` tokens and give the pages past it back to the store.
+        """Truncates every layer to ``length`` tokens and frees all pages behind them, reserved ones too.
 
-        Room reserved past it goes back too. Raises ValueError where ``length`` tokens are not present.
+        Raises ValueError if fewer than ``length`` tokens are present.
         """
         self._check()
         if not 0 <= length <= self.length:
@@ -266,10 +265,10 @@ class SequenceKV:
         self._keep_pages(self.layout.pages(length))
 
     def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
-        """Tokens ``start`` .. ``end`` (default: all present) of ``layer``, in place, without a copy.
+        """Returns views of the tokens ``start`` .. ``end`` (default: all) of ``layer``, in order.
 
-        As few pieces ``[pages, kv_heads, tokens, head_dim]`` as the pages allow, in token order: runs of
-        whole pages, and parts of the others. Raises ValueError for a range that is not present.
+        Each is a pair of keys and values ``[pages, kv_heads, tokens, head_dim]``: of consecutive whole pages,
+        or of a part of one page. Raises ValueError if the range is not present.
         """
         present = self.layer_length(layer)
         end = present if end is None else end
@@ -280,10 +279,10 @@ class SequenceKV:
     def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
         """Returns ``views`` as tensors of a CUDA device, whose kernels read them over the link.
 
-        None for another device, and where the memory could not be page-locked. Not for ``copy_``, see
-        ``mapped.device_view``. The memory may not be given back while a kernel reads it.
+        Returns None for other devices, and if the memory is not page-locked. Not for ``copy_``, see
+        ``mapped.device_view``. The tokens must not be truncated while a kernel reads them.
         """
-        self.views(layer, start, end)  # refuses what is not present
+        self.views(layer, start, end)  # raises ValueError if the range is not present
         if device.type != "cuda":
             return None
         page, found = self.layout.page_size, list[KeysValues]()
@@ -295,10 +294,10 @@ class SequenceKV:
         return found
 
     def memory(self, layer: int, start: int, end: int) -> list[Tensor]:
-        """The pages of tokens ``start`` .. ``end``, present or not, as they lie: one-dimensional, in order.
+        """Returns the memory of the pages of tokens ``start`` .. ``end``, present or not, for copies.
 
-        Each piece is contiguous and page-locked as a whole or not at all. Raises ValueError where a page is
-        cut, MemoryError where room cannot be had.
+        One-dimensional, contiguous tensors, in order; each is page-locked as a whole or not at all. Reserves
+        pages if needed. Raises ValueError if the range is not whole pages, MemoryError if memory is short.
         """
         self._check(layer)
         self.layout.check_whole(start, end)
@@ -311,7 +310,7 @@ class SequenceKV:
         return found
 
     def close(self) -> None:
-        """Give all pages back to the store. Idempotent."""
+        """Returns all pages to the store. Idempotent."""
         if not self._closed:
             self._keep_pages(0)
             self._lengths = [0] * self.layout.layers
@@ -349,7 +348,7 @@ class SequenceKV:
                 self._runs.pop()
 
     def _runs_of(self, start: int, end: int) -> Iterator[tuple[_Run, int, int]]:
-        """The runs of pages ``start`` .. ``end``, and which pages of their slabs that are."""
+        """Yields the runs that contain pages ``start`` .. ``end``, with the range of pages in their slabs."""
         number = bisect_right(self._runs, start, key=lambda run: run.start) - 1
         while start < end:
             run = self._runs[number]
@@ -359,7 +358,7 @@ class SequenceKV:
             number += 1
 
     def _span(self, layer: int, start: int, end: int) -> list[KeysValues]:
-        """Views of tokens ``start`` .. ``end`` of the pages held, present or not."""
+        """Returns views of the tokens ``start`` .. ``end``, present or not."""
         page = self.layout.page_size
         found: list[KeysValues] = []
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
@@ -367,7 +366,7 @@ class SequenceKV:
         return found
 
     def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:
-        """Where those of the tokens ``start`` .. ``end`` that a run holds lie in its slab."""
+        """Returns the range in a run's slab of those of the tokens ``start`` .. ``end`` that it holds."""
         page = self.layout.page_size
         behind = (run.first - run.start) * page
         return behind + max(start, run.start * page), behind + min(end, (run.start + run.pages) * page)

@@ -1,7 +1,7 @@
-"""The CUDA streams of this process: one set for each device, whoever uses it.
+"""The CUDA streams of this process: one set for each device, shared by all links and engines.
 
-torch hands out 32 streams of a priority in turn. If every engine asked for its own, some of them would soon
-share a stream, and a copy would wait for a graph that has nothing to do with it.
+torch has 32 streams of each priority and hands them out in turn. If every engine asked for streams of its
+own, two of them would soon share one, and a copy would wait for an unrelated graph.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceStreams:
-    """The streams of one device besides its default stream, on which drafts are computed.
+    """The streams of one device, besides its default stream, which computes drafts.
 
     Attributes:
-        to_device: bulk copies from the host. Its priority is the highest, for the sake of the tiny kernels
-            between their pieces: behind the grids of a draft they would hold up the link.
+        to_device: bulk copies from the host. Has the highest priority because of the tiny kernels between
+            the pieces of a copy: queued behind the thread blocks of a draft they would hold up the link.
         to_host: copies to the host.
-        urgent: copies from the host that are awaited, so that they need not queue behind bulk copies.
+        urgent: copies from the host that must not queue behind bulk copies.
         verification: passes over the full cache, at high priority.
         capture: warm-up and capture of CUDA graphs.
         remote: attention over the KV that this device holds for another one.
@@ -34,24 +34,26 @@ class DeviceStreams:
     remote: torch.cuda.Stream
 
 
-_lock = threading.RLock()  # the garbage collector may run `finish_devices` while a stream is made
+_lock = (
+    threading.RLock()
+)  # reentrant: the garbage collector may call `finish_devices` while a stream is created
 _streams: dict[torch.device, DeviceStreams] = {}
 _followers: dict[tuple[torch.cuda.Stream, torch.device], torch.cuda.Stream] = {}
 
 
 def device_streams(device: torch.device) -> DeviceStreams:
-    """Returns the streams of a CUDA device, which are made when they are first asked for."""
+    """Returns the streams of a CUDA device; the first call creates them."""
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     with _lock:
         if device not in _streams:
-            priorities = (-2, 0, -1, -1, 0, 0)  # torch takes a higher one than there is for the highest
+            priorities = (-2, 0, -1, -1, 0, 0)  # torch clamps them to the device's range
             _streams[device] = DeviceStreams(*(torch.cuda.Stream(device, priority=one) for one in priorities))
         return _streams[device]
 
 
 def finish_devices() -> None:
-    """Blocks the host until every device that has such streams has done what was enqueued."""
+    """Blocks the host until every device with such streams has finished all enqueued work."""
     with _lock:
         devices = list(_streams)
     for device in devices:
@@ -59,9 +61,9 @@ def finish_devices() -> None:
 
 
 def follower(stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream on another device that computes for `stream` alone.
+    """Returns the stream of another device that computes on behalf of `stream`.
 
-    A pass that waits for its link must not hold up a draft, so each stream has a follower of its own.
+    Each stream has a follower of its own, so that a pass that waits for its link does not hold up a draft.
     """
     with _lock:
         if (stream, device) not in _followers:

@@ -1,4 +1,4 @@
-"""Moves KV between a sequence and the compute: streams layers ahead of use, writes back, reads."""
+"""Moves KV between a stored sequence and the compute device: streams it, writes it back, gathers it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cpu_kv.store import SequenceKV
 
 @dataclass
 class TransferCounters:
-    """What crossed the link, in bytes and copies, and how long the host waited for it, in ms.
+    """Bytes and copies that crossed the link, and how long the host waited for them, in ms.
 
-    ``bytes_abandoned``: the part of ``bytes_to_device`` that belongs to streams which were closed before
-    it was read. ``copies``: transfers, each of contiguous memory. Over CUDA the compute waits instead of the
-    host, and ``wait_ms`` stays near 0.
+    ``bytes_abandoned``: the part of ``bytes_to_device`` that was prefetched for streams but never read.
+    ``copies``: number of copies, each of contiguous memory. ``wait_ms``: near 0 with CUDA, where the compute
+    waits instead of the host.
     """
 
     bytes_to_device: int = 0
@@ -36,10 +36,10 @@ class TransferCounters:
 
 @dataclass(frozen=True)
 class _WriteBack:
-    """A write-back under way. It holds its source, which may not be freed before.
+    """A pending write-back. It keeps its source alive until the copy has ended.
 
-    ``arrived``: where it arrives, ``[layers, 2, kv_heads, tokens, head_dim]``, before it is put into pages;
-    None: in the pages themselves.
+    ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens, head_dim]``, and moved
+    to pages from; None: it is copied to its pages directly.
     """
 
     layers: range
@@ -51,27 +51,27 @@ class _WriteBack:
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy from host memory to ``there``, on the device, which has it once ``arrived``."""
+    """A pending copy to ``there`` on the device; ``arrived`` is the event at its end."""
 
     there: Tensor
     arrived: Event
 
 
 class TransferEngine:
-    """Moves the KV of one sequence over a link; used from one thread.
+    """Moves the KV of one sequence over a link. Must be used from one thread.
 
-    ``segment_tokens``: tokens in a staging buffer, rounded up to whole pages; ``ring_buffers``: how many
-    buffers there are, that is, how far the link may run ahead, into the next stream too. A link that is
-    ``in_place`` needs none: the compute is given the store's own views. The engine does not close its link,
-    which other engines may share.
+    ``segment_tokens``: tokens of a slot of the staging ring, rounded up to whole pages. ``ring_buffers``:
+    slots of the ring, which is how many segments the link may run ahead, into the next stream too. Over a
+    link that is ``in_place`` there is no ring, and the compute is given views of the store. Several engines
+    may share a link; an engine does not close it.
     """
 
-    # Committed KV never changes, so the link may read it at any time, ahead of every decision. What is being
-    # written back is not committed before its copy is done: only then does the sequence advance. Every copy
-    # is of contiguous memory on both sides: one transfer, whatever the number of heads.
+    # Committed KV never changes, so the link may prefetch it at any time, before anything is decided. KV that
+    # is being written back is committed only when its copy has ended: then the sequence advances. Both sides
+    # of every copy are contiguous, so it is one transfer whatever the number of heads.
 
-    PROMPT_WRITES = 2  # under way at a time: each holds a copy of its KV on the device
-    READ_TOKENS = 64  # read at a time, of all layers: the host memory that they go by way of is kept
+    PROMPT_WRITES = 2  # pending at a time: each keeps a copy of its KV on the device
+    READ_TOKENS = 64  # read at a time, of all layers: bounds the host buffer, which is kept
 
     def __init__(
         self, sequence: SequenceKV, link: Link, *, segment_tokens: int = 4096, ring_buffers: int = 3
@@ -83,8 +83,8 @@ class TransferEngine:
         if not link.in_place:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
-        self._streams: deque[LayerStream] = deque()  # neither at their end nor closed, in their order
-        # The way of a segment: planned (layer, start, end), then copied to pages of a slot, then read.
+        self._streams: deque[LayerStream] = deque()  # open and not read to their end, in order
+        # A segment is first planned (layer, start, end), then copied into pages of a slot, then read.
         self._planned: deque[tuple[LayerStream, int, int, int]] = deque()
         self._copied: deque[tuple[LayerStream, Tensor, StagingSlot]] = deque()
         self._incoming = HostBuffers(link, sequence.layout.dtype, count=1)
@@ -92,12 +92,11 @@ class TransferEngine:
         self._closed = False
 
     def stream(self, end: int, *, start: int = 0) -> LayerStream:
-        """One pass over the tokens ``start`` .. ``end``, whole pages, of all layers.
+        """Starts a stream of the tokens ``start`` .. ``end``, whole pages, of all layers for one pass.
 
-        Prefetching starts at once, as far as the ring has room. While streams before it are not at their
-        end, what is left of them goes first: so the link runs ahead into the next pass. Waits for
-        write-backs only if they are part of the pass. Raises ValueError where a page is cut or a layer has
-        fewer tokens.
+        Prefetching starts at once, as far as the ring has free slots, after the rest of earlier streams: so
+        the link runs ahead into the next pass. Waits for write-backs only if they belong to the range. Raises
+        ValueError if the range is not whole pages or not present in every layer.
         """
         self._check_open()
         self.sequence.layout.check_whole(start, end)
@@ -123,17 +122,17 @@ class TransferEngine:
         return stream
 
     def collect(self) -> None:
-        """Count the write-backs that are done, without waiting. Raises CopyFailed where one failed."""
+        """Commits the write-backs that have ended, without waiting. Raises CopyFailed if one failed."""
         while self._writes and self._writes[0].written.done():
             self._finish_oldest_write()
 
     def write_back(self, kv: Tensor) -> None:
-        """Append ``[layers, 2, kv_heads, n, head_dim]`` on the link's device to every layer, asynchronously.
+        """Appends ``[layers, 2, kv_heads, n, head_dim]`` on the link's device to all layers, asynchronously.
 
-        They reach the host in one copy. The sequence has the tokens once that is collected: at the latest
-        after ``flush``, before which ``kv`` must not change, and the sequence must not be appended to or
-        truncated by others. Waits for the write-back before. Raises ValueError for the wrong shape or dtype,
-        MemoryError where room cannot be had, CopyFailed where an earlier write-back failed.
+        One copy moves them to the host. ``collect`` or, at the latest, ``flush`` commits them to the
+        sequence; until then ``kv`` must not change, and others must not append to the sequence or truncate
+        it. Waits for the previous write-back. Raises ValueError for a wrong shape or dtype, MemoryError if
+        memory is short, CopyFailed if an earlier write-back failed.
         """
         self._check_open()
         layers = range(self.sequence.layout.layers)
@@ -145,7 +144,7 @@ class TransferEngine:
         self.flush()
         start, layout = self.sequence.length, self.sequence.layout
         page, end = layout.page_size, layout.pages(start + count) * layout.page_size
-        for layer in layers:  # room is had now or not at all: tokens that some layers lack would be a hole
+        for layer in layers:  # MemoryError comes before any layer has the tokens
             self.sequence.memory(layer, start // page * page, end)
         packed = kv.detach().contiguous()
         arrived = self._incoming.take(packed.shape)
@@ -154,9 +153,9 @@ class TransferEngine:
         self._writes.append(_WriteBack(layers, count, packed, written, arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Append ``[kv_heads, n, head_dim]`` on the link's device to the full pages of ``layer``.
+        """Appends ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, which holds full pages only.
 
-        As ``write_back``, but straight to the pages; of the last one what follows the tokens is overwritten.
+        Asynchronous as ``write_back``, but copies to the pages directly, and overwrites all of the last page.
         """
         self._check_open()
         layout = self.sequence.layout
@@ -177,13 +176,13 @@ class TransferEngine:
         self.collect()
 
     def finish_compute(self) -> None:
-        """Let the host wait for all compute enqueued so far."""
+        """Blocks the host until all compute enqueued so far has ended."""
         self.link.record_event().synchronize()
 
     def load(self, into: Tensor, start: int) -> None:
-        """Copy whole pages of every layer, from token ``start`` on, to the link's device, and wait.
+        """Copies whole pages of every layer, from token ``start`` on, to the link's device, synchronously.
 
-        ``into`` is ``[layers, pages, 2, kv_heads, page_size, head_dim]``. Raises CopyFailed.
+        ``into``: the destination, ``[layers, pages, 2, kv_heads, page_size, head_dim]``. Raises CopyFailed.
         """
         self._check_open()
         self.flush()
@@ -197,15 +196,18 @@ class TransferEngine:
             event.synchronize()
 
     def flush(self) -> None:
-        """Wait for all write-backs.
+        """Waits for all write-backs and commits them.
 
-        Raises CopyFailed where one failed; it and all later ones are dropped.
+        Raises CopyFailed if one failed; that one and all later ones are dropped.
         """
         while self._writes:
             self._finish_oldest_write()
 
     def read(self, start: int, end: int) -> Tensor:
-        """The tokens ``start`` .. ``end``, ``[layers, 2, kv_heads, end - start, head_dim]``, as ``fetch``."""
+        """Returns the tokens ``start`` .. ``end`` on the link's device; see ``fetch``.
+
+        Their shape is ``[layers, 2, kv_heads, end - start, head_dim]``.
+        """
         layout = self.sequence.layout
         shape = (layout.layers, 2, layout.kv_heads, end - start, layout.head_dim)
         out = torch.empty(shape, dtype=layout.dtype, device=self.link.device)
@@ -222,9 +224,9 @@ class TransferEngine:
                 place.copy_(part)
 
     def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Tensor:
-        """What ``fill`` puts into host memory of this shape, on the link's device.
+        """Returns a tensor on the link's device with the content that ``fill`` writes to a host tensor.
 
-        Waits for write-backs; compute that follows may read it as it is.
+        Waits for write-backs. Compute that is enqueued later may read the tensor. Raises CopyFailed.
         """
         self._check_open()
         self.flush()
@@ -235,25 +237,25 @@ class TransferEngine:
         return there
 
     def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> PendingCopy:
-        """Send what ``fill`` puts into host memory of this shape and of the layout's dtype.
+        """Starts copying what ``fill`` writes to a host tensor of this shape and the layout's dtype.
 
-        It overtakes what is carried ahead of its use.
+        The copy is urgent: it overtakes prefetches.
         """
         packed = self._outgoing.take(shape)
         fill(packed)
         there = torch.empty_like(packed, device=self.link.device)
-        # Compute enqueued before may still use what lies at the destination.
+        # Compute that was enqueued earlier may still use the memory of the destination.
         arrived = self._copy([(there, packed)], after=self.link.record_event(), urgent=True)
         self._outgoing.hold(arrived)
         return PendingCopy(there, arrived)
 
     def await_copy(self, copy: PendingCopy) -> Tensor:
-        """Returns what was sent, for compute that follows. Raises CopyFailed."""
+        """Returns the destination of a copy, for compute that is enqueued later. Raises CopyFailed."""
         self._wait(copy.arrived)
         return copy.there
 
     def close(self) -> None:
-        """Wait for every copy under way and let the ring go. Raises where a write-back failed. Idempotent."""
+        """Waits for copies and frees the ring. Raises CopyFailed if a write-back failed. Idempotent."""
         self._closed = True
         with ExitStack() as closing:
             if self._ring is not None:
@@ -270,10 +272,10 @@ class TransferEngine:
             raise RuntimeError("the transfer engine is closed")
 
     def _prefetch(self, ring: StagingRing) -> None:
-        """Enqueues copies of the next segments, as far as the ring has room.
+        """Enqueues copies of the next segments into all slots that have been released.
 
-        The link itself waits for compute that still reads a buffer. So all that the ring may hold is enqueued
-        at any time, whatever the host waits for, and the link idles only where the ring is full.
+        The link itself, not the host, waits for compute that still reads a slot. So whatever the host is
+        waiting for, a copy is enqueued for every slot, and the link idles only while all slots are full.
         """
         while self._planned and ring.room:
             slot, (stream, layer, start, end) = ring.acquire(), self._planned.popleft()
@@ -304,7 +306,7 @@ class TransferEngine:
         try:
             write.written.synchronize()
         except CopyFailed:
-            # The later ones would leave a hole. Their pages may go to others once nothing writes there.
+            # Later ones would leave a gap. Wait for them, too: their pages may be reused afterwards.
             dropped, self._writes = self._writes, deque()
             for later in dropped:
                 with suppress(CopyFailed):
@@ -320,30 +322,30 @@ class TransferEngine:
 
 
 class LayerStream:
-    """One pass over the tokens ``start`` .. ``end`` of all layers. Made by ``TransferEngine.stream``.
+    """The tokens ``start`` .. ``end`` of all layers, for one pass. Created by ``TransferEngine.stream``.
 
-    Ask for the segments of one layer after the other, and of one stream of the engine after the other.
+    Layers must be read in order, and the streams of an engine one after another.
     """
 
     def __init__(self, engine: TransferEngine, start: int, end: int):
         self.start = start
         self.end = end
         self._engine = engine
-        self._layer = 0  # whose turn it is
+        self._layer = 0  # the next one to be read
         self._reading: StagingSlot | None = None
         self._closed = False
 
     def segments(self, layer: int) -> Iterator[KeysValues]:
-        """K and V ``[pages, kv_heads, page_size, head_dim]`` of ``layer`` on the link's device, in order.
+        """Yields keys and values ``[pages, kv_heads, page_size, head_dim]`` of ``layer``, on the device.
 
-        Each pair is valid until the next one is asked for. Raises RuntimeError where it is not the layer's
-        or the stream's turn, CopyFailed where the link fails.
+        Pairs come in order; each is valid until the next one is requested. Raises RuntimeError if layers or
+        streams are read out of order, CopyFailed if a copy failed.
         """
         engine = self._engine
         if self._closed or layer != self._layer or self._reading is not None:
-            raise RuntimeError(f"it is not the turn of layer {layer}, but of {self._layer}")
+            raise RuntimeError(f"cannot read layer {layer}: the next layer of this stream is {self._layer}")
         if engine._streams[0] is not self:
-            raise RuntimeError("the stream before this one is neither at its end nor closed")
+            raise RuntimeError("cannot read this stream: close the stream before it, or read it to its end")
         if engine._ring is None:
             pairs: Iterator[KeysValues] = iter(engine.sequence.views(layer, self.start, self.end))
         else:
@@ -351,7 +353,7 @@ class LayerStream:
         for pair in pairs:
             yield pair
             if self._closed:
-                raise RuntimeError("the stream was closed while its segments were read")
+                raise RuntimeError("the stream was closed while its segments were being read")
         self._layer += 1
         if self._layer == engine.sequence.layout.layers:
             engine._streams.popleft()
@@ -360,8 +362,8 @@ class LayerStream:
         engine = self._engine
         for _ in range(self.start, self.end, ring.segment_tokens):
             _, pages, self._reading = engine._copied.popleft()
-            # The host enqueues compute no further ahead of the device than the ring is deep: a device's queue
-            # that is full would block the launches of every other thread. The copy has waited for this too.
+            # Keeps the host from enqueuing compute further ahead than the ring is deep: once a device's queue
+            # is full, the launches of all threads block. The copy into the slot has waited for the event too.
             self._reading.free.synchronize()
             engine._wait(self._reading.ready)
             yield pages[:, 0], pages[:, 1]
@@ -370,8 +372,8 @@ class LayerStream:
             engine._prefetch(ring)
 
     def close(self) -> None:
-        """Abandon what is left. The ring is whole again at once. Idempotent."""
-        # Copies under way into released slots do no harm: the next copy into a slot comes after them.
+        """Abandons the segments that were not read and releases their slots. Idempotent."""
+        # Copies into released slots may still be pending: the next copy into a slot runs after them.
         engine, ring = self._engine, self._engine._ring
         self._closed = True
         if self in engine._streams:

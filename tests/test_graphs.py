@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recording import RecordingCapture
 from reference_attention import ReferenceBackend
+from small_engine import CUDA, SIZES
 from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention.backends import MASKED_PAGE, AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
@@ -29,6 +31,7 @@ from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.scheduler import PassThread
 from offload_rt.tokens import Tokens
 
 PAGES = 5
@@ -41,13 +44,16 @@ def no_notice(text: str) -> None:
 
 
 def streaming_cache(
-    model: CausalModel, backend: AttentionBackend | None = None, pool: BufferPool | None = None
+    model: CausalModel,
+    backend: AttentionBackend | None = None,
+    pool: BufferPool | None = None,
+    window: int = WINDOW,
 ) -> StreamingCache:
     return StreamingCache(
         model.kv_layout(),
         model.rotary_frequencies,
         sinks=SINKS,
-        window=WINDOW,
+        window=window,
         backend=backend or TorchCpuBackend(),
         pool=pool,
     )
@@ -338,6 +344,32 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_memory_pool_as_they_were
     made.fill_(5)
     replay()
     assert one.tolist() == [6.0] * 8 and other.tolist() == [7.0] * 8
+
+
+@pytest.mark.gpu
+def test_a_model_knows_whether_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of an engine: nothing is captured beside its passes over the full cache."""
+    known: list[bool] = []
+    run = PassThread._run
+    with LLM.from_models(tiny_target("llama").to(CUDA), config="retrieval", overrides=SIZES) as llm:
+        model = llm.engine.target
+        assert isinstance(model, GraphedModel)
+
+        def noted(thread: PassThread, *arguments: Any) -> Any:
+            known.append(model.pass_running())
+            return run(thread, *arguments)
+
+        monkeypatch.setattr(PassThread, "_run", noted)
+        llm.generate(byte_ids(40), SamplingParams(max_tokens=4))
+        assert known and all(known) and not model.pass_running()
+
+
+@pytest.mark.parametrize("window", [14, 900])
+def test_buffers_are_whole_pages_of_masked_attention(window: int) -> None:
+    """However many entries a cache is given: a GPU splits nothing else among its multiprocessors."""
+    buffer = streaming_cache(CausalModel(tiny_target("llama"), "llama"), window=window).buffer
+    grown = buffer.with_capacity(buffer.capacity + 1)
+    assert buffer.memory.shape[3] % MASKED_PAGE == grown.memory.shape[3] % MASKED_PAGE == 0
 
 
 def test_nothing_is_captured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import EMULATED, GPUS
-from small_engine import CUDA, PAGE, engine_overrides
+from small_engine import CUDA, engine_overrides
 from tiny_models import byte_ids, random_model
 from torch import Tensor
 
-from cpu_kv import CudaLink
+from cpu_kv import CudaLink, KVLayout, PagedKVStore, TransferEngine, cuda_link
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.remote import CpuAttention
+from offload_rt.caches.refresh import RetrievalRefresh
+from offload_rt.caches.remote import CpuAttention, GpuAttention
 from offload_rt.caches.selection import AttentionScores
+from offload_rt.caches.tiers import GpuTier
+from offload_rt.host import to_device, to_host
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 
@@ -30,12 +33,18 @@ pytestmark = [
 LAYERS = 32
 TARGET = 4000
 """Launches of a verification pass that leave the GPU waiting for its link, not for the host."""
-CPU_TOKENS = 4 * PAGE
+PAGE = 32
+RESIDENT_TOKENS = CPU_TOKENS = 2 * PAGE
+HEAD_DIM = 16
+PIECES = 4
+"""Copies of a segment: 64 MiB in pieces of 16."""
 
 
 @contextmanager
-def engine_of_32_layers(kv_heads: int, segments: int) -> Iterator[tuple[LLM, list[int]]]:
-    """A target with so many KV heads whose pass streams so many segments a layer, and a prompt for it."""
+def engine_of_32_layers(
+    kv_heads: int, segments: int, refresh_from: str = "stream", refresh: str = "stride:1000"
+) -> Iterator[tuple[LLM, list[int]]]:
+    """A target in bfloat16 whose pass streams so many segments a layer, and a prompt for it."""
     target = random_model(
         "llama",
         hidden_size=128,
@@ -46,12 +55,23 @@ def engine_of_32_layers(kv_heads: int, segments: int) -> Iterator[tuple[LLM, lis
         vocab_size=256,
         max_position_embeddings=4096,
     )
-    token_bytes = 2 * kv_heads * 16 * 4  # of a layer
-    streamed = 4 * segments * PAGE  # four pages a segment
-    sizes = engine_overrides(ahead=0, cpu_tokens=CPU_TOKENS, resident_tokens=0, refresh_from="stream")
-    sizes |= {"store.segment_bytes": 4 * PAGE * token_bytes, "retrieval.refresh": "stride:1000"}
-    with LLM.from_models(target.to(CUDA), config="retrieval", overrides=sizes, link=CudaLink(CUDA)) as llm:
-        yield llm, byte_ids(streamed + CPU_TOKENS + PAGE // 2)
+    segment_bytes = 2 * PAGE * token_bytes(kv_heads)
+    tiers = {"resident_tokens": RESIDENT_TOKENS, "cpu_tokens": CPU_TOKENS}
+    sizes = engine_overrides(ahead=0, refresh_from=refresh_from, **tiers)
+    sizes |= {"store.page": PAGE, "store.slab_tokens": 512, "store.segment_bytes": segment_bytes}
+    sizes |= {"retrieval.refresh": refresh}
+    target = target.to(CUDA, torch.bfloat16)
+    piece_bytes, cuda_link.PIECE_BYTES = cuda_link.PIECE_BYTES, segment_bytes // PIECES
+    try:
+        with LLM.from_models(target, config="retrieval", overrides=sizes, link=CudaLink(CUDA)) as llm:
+            yield llm, byte_ids(2 * segments * PAGE + RESIDENT_TOKENS + CPU_TOKENS + PAGE // 2)
+    finally:
+        cuda_link.PIECE_BYTES = piece_bytes
+
+
+def token_bytes(kv_heads: int) -> int:
+    """Bytes of a token's KV in a layer."""
+    return 2 * kv_heads * HEAD_DIM * 2
 
 
 @pytest.mark.parametrize(
@@ -60,25 +80,32 @@ def engine_of_32_layers(kv_heads: int, segments: int) -> Iterator[tuple[LLM, lis
 def test_a_verification_launches_little(
     kv_heads: int, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments a layer are those of the two models at 127K tokens, by the plan for an RTX 4090."""
+    """Segments a layer are those of the two models at 127K tokens, by the plan for an RTX 4090.
+
+    The kernels between pieces of bulk copies are among the launches. Nothing else uses a copy engine.
+    """
     launches: list[int] = []
+    copies: list[int] = []
     forward = CausalModel.forward
 
     def counted(model: CausalModel, parts: Sequence[PassInput], *arguments: Any) -> list[PassOutput]:
-        before = GPUS.counters.kernels
+        before = vars(GPUS.counters).copy()
         outputs = forward(model, parts, *arguments)
         if isinstance(parts[0].cache, FullCache) and parts[0].new.count > 1:
             assert any(cache.mass_chunk for cache in parts[0].cache.derived), "attention mass is measured too"
-            launches.append(GPUS.counters.kernels - before)
+            launches.append(GPUS.counters.kernels - before["kernels"])
+            copies.append(GPUS.counters.copies_to_device - before["copies_to_device"])
+            assert GPUS.counters.copies_to_host == before["copies_to_host"]
         return outputs
 
     with engine_of_32_layers(kv_heads, segments) as (llm, prompt):
         monkeypatch.setattr(CausalModel, "forward", counted)
-        result = llm.generate(prompt, SamplingParams(max_tokens=12))
+        result = llm.generate(prompt, SamplingParams(max_tokens=4))
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
-    tokens = len(prompt) // PAGE * PAGE - CPU_TOKENS
-    assert read >= result.rounds * tokens * LAYERS * 2 * kv_heads * 16 * 4, "all of it was streamed"
+    streamed = 2 * segments * PAGE * LAYERS * token_bytes(kv_heads)
+    assert read >= result.rounds * streamed, "all of it was streamed"
     assert launches and max(launches) <= TARGET, launches
+    assert max(copies) < LAYERS * (segments * PIECES + 1), "of segments, and of the next pass's first ones"
 
 
 def test_queries_leave_before_the_bookkeeping_of_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +157,52 @@ def test_an_exchange_with_the_cpu_takes_one_kernel_each_way(wants_mass: bool) ->
         torch.testing.assert_close(lse.cpu().double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
         assert len(mass) == wants_mass
     tier.close()
+
+
+def test_an_exchange_with_another_gpu_uses_no_copy_engine() -> None:
+    """Nor for the attention mass of as many tokens of Llama-2-7B as a second GPU attends at 127K."""
+    heads, count, chunk, tokens = 32, 17, 8, 64 * 1024
+    layout = KVLayout(layers=1, kv_heads=heads, head_dim=4, dtype=torch.bfloat16, page_size=256)
+    other = torch.device("cuda", 1)
+    with PagedKVStore(layout) as store:
+        kv = torch.randn(2, heads, tokens, layout.head_dim).bfloat16()
+        sequence = store.new_sequence()
+        sequence.append(0, *kv)
+        engine = TransferEngine(sequence, CudaLink(other), segment_tokens=256)
+        tier = GpuAttention(engine, GpuTier(tokens), CUDA)
+        tier.keep(0, 0, *kv.to(CUDA))
+        tier.open(0, tokens)
+        queries = torch.randn(heads, count, layout.head_dim).bfloat16().to(CUDA)
+        torch.cuda.synchronize(CUDA)
+        torch.cuda.synchronize(other)
+        before = vars(GPUS.counters).copy()
+        out, _, mass = tier.finish(tier.start(0, queries, [], 0.5, chunk))
+        assert GPUS.counters.copies_to_device == before["copies_to_device"]
+        assert GPUS.counters.copies_to_host == before["copies_to_host"]
+        assert mass.nbytes == heads * tokens // chunk * 4 and out.device == mass.device == CUDA
+        torch.cuda.synchronize(CUDA)
+        tier.close()
+
+
+def test_numbers_of_a_pass_use_no_copy_engine() -> None:
+    to_host(to_device([1], CUDA))  # allocates the buffers
+    before = vars(GPUS.counters).copy()
+    numbers = list(range(1000))
+    assert to_host(to_device(numbers, CUDA))[0].tolist() == numbers
+    assert GPUS.counters.copies_to_device == before["copies_to_device"]
+    assert GPUS.counters.copies_to_host == before["copies_to_host"]
+
+
+def test_a_refresh_from_the_store_gathers_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    take = RetrievalRefresh.take_from_store
+
+    def counted(refill: RetrievalRefresh) -> None:
+        before = GPUS.counters.copies_to_device
+        take(refill)
+        copies.append(GPUS.counters.copies_to_device - before)
+
+    monkeypatch.setattr(RetrievalRefresh, "take_from_store", counted)
+    with engine_of_32_layers(2, 1, refresh_from="store", refresh="every") as (llm, prompt):
+        llm.generate(prompt, SamplingParams(max_tokens=4))
+    assert copies and not any(copies)

@@ -89,10 +89,10 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
 
 
 def test_memory_of_a_card() -> None:
-    """What is known by arithmetic: weights, 4,096 entries twice with means of pages, a ring of 3 × 64 MiB."""
+    """What is known by arithmetic: weights, 4,096 entries twice with means of pages in whole pages, a ring of 3 × 64 MiB."""
     parts = gpu_memory(request(), 0)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
-    assert parts["retrieved_caches"] == 2 * (4096 + 128 + 576) * 512 * 1024
+    assert parts["retrieved_caches"] == 2 * 4864 * 512 * 1024
     assert parts["staging_ring"] == 3 * 64 * 2**20
     assert parts["reserve"] == int(0.03 * 24 * GIB)
     one_buffer = gpu_memory(request({"offload.refresh_from": "store"}), 0)["retrieved_caches"]

@@ -47,6 +47,7 @@ from offload_rt.engine.sequence import TokenSequence
 from offload_rt.host import to_host
 from offload_rt.model import scheduler
 from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.planning.planner import Plan
 from offload_rt.toml import config_names
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
@@ -147,7 +148,9 @@ def test_resident_tokens_fill_the_memory_of_the_prefill(
 ) -> None:
     """While the prompt is read 32 tokens of each layer are resident, and 64 from there on."""
     loaded: list[tuple[int, int]] = []
+    emptied: list[int] = []
     load = FullCache.load_resident
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(loaded)))
 
     def noted(full: FullCache) -> None:
         before = full.resident_bytes
@@ -161,9 +164,17 @@ def test_resident_tokens_fill_the_memory_of_the_prefill(
         assert again(context).tokens == plain_tokens or device == CUDA
         assert again(context).tokens == again(context, config="plain").tokens
         assert len(llm.generate(PROMPT[:20], SamplingParams(max_tokens=3)).tokens) == 3
-        assert loaded == [(32 * 512, 64 * 512)], (
-            "bytes of a token in all layers; a short sequence has none late"
-        )
+        assert loaded == [(32 * 512, 64 * 512)], "bytes of a token in all layers; a short text has none late"
+    assert (0 in emptied) == (device == CUDA), "what the prefill has cached is free by then"
+
+
+@ON_CUDA
+def test_late_resident_tokens_are_the_plans(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plan, "late_resident_tokens", PAGE + 1)
+    with small_llm(device, "retrieval", Tiers(64)) as llm:
+        llm.read(PROMPT)
+        (sequence,) = llm.engine.sequences
+        assert sequence.tiers.late_resident_tokens == PAGE
 
 
 @DEVICES

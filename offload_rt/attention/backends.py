@@ -28,6 +28,8 @@ from offload_rt.native import Kernel, load_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
 RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
+MASKED_PAGE = 128
+"""Keys among which the CUDA backends split attention under a mask."""
 MAX_TIME_RATIO = 0.95  # another kernel replaces torch's if it takes less than this share of its time
 
 
@@ -211,7 +213,6 @@ class TorchCudaBackend(_TorchBackend):
     name = "torch-cuda"
     operators = torch.ops.offload_rt
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
-    _masked_page = 128  # tokens
     _unseen: ClassVar = {torch.float16: -6e4}
 
     def _dense(
@@ -232,14 +233,12 @@ class TorchCudaBackend(_TorchBackend):
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         pages, _, tokens, _ = keys.shape
-        if mask is None or pages > 1 or tokens % self._masked_page or tokens == self._masked_page:
+        if mask is None or pages > 1 or tokens % MASKED_PAGE or tokens == MASKED_PAGE:
             return super().parts(queries, keys, values, scale, mask)
         # The kernel gives each key head one thread block per tile of queries, and a draft has few queries:
         # 8 to 32 blocks on a GPU of 128 multiprocessors. Splitting the keys into pages makes more blocks.
-        keys, values = (
-            side[0].unflatten(1, (-1, self._masked_page)).transpose(0, 1) for side in (keys, values)
-        )
-        mask = mask.unflatten(1, (-1, self._masked_page)).transpose(0, 1)[:, None]
+        keys, values = (side[0].unflatten(1, (-1, MASKED_PAGE)).transpose(0, 1) for side in (keys, values))
+        mask = mask.unflatten(1, (-1, MASKED_PAGE)).transpose(0, 1)[:, None]
         return self._dense(queries.expand(len(keys), -1, -1, -1), keys, values, scale, mask, causal=False)
 
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:

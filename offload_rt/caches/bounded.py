@@ -23,7 +23,7 @@ from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import WORD_BITS, DerivedCache, NewTokens, VerifiedTokens, sees_entries
-from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.buffers import BufferPool, KVBuffer, whole_pages
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
 
@@ -168,14 +168,13 @@ class BoundedCache(DerivedCache):
         self.buffer = self._take_buffer()
 
     def _take_buffer(self) -> KVBuffer:
-        return self._pool.take(
-            self._layout, self.budget + SPECULATIVE_ENTRIES, self._device, self._mean_slots
-        )
+        capacity = whole_pages(self._mean_slots + self.budget + SPECULATIVE_ENTRIES) - self._mean_slots
+        return self._pool.take(self._layout, capacity, self._device, self._mean_slots)
 
     @staticmethod
     def nbytes(layout: KVLayout, entries: int) -> int:
         """Bytes of one buffer of so many entries, with room for speculative ones behind them."""
-        return (entries + SPECULATIVE_ENTRIES) * layout.token_bytes
+        return whole_pages(entries + SPECULATIVE_ENTRIES) * layout.token_bytes
 
     @property
     def buffers(self) -> list[KVBuffer]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
+from offload_rt.attention.backends import MASKED_PAGE
 
 
 @dataclass(eq=False)
@@ -71,7 +72,8 @@ class KVBuffer:
         if self.memory.is_cuda:
             # It may be copied on the stream of a pass: its memory must not be reused before.
             self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
-        pad = (0, 0, 0, max(missing, self.capacity // 4))
+        entries = self.memory.shape[3] + max(missing, self.capacity // 4)
+        pad = (0, 0, 0, whole_pages(entries) - self.memory.shape[3])
         with torch.inference_mode(False):  # as in `take`
             return KVBuffer(torch.nn.functional.pad(self.memory, pad), self.mean_slots, self.means)
 
@@ -108,6 +110,11 @@ class BufferPool:
     def drop_free(self) -> None:
         """Frees the buffers that no sequence uses."""
         self._free.clear()
+
+
+def whole_pages(entries: int) -> int:
+    """Returns the size of a buffer for so many entries, which masked attention on a GPU splits into pages."""
+    return -(-entries // MASKED_PAGE) * MASKED_PAGE
 
 
 def mean_slots_for(pages: int) -> int:

@@ -27,7 +27,7 @@ the link between its copies. An estimate that no GPU has confirmed."""
 LAYER_KERNELS = 45
 """Kernels of one decoder layer over a bounded cache, whose launches `launch_ms` is measured of."""
 SEGMENT_CALLS = 14
-"""CUDA calls for a streamed segment: three kernels, four copies with a kernel each, three events."""
+"""CUDA calls for a streamed segment: two kernels, four copies with a kernel each, four calls for events."""
 MASKED_ATTENTION_SHARE = 0.5
 """Share of the memory rate that masked attention reaches over a few thousand entries. An estimate."""
 GATHER_SHARE = 0.7

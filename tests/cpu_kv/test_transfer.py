@@ -370,14 +370,14 @@ def test_streams_are_read_in_their_order_and_one_at_a_time() -> None:
         stream.close()
         link.failing = lambda pairs: False
         stream, following = engine.stream(12), engine.stream(12)
-        with pytest.raises(RuntimeError, match="neither at its end nor closed"):
+        with pytest.raises(RuntimeError, match="close the stream before it"):
             next(following.segments(0))
         following.close()
-        with pytest.raises(RuntimeError, match="not the turn of layer 1, but of 0"):
+        with pytest.raises(RuntimeError, match="cannot read layer 1: the next layer of this stream is 0"):
             next(stream.segments(1))
         half_read = stream.segments(0)
         next(half_read)
-        with pytest.raises(RuntimeError, match="not the turn"):
+        with pytest.raises(RuntimeError, match="cannot read layer 1"):
             next(stream.segments(1))
         stream.close()
         with pytest.raises(RuntimeError, match="closed while"):
