@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.parts import Output, Part
 from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
-from offload_rt.rejection_sampling import Draft, Tokens, verify, verify_greedy
+from offload_rt.rejection_sampling import Draft, Tokens, Verdict, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
 
 
@@ -32,6 +32,28 @@ class Sampling:
     sampler: Sampler
     draws: Draws
     stop_tokens: Collection[int] = ()
+
+
+class AcceptanceRule(Protocol):
+    """Decides which tokens of a draft are accepted, and which token follows them."""
+
+    def __call__(
+        self, draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws
+    ) -> tuple[Verdict, Tensor]:
+        """Returns the verdict, and a tensor with a NaN exactly if `logits` has one.
+
+        Args:
+            logits: `[1 + nodes, vocabulary]`, the verifier's before each node and after the last.
+            probs: the same after temperature, top-k and top-p; None for greedy decoding.
+        """
+
+
+def lossless(draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws) -> tuple[Verdict, Tensor]:
+    """Keeps the output distribution that of the verifier; see `rejection_sampling`."""
+    if probs is None:
+        chosen = choices(logits)
+        return verify_greedy(draft, chosen), logits.gather(-1, chosen[:, None])
+    return verify(draft, probs, draws), probs[:, :1]
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,8 @@ class Verifier:
         order: of layers.
         first_order: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
             verifier whose own is not (EasySpec's bonus calibration); None: the same.
+        rule: accepts and rejects drafted tokens. Any other than `lossless` changes the output; benchmarks
+            hold the acceptance rate of random weights with one.
     """
 
     name: str
@@ -68,6 +92,7 @@ class Verifier:
     sampling: Sampling
     order: Order
     first_order: Order | None = None
+    rule: AcceptanceRule = field(default=lossless, kw_only=True)
 
     def __post_init__(self) -> None:
         self.stats = LevelStats(self.name)
@@ -126,11 +151,7 @@ class Verifier:
         """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
-        if probs is None:
-            chosen = choices(logits)
-            verdict, probe = verify_greedy(draft, chosen), logits.gather(-1, chosen[:, None])
-        else:
-            verdict, probe = verify(draft, probs, self.sampling.draws), probs[:, :1]
+        verdict, probe = self.rule(draft, logits, probs, self.sampling.draws)
         # One of the probed values is NaN exactly if any logit is.
         row, token, nan, *drawn = yield Read(
             [verdict.row, verdict.token, probe.isnan().any(), *draft.tokens.pending()], self.stats
