@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from bench.rounds import Recorded, interval
-from bench.synthetic_acceptance import HeldVerifier
+from bench.synthetic_acceptance import hold_acceptance
 from bench.systems import Prompt
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
@@ -104,7 +104,7 @@ class Text:
         self.begin(config, new_tokens, temperature)
         if held is not None:
             for sequence in self.sequences:
-                sequence.verifier = HeldVerifier(sequence.verifier, held)
+                hold_acceptance(sequence.verifier, held)
         self._timeline.spans.clear()
         self._copies()
         params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
