@@ -68,10 +68,12 @@ class Results:
         self.records: list[Row] = []
 
     def held(self, key: Row) -> Row | None:
-        """The part that the file has under `key`, measured with the same settings; the newest of several."""
+        """The newest part with this `key` and the same settings in the file, unless all its rows failed."""
         wanted = (self._settings | key).items()
-        found = (one for one in reversed(self._before) if all(one.get(name) == is_ for name, is_ in wanted))
-        return next(found, None)
+        for record in reversed(self._before):
+            if all(record.get(name) == value for name, value in wanted):
+                return record if any("error" not in row for row in record["rows"]) else None
+        return None
 
     def record(self, key: Row, measure: Callable[[], Row], section: Callable[[Row], str]) -> Row:
         """Measures the part `key`, unless the file holds it, and writes and prints its `section`."""
