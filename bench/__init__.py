@@ -2,7 +2,7 @@
 
 A study (`study`) measures tables one after the other; a side-by-side case (`cases`, `side_by_side`) times
 systems on the same prompts, each behind an adapter of `systems` in a process of its own (`runner`, `worker`).
-Both write their results through `results`: JSON lines, a page of tables and a plot.
+Both write their results through `results`: JSON lines, a page of tables and a summary.
 """
 
 COMMANDS = {

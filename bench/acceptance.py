@@ -171,20 +171,14 @@ def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget
     return torch.cat(found)
 
 
-def by_distance(values: Tensor, period: int) -> list[float | None]:
-    """Means of `[…, tokens]` over each eighth of the `period` tokens between two refreshes."""
-    whole = values[..., : values.shape[-1] // period * period].reshape(-1, ROUND, period // ROUND)
-    return [float(mean) if len(whole) else None for mean in whole.mean(dim=(0, 2))]
-
-
 def small_caches(study: Texts) -> list[Row]:
     """What a small cache holds.
 
-    TriForce, table 1. Acceptance of drafts over a small cache, teacher forced, T = 1: on the books' own text,
-    also by eighths of the way from one refresh (every 8 tokens unless named otherwise) to the next; and on
-    passages of random tokens that were planted in the text and are repeated behind it. Exact top-k chooses by
-    the very queries that attend. The demo target's first layer attends evenly, so that its heaviest entries
-    do not represent the others: it is also shown with that layer whole.
+    TriForce, table 1. Acceptance of drafts over a small cache, refreshed every 8 tokens unless named
+    otherwise, teacher forced, T = 1: on the books' own text, and on passages of random tokens that were
+    planted in the text and are repeated behind it. Exact top-k chooses by the very queries that attend. The
+    demo target's first layer attends evenly, so that its heaviest entries do not represent the others: it is
+    also shown with that layer whole.
     """
     sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
     least, generator = 2 * study.config(RETRIEVAL).retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
@@ -210,10 +204,8 @@ def small_caches(study: Texts) -> list[Row]:
                     passages[kind].append(acceptance(sequence, passage, *kind)[asked])
         for kind, budget in kinds:
             values = torch.stack(books[kind, budget])
-            period = STRIDE if kind == RETRIEVAL_STRIDE else ROUND
             paper_books, paper_needles = TABLE_1.get(kind, (None, None))
             row: Row = {"cache": kind, "context": length, "entries": budget, "books": float(values.mean())}
-            row |= {f"{at}/{ROUND}": mean for at, mean in enumerate(by_distance(values, period), 1)}
             row |= {"needles": float(torch.stack(passages[kind, budget]).mean())}
             rows.append(row | {"paper_books": paper_books, "paper_needles": paper_needles})
     return rows

@@ -39,11 +39,10 @@ def add_models(parser: argparse.ArgumentParser, *, draft: bool = True, shapes: s
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds `--quick`, `--out` and `--no-plot`."""
+    """Adds `--quick` and `--out`."""
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
     about = "JSON lines; parts that it holds are not measured again (default: in bench/results)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
-    parser.add_argument("--no-plot", dest="plot", action="store_false", help="draw no PNG")
 
 
 def fitted(arguments: argparse.Namespace, declared: Any, quick: Mapping[str, Any]) -> dict[str, Any]:

@@ -186,11 +186,7 @@ CASES = {
         (4096, 32_768, 131_072),
         quick=QUICK,
     ),
-    "speedup": Case(
-        (*TRANSFORMERS, *OURS),
-        (4096, 8192, 16_384, 32_768, 65_536, 131_072),
-        quick=QUICK,
-    ),
+    "speedup": Case((*TRANSFORMERS, *OURS), (4096, 8192, 16_384, 32_768, 65_536, 131_072), quick=QUICK),
     "batch": Case(
         (
             *TRANSFORMERS[:2],

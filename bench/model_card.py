@@ -112,11 +112,7 @@ MODEL_CARD = Study(
     quick={"context": 8192, "step": 1024, "positions": 128},
     minutes=(90, 3),
     opened=Texts.opened,
-    parts={
-        "loss": Part(loss),
-        "needle": Part(needle),
-        "acceptance": Part(small_caches, ("cache", "context", "entries"), ("books", "needles")),
-    },
+    parts={"loss": Part(loss), "needle": Part(needle), "acceptance": Part(small_caches)},
 )
 run = MODEL_CARD.run
 

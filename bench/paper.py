@@ -385,17 +385,16 @@ def datastore_keys(path: str) -> dict[str, object]:
     return {"speculation.levels": levels, "datastore.path": path}
 
 
-VARIANT, SPEEDS = ("variant",), ("over_plain", "paper")
 PARTS = {
-    "policies": Part(small_caches, ("cache",), ("books", "needles")),
-    "temperatures": Part(temperatures, VARIANT, SPEEDS),
-    "gammas": Part(gammas, VARIANT, SPEEDS),
-    "lengths": Part(lengths),
-    "budgets": Part(budgets, VARIANT, ("tokens_per_pass",)),
-    "sources": Part(sources, VARIANT, ("tokens_per_pass", "over_plain")),
-    "shapes": Part(shapes, ("draft",), ("tokens_per_pass", "expected")),
-    "layers": Part(layers),
-    "ceiling": Part(ceilings, ("context",), ("ceiling", "expected", "measured")),
+    "policies": small_caches,
+    "temperatures": temperatures,
+    "gammas": gammas,
+    "lengths": lengths,
+    "budgets": budgets,
+    "sources": sources,
+    "shapes": shapes,
+    "layers": layers,
+    "ceiling": ceilings,
 }
 PAPER = Study(
     note="""Drafts are sampled. KV is behind a paced link unless a table says otherwise. `over plain` is the
@@ -406,7 +405,7 @@ PAPER = Study(
     quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
     minutes=(60, 5),
     opened=Continued.opened,
-    parts=PARTS,
+    parts={name: Part(measure) for name, measure in PARTS.items()},
 )
 
 

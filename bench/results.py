@@ -1,4 +1,4 @@
-"""Result files: JSON lines, and beside them a page of tables, a plot and a summary."""
+"""Result files: JSON lines, and beside them a page of tables and a summary."""
 
 from __future__ import annotations
 
@@ -49,10 +49,8 @@ class Results:
         note: str,
         overview: Callable[[list[Row]], str] = lambda records: "",
     ) -> None:
-        if arguments.plot:
-            pyplot()
         self.command: str = arguments.command
-        self._overview, self._plot, self._described = overview, arguments.plot, machine.describe(device)
+        self._overview, self._described = overview, machine.describe(device)
         self.path = destination(arguments.out, f"{self.command}-{machine.slug(self._described)}.jsonl")
         self._settings = json.loads(json.dumps({"benchmark": self.command, "schema": SCHEMA} | settings))
         self._envelope = envelope(arguments, self._described)
@@ -91,14 +89,12 @@ class Results:
         write_whole(self.path.with_suffix(PAGE), "\n\n".join(filter(None, page)) + "\n")
         return record
 
-    def finish(self, plots: Sequence[Plot], summary: Row) -> None:
-        """Draws the plots, and writes and prints the summary: the last line on stdout."""
+    def finish(self, summary: Row) -> None:
+        """Writes the summary and prints it: the last line on stdout."""
         if overview := self._overview(self.records):
             print(overview, end="\n\n")
-        if self._plot and plots:
-            draw(plots, self.path.with_suffix(PICTURE))
         write_json("--out", self.path.with_suffix(SUMMARY), summary)
-        say(f"results: {self.path}, and the same name with {PAGE}, {PICTURE} and {SUMMARY}")
+        say(f"results: {self.path}, and the same name with {PAGE} and {SUMMARY}")
         print(json.dumps(summary))
 
 
@@ -114,7 +110,7 @@ def destination(given: Path | None, name: str) -> Path:
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = given or RESULTS / name
     if path.suffix in (PAGE, PICTURE):
-        raise UsageError(f"--out {path}: the page or the plot goes there; name it .jsonl")
+        raise UsageError(f"--out {path}: the page or the picture goes there; name it .jsonl")
     for suffix in (path.suffix, PAGE, PICTURE, SUMMARY):
         check_writable("--out", path.with_suffix(suffix))
     return path
@@ -188,10 +184,6 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": median(values), "min": min(values), "max": max(values), "runs": list(values)}
 
 
-Plot = tuple[str, Sequence[str], Mapping[str, Sequence[float | None]]]
-"""A title, labels of the groups of bars, and by name the value of each series in each group."""
-
-
 def pyplot() -> Any:
     """Returns `matplotlib.pyplot`, which draws into files.
 
@@ -201,28 +193,8 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UsageError("plots need matplotlib: pip install 'offload-rt[bench]', or use --no-plot") from None
+        raise UsageError("a timeline needs matplotlib: pip install 'offload-rt[bench]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
-
-
-def draw(plots: Sequence[Plot], path: Path) -> None:
-    """Draws groups of horizontal bars as one PNG."""
-    plt, across = pyplot(), min(3, len(plots))
-    figure, axes = plt.subplots(-(-len(plots) // across), across, squeeze=False, layout="constrained")
-    figure.set_size_inches(8 * axes.shape[1], 6 * axes.shape[0])
-    for place in axes.flat[len(plots) :]:
-        place.set_axis_off()
-    for place, (title, labels, series) in zip(axes.flat, plots, strict=False):
-        height = 0.8 / len(series)
-        for number, (name, values) in enumerate(series.items()):
-            at = [-group - number * height for group in range(len(labels))]
-            place.barh(at, [value or 0.0 for value in values], height, label=name)
-        place.set_yticks([-group for group in range(len(labels))], labels, fontsize="small")
-        place.set_title(title)
-        place.legend(fontsize="small")
-        place.grid(alpha=0.3)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from bench import cases
 from bench.results import Row, pyplot
@@ -127,17 +126,15 @@ def link_use(run: Recorded) -> float | None:
     return median(shares) if shares else None
 
 
-def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Row]) -> None:
+def summarise(rows: Sequence[Row], stream_token_ms: float) -> None:
     """Adds `rounds` to the rows with figures of their rounds: medians over turns, and ratios to bounds.
 
     `times_plain` and `ahead_speedup` are the speed-ups over plain decoding and over no drafting ahead:
     medians over turns, within which the machine was the same. `round_over_max` is the time of guessed rounds
-    over the longer of carrying the KV once and drafting alone. `pass_over_bound` is over the longer of the
-    stream and the same pass with its KV in place; it may be below 1, since a stream begins before its pass.
+    over the longer of carrying the KV once and drafting alone.
 
     Args:
         stream_token_ms: time in which the link carries the KV of a token; 0 without a link.
-        in_place: rows of the same systems with the KV in place, if they were measured.
     """
     rows = [row for row in rows if row.get("figures")]
     for row in rows:
@@ -154,9 +151,6 @@ def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Ro
             found["ahead_speedup"] = _times_as_fast(row, late)
         if stream_token_ms:
             stream = found["stream_ms"] = found["streamed_tokens"] * stream_token_ms
-            alone = alike(in_place, row["system"])
-            bound = max(stream, alone["rounds"]["pass_ms"] if alone else 0.0)
-            found["pass_over_bound"] = found["pass_ms"] / bound if bound else None
             if late is not None and "guessed_round_ms" in found:
                 draft = found["drafted"] * late["rounds"]["draft_token_ms"]
                 found["round_over_max"] = found["guessed_round_ms"] / max(stream, draft)
@@ -194,18 +188,6 @@ def _times_as_fast(row: Row, other: Row) -> float:
     turns = zip(row["figures"], other["figures"], strict=True)
     ratios: list[float] = [turn["ms_per_token"] / one["ms_per_token"] for one, turn in turns]
     return median(ratios)
-
-
-def headline(records: Sequence[Row]) -> dict[str, Any]:
-    """Figures of the last system at the first place with a link, and the worst prediction of all."""
-    record = next((one for one in records if one["link_rate_gb_s"]), records[0])
-    ours = record["rows"][-1].get("rounds", {})
-    keys = ("ms_per_token", "times_plain", "ahead_speedup", "round_over_max", "link_use", "hits")
-    predictions = [row["rounds"].get(RATIO) for one in records for row in one["rows"] if "rounds" in row]
-    return {key: ours.get(key) for key in keys} | {
-        "worst_prediction": worst([ratio for ratio in predictions if ratio is not None]),
-        "synthetic": record["rows"][-1]["synthetic"],
-    }
 
 
 def worst(ratios: Sequence[float]) -> float | None:

@@ -220,7 +220,7 @@ class _Opened:
         }
         if last["figures"]:
             row["figures"] = [one["figures"] for one in runs]
-        return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
+        return row | {key: last[key] for key in ("peak_bytes", "device_bytes")}
 
     def _compare(self, rows: Sequence[Row]) -> None:
         """Adds where tokens differ from the reference's first, and by how much its logit is higher there."""

@@ -27,7 +27,7 @@ from bench.cases import (
     system,
     with_acceptances,
 )
-from bench.results import PICTURE, Plot, Results, Row, cell, said, table
+from bench.results import PICTURE, Results, Row, cell, said, table
 from bench.runner import Job
 from bench.systems import Setup
 from offload_rt.errors import UsageError
@@ -50,10 +50,9 @@ The engine over a link, against its own plain decoding and its lower bounds. On 
 carries the KV once in the time that drafting beside a pass takes (balanced), twice that time, or half of it,
 as measured with the KV in place. Torch has one thread: pass, drafting and the link share the cores. Times are
 medians in ms over the rounds but the first and the last; ratios of two systems are medians over turns.
-`pass/bound`: over the longer of the stream and the same pass in place. `round/max`: rounds whose draft was
-made during the pass before, over the longer of carrying the KV once and drafting alone. `link use`: what the
-link carried during a pass, over what it could have. `predicted`: by the planner, from what was measured in
-place and from rounds that draft first and pass then.
+`round/max`: rounds whose draft was made during the pass before, over the longer of carrying the KV once and
+drafting alone. `link use`: what the link carried during a pass, over what it could have. `predicted`: by the
+planner, from what was measured in place and from rounds that draft first and pass then.
 """
 CHUNK = 2048  # prompt tokens that are read at a time
 ROOM = 8  # tokens behind the longest continuation
@@ -66,7 +65,6 @@ ROUND_COLUMNS = {
     "round": "round_ms",
     "hits": "hits",
     "link use": "link_use",
-    "pass/bound": "pass_over_bound",
     "round/max": "round_over_max",
     "× plain": "times_plain",
     "predicted/measured": "predicted_over_measured",
@@ -119,7 +117,7 @@ class _Points:
     """The points of a case, on this machine: prompt lengths, batch sizes, and places of the KV."""
 
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
-        self._case, self._device, self._plot = case, device, arguments.plot
+        self._case, self._device = case, device
         self._random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
         if self._random and arguments.text:
@@ -177,10 +175,7 @@ class _Points:
         records = results.records
         if all("error" in row for record in records for row in record["rows"]):
             raise UsageError(f"no system ran; {records[0]['rows'][0]['error']}")
-        if case.places[0].name:  # whose picture is a timeline
-            results.finish([], rounds.headline(records))
-        else:
-            results.finish([_bars(records)], {"ms_per_token": _times(records)})
+        results.finish({"ms_per_token": _times(records)})
 
     def _read_tokens(self, model: Path, arguments: argparse.Namespace) -> tuple[list[str], list[int]]:
         """Reads the tokens of all prompts; returns where they come from too.
@@ -236,7 +231,7 @@ class _Points:
             "rows": rows,
         }
         if place.name:
-            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0, rows_in_place)
+            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0)
             prediction_accuracy.predict_rows(record, rows_in_place)
         return record
 
@@ -254,7 +249,7 @@ class _Points:
             batch=batch,
         )
         prompt = [self._tokens[at * context : (at + 1) * context] for at in range(batch)]
-        picture = str(self._results.path.with_suffix(PICTURE).resolve()) if self._plot and place.drawn else ""
+        picture = str(self._results.path.with_suffix(PICTURE).resolve()) if place.drawn else ""
         return Job(setup, systems, prompt, case.new_tokens, case.turns, picture)
 
 
@@ -301,12 +296,6 @@ def _overview(records: Sequence[Row]) -> str:
         {"system": name} | {point: of.get(point) for point in points} for name, of in _times(records).items()
     ]
     return f"## Milliseconds per token, of all sequences together\n\n{table(rows)}"
-
-
-def _bars(records: Sequence[Row]) -> Plot:
-    times = _times(records)
-    points = [_name_of(record) for record in records]
-    return "ms a token", list(times), {point: [of.get(point) for of in times.values()] for point in points}
 
 
 def _section(record: Row) -> str:

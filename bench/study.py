@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -12,23 +12,19 @@ from typing import Any
 
 from bench import arguments as args
 from bench.arguments import say
-from bench.results import Plot, Results, Row, table
+from bench.results import Results, Row, table
 
 
 @dataclass(frozen=True)
 class Part:
-    """A table of a study, and its plot where a picture says more.
+    """A table of a study.
 
     Attributes:
         measure: yields rows with the same keys, given what the study opened. The first line of its docstring
             is the title of the table, and the rest is printed below it.
-        labels: columns that name a row in the plot.
-        plotted: columns that are drawn.
     """
 
     measure: Callable[[Any], Iterable[Row]]
-    labels: Sequence[str] = ()
-    plotted: Sequence[str] = ()
 
     @property
     def title(self) -> str:
@@ -37,10 +33,6 @@ class Part:
     def section(self, record: Row) -> str:
         about = (inspect.getdoc(self.measure) or "").partition("\n")[2].split()
         return "\n\n".join(filter(None, [f"## {self.title}", " ".join(about), table(record["rows"])]))
-
-    def plot(self, rows: Sequence[Row]) -> Plot:
-        labels = [", ".join(str(row[label]) for label in self.labels) for row in rows]
-        return self.title, labels, {name: [row[name] for row in rows] for name in self.plotted}
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,7 @@ class Study:
         for number, (name, part) in enumerate(parts.items(), 1):
             say(f"part {number} of {len(parts)}: {name}; {(perf_counter() - started) / 60:.1f} min so far")
             results.record({"part": name}, partial(self._measured, part, subject), part.section)
-        measured = zip(parts.values(), results.records, strict=True)
-        plots = [part.plot(one["rows"]) for part, one in measured if part.plotted and one["rows"]]
-        results.finish(plots, {one["part"]: one["rows"] for one in results.records})
+        results.finish({one["part"]: one["rows"] for one in results.records})
 
     def _measured(self, part: Part, subject: Any) -> Row:
         """All rows of a part; an interrupt prints those that there are."""

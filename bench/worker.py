@@ -73,13 +73,11 @@ def cap(gib: float, device: Any) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes: the process's peaks on host and device, and what it has page-locked."""
+    """Peaks of the process on host and device, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = {"peak_bytes": "VmHWM", "locked_bytes": "VmPin"}
-    held = {name: 1024 * int(status.get(key, "0").split()[0]) for name, key in names.items()}
     torch = sys.modules.get("torch")
     device = torch.cuda.max_memory_reserved() if torch and torch.cuda.is_available() else 0
-    return held | {"device_bytes": device}
+    return {"peak_bytes": 1024 * int(status["VmHWM"].split()[0]), "device_bytes": device}
 
 
 if __name__ == "__main__":

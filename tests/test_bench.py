@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from bench_setup import SETTINGS, SMALL, bench_main, records, save_pair
 from tiny_models import byte_ids, real_text, tiny_target
 from transformers import PreTrainedModel
 
-from bench import acceptance, model_card, needles, results, study, texts
+from bench import COMMANDS, acceptance, model_card, needles, results, study, texts
 from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
 from bench.texts import sequence_over, take
 from offload_rt.engine.sequence import TokenSequence
@@ -54,6 +57,21 @@ def test_help_does_not_import_torch() -> None:
     assert "model-card" in done.stdout
 
 
+def test_commands_in_the_documents_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, given = Path(__file__).parents[1], list[Namespace]()
+    texts = [(root / name).read_text() for name in ("README.md", "docs/measurements.md", "Makefile")]
+    lines = "\n".join(texts).replace("\\\n", "")
+    found = re.findall(r"(?:python -m |')bench ([a-z][^`'\n]*)", lines)
+    assert {words.split()[0] for words in found} == set(COMMANDS)
+    for module, _ in COMMANDS.values():
+        monkeypatch.setattr(import_module(f"bench.{module}"), "run", given.append)
+    for words in found:
+        known = words.replace(" --shapes …", "").replace("$(RANDOM_ON_CUDA)", "--model random")
+        known = known.replace("$(shape)", "shape").replace("$(CUDA_PEERS)", "ours:plain")
+        assert bench_main(known) == 0, words
+    assert len(given) == len(found)
+
+
 BAD_INPUT = [
     ("fly", "invalid choice: 'fly'"),
     ("speedup --contexts 7000 {model}", "--contexts 7000: the text has 6000 tokens"),
@@ -63,7 +81,7 @@ BAD_INPUT = [
     ("speedup --set retrieval.budgt=3", "unknown key retrieval.budgt"),
     ("speedup --text missing.txt", "text missing.txt: cannot be read"),
     ("speedup --out missing/folder.jsonl --contexts 16", "its folder does not exist"),
-    ("peers --systems ours:plain --contexts 16 --out page.md", "the page or the plot goes there"),
+    ("peers --systems ours:plain --contexts 16 --out page.md", "the page or the picture goes there"),
     ("peers --systems ours:plain --contexts 16 --out {torn}", "line 1 is no benchmark result"),
     ("peers --systems sglang:plain", "argument --systems: sglang:plain: write adapter:system; adapters are"),
     ("peers --systems ours:fastest", "fastest"),
@@ -154,12 +172,10 @@ def test_model_card(
     assert [(row["context"], row["passages"]) for row in found["needle"]] == [(1024, 1), (2048, 1)]
     contexts = [(kind, context, context // 8) for context in (512, 2048) for kind in kinds]
     assert [(row["cache"], row["context"], row["entries"]) for row in found["acceptance"]] == contexts
-    for row in found["acceptance"]:
-        assert row["books"] == pytest.approx(sum(row[f"{at}/8"] for at in range(1, 9)) / 8)
+    assert all(0 < row["books"] < 1 and 0 < row["needles"] < 1 for row in found["acceptance"])
     page = out.with_suffix(".md").read_text()
     for part in MODEL_CARD.parts.values():
         assert f"## {part.title}\n" in page and f"## {part.title}\n" in printed
-    assert out.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_an_interrupt_shows_the_rows_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,8 +240,6 @@ def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel) -> 
             whole, some = (acceptance.acceptance(sequence, text[200:], kind, budget) for budget in (256, 48))
             assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
             assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
-    values = torch.arange(40, dtype=torch.float64)
-    assert acceptance.by_distance(values, 16) == [8.5, 10.5, 12.5, 14.5, 16.5, 18.5, 20.5, 22.5]
 
 
 def test_acceptance_of_exact_top_k_against_transformers() -> None:

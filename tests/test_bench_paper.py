@@ -42,7 +42,6 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[
             fewer.setattr(paper, name, values)
         fewer.setattr(paper, "PAPER", small)
         assert bench_main("paper", *given, f"--datastore {stored} --out {out}", sizes) == 0
-    assert out.with_suffix(".png").stat().st_size > 10_000
     assert records(out)[0]["datastore"] == "store.safetensors"
     page = out.with_suffix(".md").read_text()
     assert all(f"## {part.title}\n" in page for part in PAPER.parts.values())

@@ -1,4 +1,4 @@
-"""Systems side by side: their processes, what becomes of those that fail, result files. No time is checked."""
+"""Systems side by side: their processes, those that fail, and result files. No time is checked."""
 
 from __future__ import annotations
 
@@ -172,9 +172,8 @@ def test_points_are_appended_and_not_measured_again(
     summary = json.loads(printed.splitlines()[-1])
     assert summary == json.loads(out.with_suffix(".summary.json").read_text())
     assert summary["ms_per_token"]["ours:plain"]["2 × 40 tokens"] == 0.5
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    for other in ("-n 9", "--turns 2", "--set retrieval.budget=64"):
-        assert bench_main(given, "--batches 1 --no-plot", other) == 0
+    for other in ("-n 9", "--turns 2", "--set speculation.gamma2=3"):
+        assert bench_main(given, "--batches 1", other) == 0
     assert len(stub.jobs) == 6, "points measured with other settings do not count"
 
 

@@ -1,4 +1,4 @@
-"""Adapters of systems that run in our own environment continue a prompt as its model does. No time is checked."""
+"""Adapters that run in our own environment continue a prompt as its model does. No time is checked."""
 
 from __future__ import annotations
 
