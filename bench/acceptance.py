@@ -172,7 +172,7 @@ def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget
 
 
 def small_caches(study: Texts) -> list[Row]:
-    """What a small cache holds.
+    """Contents of a small cache.
 
     TriForce, table 1. Acceptance of drafts over a small cache, refreshed every 8 tokens unless named
     otherwise, teacher forced, T = 1: on the books' own text, and on passages of random tokens that were

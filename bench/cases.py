@@ -1,4 +1,4 @@
-"""The declared side-by-side cases: systems, prompts, and where the KV lies."""
+"""The declared side-by-side cases: systems, prompts, and placements of the KV."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Named:
 
 
 def drafts_chains(config: Config) -> bool:
-    """Whether the full cache verifies chains, which an acceptance can be held for."""
+    """True if the full cache verifies chains, for which an acceptance can be held."""
     levels = config.speculation.levels
     return bool(levels) and levels[-1].shape.kind == "chain" and not levels[-1].merge
 
@@ -109,7 +109,7 @@ def in_place(system: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the KV of a prompt lies.
+    """A placement of the KV of a prompt.
 
     Attributes:
         stream: time in which a paced link carries the KV once, over the time of drafting beside a pass; 0:
@@ -138,13 +138,13 @@ class Case:
     """Systems that continue the same prompts.
 
     Attributes:
-        systems: as `Named` parses them. The first is the reference for tokens, the last one stands for ours.
+        systems: as `Named` parses them. The first is the reference for tokens, the last draws the timeline.
         contexts: prompt lengths in tokens, rising.
         batches: how many sequences of such a length are continued together.
         new_tokens: decoded in a run.
         turns: interleaved runs of every system, after one that is not timed.
         link_gb_s: bandwidth of an emulated link that the KV is behind; 0: none.
-        places: where the KV lies. If they have names, the rounds of each system are looked into.
+        places: placements of the KV. If they have names, figures of rounds are reported.
         options: configuration keys.
         threads: of torch on a CPU; 0: its default.
         quick, on_cuda: fields that differ with `--quick`, and on a GPU.

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def findings(name: str, sizes: Sizes) -> Iterator[Row]:
-    """What a check found in a process of its own, and how that process ended if it did not end well."""
+    """Runs a check in a process of its own; yields its findings, and how the process failed if it did."""
     command = [sys.executable, "-m", "bench.gpu", name, sizes.name]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     yield from map(json.loads, done.stdout.splitlines())

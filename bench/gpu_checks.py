@@ -40,7 +40,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much the checks do; a check is ended after `limit_s`."""
+    """Sizes of the checks; a check is ended after `limit_s`."""
 
     name: str = "full"
     limit_s: int = 600
@@ -61,7 +61,7 @@ SIZES = {"full": Sizes(), "quick": Sizes("quick", limit_s=240, locked_bytes=9 * 
 
 @dataclass(frozen=True)
 class Given:
-    """What a check is given."""
+    """The device and the sizes of a check."""
 
     device: torch.device
     sizes: Sizes
@@ -196,6 +196,6 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[
 
 
 def largest_error(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
-    """Of output or log-sum-exp, over the largest entry."""
+    """Largest error of output or log-sum-exp, over the largest entry."""
     pairs = zip(found, wanted, strict=True)
     return float(torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max())

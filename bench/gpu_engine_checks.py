@@ -120,14 +120,14 @@ def streamed(given: Given) -> Iterator[Row]:
 
 
 def told(text: Opened, given: Given) -> Row:
-    """Decodes; returns where the KV lies, the times of rounds, and the use of the link."""
+    """Decodes; returns the tokens of each tier, the times of rounds, and the use of the link."""
     run = text.run(given.sizes.new_tokens)
     rate = text.request.hardware.gpus[0].to_device_rate
     return {"prefill_s": text.prefill_s} | text.text.placed | figures(run) | carried(run, rate)
 
 
 def carried(run: Recorded, pinned: float) -> Row:
-    """What the link carried to the device, and the gaps between copies.
+    """Bytes that the link carried to the device, and gaps between its copies.
 
     Args:
         pinned: GB/s of page-locked copies to the device, measured alone.

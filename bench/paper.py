@@ -183,7 +183,7 @@ def temperatures(study: Continued) -> Iterator[Variant]:
 
 @sweep
 def gammas(study: Continued) -> Iterator[Variant]:
-    """How far each level drafts.
+    """Draft lengths of each level.
 
     TriForce, table 8.
     """

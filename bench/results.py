@@ -70,7 +70,8 @@ class Results:
         wanted = (self._settings | key).items()
         for record in reversed(self._before):
             if all(record.get(name) == value for name, value in wanted):
-                return record if any("error" not in row for row in record["rows"]) else None
+                failed = all(isinstance(row.get("error"), str) for row in record["rows"])
+                return None if failed else record
         return None
 
     def record(self, key: Row, measure: Callable[[], Row], section: Callable[[Row], str]) -> Row:

@@ -236,7 +236,7 @@ class _Points:
         return record
 
     def _job(self, context: int, batch: int, place: Place, link: float, options: Mapping[str, Any]) -> Job:
-        """What the runner does at a point: sequences that are successive parts of the text."""
+        """The job of a point. Its sequences are successive parts of the text."""
         case = self._case
         systems = tuple(dict.fromkeys(map(in_place, case.systems))) if place is IN_PLACE else case.systems
         capacity = context + case.new_tokens + ROOM
@@ -346,7 +346,7 @@ def _round_cells(row: Row, record: Row) -> Row:
 
 
 def _agreement(row: Row, batch: int) -> str:
-    """How the tokens of a system compare with the reference's."""
+    """Describes how the tokens of a system compare with the reference's."""
     if row["synthetic"] is not None:
         return "held"
     if not row["steady"]:

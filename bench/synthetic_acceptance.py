@@ -74,14 +74,14 @@ class SyntheticRule:
         # Three numbers for every token, whatever becomes of it: a verdict does not shift those after it.
         chances = torch.rand(1 + count, 3, generator=self._generator, dtype=torch.float64).tolist()
         accepted = next((at for at in range(count) if chances[at][0] >= self._acceptance), count)
-        stands, guessed, other = chances[accepted]
+        agreed, guessed, other = chances[accepted]
         token = logits.new_full((), int(other * (vocabulary - 1)), dtype=torch.long)
         guess = guesses.get(accepted)
         if accepted < count:
             token = (draft.tokens.on(logits.device)[accepted] + 1 + token) % vocabulary  # another one
             use_guess = guessed < RUNNER_UP_HITS
         else:
-            use_guess = stands < self._acceptance
+            use_guess = agreed < self._acceptance
         if guess is not None and use_guess:
             token = torch.full_like(token, guess)
         return Verdict(torch.full_like(token, accepted), token), logits.amax(-1)

@@ -247,7 +247,7 @@ def test_a_random_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What tiny runs of `bench offload` write: `real.jsonl`, and `random.jsonl` at held acceptances."""
+    """The results of tiny runs of `bench offload`: `real.jsonl`, and `random.jsonl` at held acceptances."""
     folder = tmp_path_factory.mktemp("offload")
     places = (
         IN_PLACE,

@@ -18,7 +18,7 @@ Prompt = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a system is opened with.
+    """The settings that a system is opened with.
 
     Attributes:
         model, draft: folders of checkpoints as transformers saves them.
@@ -98,7 +98,7 @@ class System(Protocol):
     label: str
     """Its name with its version: `transformers 5.23.0, StaticCache`."""
     notes: tuple[str, ...]
-    """What readers need to know: another precision of its KV, that it is rebuilt, …"""
+    """Remarks for readers: another precision of its KV, that it is rebuilt, …"""
 
     def prepare(self, prompt: Prompt) -> float:
         """Reads a prompt, perhaps without the last tokens, in place of the one before. Returns ms."""
