@@ -38,9 +38,11 @@ def add_models(parser: argparse.ArgumentParser, *, draft: bool = True, shapes: s
     add_overrides(parser, "sets a configuration key of every configuration of offload-rt")
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds `--quick` and `--out`."""
-    parser.add_argument("--quick", action="store_true", help="smaller sizes")
+def add_output(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> None:
+    """Adds `--quick`, which stands for the sizes `quick`, and `--out`."""
+    values = {name: shown(value) if isinstance(value, tuple) else value for name, value in quick.items()}
+    sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+    parser.add_argument("--quick", action="store_true", help=f"smaller sizes: {sizes}")
     about = "JSON lines; parts that it holds are not measured again (default: in bench/results)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=about)
 

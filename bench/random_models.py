@@ -44,9 +44,7 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
         free = shutil.disk_usage(work).free
         if needed > free:
             sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free in {work}"
-            raise UsageError(
-                f"--model {name}: its weights take {sizes}; set OFFLOAD_RT_CACHE to another"
-            )
+            raise UsageError(f"--model {name}: its weights take {sizes}; set OFFLOAD_RT_CACHE to another")
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         random_model(shape, CPU, dtype).save_pretrained(unfinished)
         shutil.copy(demo_model("target") / "tokenizer.json", unfinished)  # OpenVINO requires one

@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     add("--turns", type=whole(1), metavar="N", help=about)
     about = "rates at which the acceptance of our drafts is held; such rows are labelled synthetic"
     add("--acceptance", type=args.listed(rate), default=(), metavar="A,B", help=about)
-    args.add_output(parser)
+    args.add_output(parser, case.quick)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -158,7 +158,8 @@ class _Points:
             "systems": list(case.systems),
             "overrides": {key: str(one) for key, one in case.options.items()},
         }
-        note = " ".join((ROUNDS if case.places[0].name else ABOUT).split())
+        note = "Random weights: for timing only. " if self._random else ""
+        note += " ".join((ROUNDS if case.places[0].name else ABOUT).split())
         self._results = Results(arguments, device, settings, note, _overview)
         self._alone: Row = {}
 

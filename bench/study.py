@@ -62,7 +62,7 @@ class Study:
         about = f"of {', '.join(names)} (default: all)"
         kind = args.listed(args.one_of(names))
         parser.add_argument("--parts", type=kind, default=names, metavar="A,B", help=about)
-        args.add_output(parser)
+        args.add_output(parser, self.quick)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Measures all parts that are asked for."""

@@ -289,6 +289,7 @@ def test_offload(measured: Path) -> None:
             assert found["predicted_over_measured"] == pytest.approx(ratio)
     page = (measured / "real.md").read_text()
     assert page.count("Carrying all KV once takes") == 2 and "| predicted/measured |" in page
+    assert "\n\nRandom weights: for timing only. " in (measured / "random.md").read_text()
     plain, *held = records(measured / "random.jsonl")[1]["rows"]
     assert plain["synthetic"] is None and plain["first_difference"] is None
     for row in held:
