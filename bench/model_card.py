@@ -110,7 +110,7 @@ MODEL_CARD = Study(
     note="Columns `paper` are the paper's figures, of another model.",
     sizes=Sizes(),
     quick={"context": 8192, "step": 1024, "positions": 128},
-    minutes=(90, 3),
+    minutes=(20, 2),
     opened=Texts.opened,
     parts={"loss": Part(loss), "needle": Part(needle), "acceptance": Part(small_caches)},
 )
