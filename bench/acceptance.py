@@ -26,7 +26,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.caches.selection import chunk_scores, retrieval
+from offload_rt.caches.selection import AttentionScores, chunk_scores, top_chunks
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.sampling import Sampler
@@ -59,7 +59,7 @@ class ExactTopKCache:
     """
 
     def __init__(self, full: FullCache, budget: int, whole: int = 0) -> None:
-        self.held = SpeculativeTokens()
+        self.speculative = SpeculativeTokens()
         self._full, self._budget, self._whole = full, budget, whole
 
     @property
@@ -78,7 +78,7 @@ class ExactTopKCache:
                 torch.cat([*map(head_major, side)], dim=1).to(full.device) for side in zip(*runs, strict=True)
             ]
             mass = chunk_scores(fold(queries, len(keys)), stored[0], scale)  # of single tokens
-            chosen = retrieval(mass, min(self._budget, length), first=0)
+            chosen = top_chunks(mass, min(self._budget, length), first=0)
             k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
             runs = [(k, v)]
         total = AttentionSum(full.backend, queries, len(keys), scale)
@@ -101,8 +101,9 @@ class ExactTopKCache:
 def count_prompt(sequence: TokenSequence) -> None:
     """Counts what queries of the sequence attended to, as H2O does: `ROUND` queries after each page."""
     full, length, page = sequence.full, sequence.full.verified_length, sequence.full.layout.page_size
-    assert full.scores is not None
-    full.scores.values.zero_()
+    (cache,) = full.derived
+    assert isinstance(cache, RetrievedCache) and isinstance(cache.selection, AttentionScores)
+    cache.selection.values.zero_()
     for at in range(page, length - ROUND, page):
         full.start_from(at)
         passed(sequence.verifier, sequence.tokens[at : at + ROUND], 1)
@@ -136,7 +137,7 @@ def small_cache(sequence: TokenSequence, kind: str, budget: int) -> Cache:
     recompose(sequence, load_config("retrieval", keys | CACHES[kind]))
     if CACHES[kind] is PLAIN:
         return ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE))
-    (cache,) = full.derived
+    (cache,) = sequence._caches
     if kind == HEAVY_HITTERS:
         assert isinstance(cache, RetrievedCache)
         count_prompt(sequence)

@@ -22,7 +22,7 @@ from bench.results import Row
 from cpu_kv import CudaLink, Event, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
-from offload_rt.attention import triton_kernels
+from offload_rt.attention import triton_operators
 from offload_rt.attention.backends import AttentionBackend, choose_backend, fold, folded_mask
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.config import StoreConfig
@@ -136,7 +136,7 @@ def attention(given: Given) -> Iterator[Row]:
     device, page, backend = given.device, StoreConfig.page, choose_backend(given.device)
     yield {"backend": backend.name}
     try:
-        triton_kernels.check(str(device))
+        triton_operators.check(str(device))
         yield {"triton": "as the plain form"}
     except Exception as error:  # Triton raises errors of many kinds
         yield {"failed": f"Triton kernels: {type(error).__name__}: {first_line(error)}"}

@@ -32,11 +32,11 @@ from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.measuring import seconds
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.model.parts import Part
+from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import from_config
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
-from offload_rt.planning.shapes import from_config
 from offload_rt.toml import load_config
 
 NOTHING_RESIDENT = {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
@@ -164,12 +164,12 @@ def drafting(given: Given) -> Iterator[Row]:
     # All bounded caches cost a pass the same, and this one needs no full cache.
     cache = StreamingCache(layout, model.rotary_frequencies, sinks=4, window=entries - 4, backend=backend)
     model.prepare(cache, (1,), None)
-    CausalModel.forward(model, [Part(cache, NewTokens.chain(entries), 1)])
+    CausalModel.forward(model, [PassInput(cache, NewTokens.chain(entries), 1)])
     cache.commit(range(entries))
     cache.settle()
 
     def step() -> None:
-        (output,) = model.forward([Part(cache, NewTokens.chain(1), 1)])
+        (output,) = model.forward([PassInput(cache, NewTokens.chain(1), 1)])
         to_host(output.logits)
         cache.commit([0])
         cache.keep([])

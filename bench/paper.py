@@ -19,8 +19,7 @@ from bench.continued import BUDGET_SHARE, Continued
 from bench.results import Row
 from bench.study import Part, Study
 from bench.texts import passed, recompose, take
-from offload_rt.config import uses_small_model
-from offload_rt.drafting.compose import open_datastore
+from offload_rt.config import LevelConfig
 from offload_rt.drafting.expectations import (
     DRAFT_LENGTHS,
     LATER_CHOICES,
@@ -31,6 +30,8 @@ from offload_rt.drafting.expectations import (
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import Plan
 from offload_rt.drafting.shapes import DraftShape
+from offload_rt.levels.base import needs_draft_model
+from offload_rt.levels.sources import DatastoreLevel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.loading import DEMO
 from offload_rt.toml import load_config
@@ -65,7 +66,7 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
         with study.read() as context:
             for one in variants(study):
                 overrides = study.keys(one.overrides)
-                if study.draft is None and uses_small_model([load_config(one.config, overrides)]):
+                if study.draft is None and needs_draft_model([load_config(one.config, overrides)]):
                     continue
                 say(one.label)
                 plain_ms = study.plain_ms(context)
@@ -343,5 +344,6 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measures all parts that are asked for."""
     if arguments.datastore is not None:
-        open_datastore(load_config("lookup", datastore_keys(arguments.datastore)))  # or refuses
+        config = load_config("lookup", datastore_keys(arguments.datastore))
+        DatastoreLevel(config, LevelConfig("datastore")).source()  # or refuses
     PAPER.run(arguments)

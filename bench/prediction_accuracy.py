@@ -32,12 +32,13 @@ from offload_rt.config import StoreConfig
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json
+from offload_rt.levels.base import Cost
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.measuring import CPU, compute_rate, seconds
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.prediction import Predictor, Work, attention_rate
-from offload_rt.planning.shapes import ModelShape
+from offload_rt.planning.prediction import Predictor, attention_rate
 
 AMPLE_BYTES = 2**50  # of memory: what was run did fit
 ATTENTION_REPEATS = 7
@@ -182,7 +183,9 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         if alone is None or late is None:
             return None
         predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])
-    gpus, others = _other_gpus(record), found.get("other_gpus_tokens", 0)
+    # Earlier versions wrote `cards` for other GPUs.
+    gpus: Any = record.get("gpus", record.get("cards", 0))
+    others = found.get("other_gpus_tokens", found.get("other_cards_tokens", 0))
     placement = Placement(
         resident_tokens=int(found["resident_tokens"]),
         cpu_tokens=int(found["cpu_tokens"]),
@@ -197,11 +200,6 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
     return dict(zip(PREDICTED, values, strict=True))
 
 
-def _other_gpus(record: Row) -> int:
-    count: Any = record.get("gpus", record.get("cards", 0))  # as earlier versions called them
-    return int(count)
-
-
 def _hardware(record: Row) -> Hardware:
     """The GPU's figures, or those of a processor that stands for one behind a paced link."""
     if "hardware" in record:
@@ -213,9 +211,10 @@ def _hardware(record: Row) -> Hardware:
     # FLOP a byte of KV, at as many queries as a draft has.
     intensity = target.attention_flops * (rates[-1].queries / target.group) / target.layer_token_bytes
     computing = rates[-1].rate * intensity / 1e3
+    others: Any = record.get("gpus", record.get("cards", 0))
     name = "a processor behind a paced link"
     processor = Gpu(name, AMPLE_BYTES, rates[0].rate, computing, link, link, launch_ms=0.0)
-    return Hardware(host, (processor,) * (1 + _other_gpus(record)), True)
+    return Hardware(host, (processor,) * (1 + others), True)
 
 
 class MeasuredAlone(Predictor):
@@ -230,11 +229,11 @@ class MeasuredAlone(Predictor):
         super().__init__(request)
         self._pass_ms, self._late = pass_ms, late
 
-    def dense(self, queries: int) -> Work:
+    def dense(self, queries: int) -> Cost:
         target, host = self.request.target, self.request.hardware.host
         rate = attention_rate(host.attention, queries * target.group)
         attention = self.request.context * target.token_bytes / rate / 1e6
-        return Work(max(0.0, self._pass_ms - attention) + self._late["verdict_ms"])
+        return Cost(max(0.0, self._pass_ms - attention) + self._late["verdict_ms"])
 
-    def draft(self, shape: DraftShape) -> Work:
-        return Work(shape.size * self._late["draft_token_ms"] if self.request.levels else 0.0)
+    def draft(self, shape: DraftShape) -> Cost:
+        return Cost(shape.size * self._late["draft_token_ms"] if self.request.levels else 0.0)

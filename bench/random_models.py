@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.measuring import CPU
 from offload_rt.machine.memory import available_memory
 from offload_rt.model.loading import demo_model
-from offload_rt.planning.shapes import SHAPES as KNOWN
-from offload_rt.planning.shapes import ModelShape
+from offload_rt.model.shape import SHAPES as KNOWN
+from offload_rt.model.shape import ModelShape
 
 PREFIX = "random:"
 LOGIT_DEVIATION = 20.0
@@ -61,7 +68,8 @@ def random_prompt(vocabulary: int, count: int) -> list[int]:
 
 def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
     """The config of a model in this shape, valid for `positions` tokens."""
-    kind: Any = Qwen2Config if shape.name.startswith("qwen2") else LlamaConfig
+    kinds: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    kind = kinds.get(shape.name[:5], LlamaConfig)
     config: PretrainedConfig = kind(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,

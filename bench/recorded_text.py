@@ -75,7 +75,7 @@ class RecordedText:
             self._prompt = ()
             for left, text in zip(range(len(prompt), 0, -1), prompt, strict=True):
                 room = self._capacity - len(text)
-                self.sequences.append(self._engine.open(text, room, texts=left))
+                self.sequences.append(self._engine.open(text, room, sequences=left))
                 self._engine.begin(self.sequences[-1], None, self._continuation(room))
             self._prompt = prompt
             self._ms = sum(sequence.read_ms for sequence in self.sequences)

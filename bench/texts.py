@@ -20,9 +20,12 @@ from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.machine.hardware import NO_GPU, named_hardware
 from offload_rt.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
-from offload_rt.model.parts import Output
+from offload_rt.model.passes import PassOutput
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import shape_of
+from offload_rt.planning.placement import PlanRequest
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.text import encode
 from offload_rt.toml import load_config
@@ -42,8 +45,10 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
         shared = Shared(target, None, store, link, choose_backend(device))
-        runner = target.for_text(tokens, room)
-        with closing(TokenSequence(shared, config, runner, tokens + room + 1)) as sequence:
+        runner = target.for_length(tokens, room)
+        shape = shape_of(target.module, target.dtype, target.name)
+        request = PlanRequest(shape, None, config, max(1, tokens), room, named_hardware(NO_GPU))
+        with closing(TokenSequence(shared, request, runner, tokens + room + 1)) as sequence:
             yield sequence
 
 
@@ -60,13 +65,13 @@ def recompose(sequence: TokenSequence, config: Config) -> None:
     sequence.begin(config, Continuation(sampling, max(1, room)))
 
 
-def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> Output:
+def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> PassOutput:
     """Passes `tokens` behind all that the verifier's cache holds; returns the output after the last `rows`.
 
     The new KV is pending in the cache: commit or drop it.
     """
     forward = verifier.forward(range(-1, len(tokens) - 1), tokens, rows=rows, hidden=hidden)
-    return forward.model.forward([forward.part], forward.plan)[0]
+    return forward.model.forward([forward.input], forward.plan)[0]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
-from offload_rt.planning.shapes import from_config
+from offload_rt.model.shape import from_config
 
 PAGE = Path(__file__).with_suffix(".md")
 EQUAL = "tokens equal"

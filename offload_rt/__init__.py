@@ -1,7 +1,6 @@
 """Lossless generation from very long prompts, with the full KV cache paged in CPU memory."""
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from offload_rt.errors import UsageError
@@ -18,9 +17,11 @@ __all__ = ["LLM", "Context", "GenerationResult", "SamplingParams", "TokenEvent",
 
 
 def __getattr__(name: str) -> object:
-    """The API, imported when it is first asked for: torch takes seconds, and a usage error needs none."""
+    """Imports the API when it is first used: importing torch takes seconds, which a usage error need not."""
     if name == "__version__":
-        found = importlib.metadata.distributions(name="offload-rt")
+        from importlib import metadata
+
+        found = metadata.distributions(name="offload-rt")
         return next((one.version for one in found), "not installed")  # used from a checkout
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

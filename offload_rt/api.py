@@ -1,4 +1,4 @@
-"""The Python API: `LLM` turns prompts into text (parameters and results are in `results.py`)."""
+"""The Python API: `LLM` turns prompts into text (see `results.py` for parameters and results)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CudaLink, Link
-from offload_rt.config import AUTO, DATASTORE, Config, possible, uses_small_model
+from offload_rt.batch import generate_batch
+from offload_rt.config import AUTO, Config
 from offload_rt.context import GREEDY, Context, Prompt, TokenStream
-from offload_rt.drafting.compose import open_datastore
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import needs_draft_model, possible, used_levels
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import (
@@ -33,17 +34,18 @@ from offload_rt.model.loading import (
     load_model,
     load_tokenizer,
 )
-from offload_rt.output import OutputProcessor, finish
+from offload_rt.model.rope import Yarn
+from offload_rt.model.shape import find_shape, ignored_parts
+from offload_rt.output import OutputProcessor
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, ranked
-from offload_rt.planning.shapes import find_shape
 from offload_rt.results import (
     GenerationResult,
     SamplingParams,
-    check_params,
+    integer,
     is_batch,
     token_ids,
-    whole_number,
+    with_changes,
 )
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.text import encode
@@ -59,8 +61,8 @@ class LLM:
     """A target model, perhaps a draft model, and a composition of them. Threads may share it.
 
     Args:
-        model: folder or hub id of the target; None: the embedded demo pair.
-        draft: folder or hub id of the small model; None: the demo draft for the demo target, else none;
+        model: folder or hub ID of the target; None: the embedded demo pair.
+        draft: folder or hub ID of the small model; None: the demo draft for the demo target, else none;
             "none": none. Levels of the config that need one are left out, and a notice says so.
         config: name of a shipped config, or a TOML file; `auto`: whichever is predicted to be fastest for a
             text, among those that the models allow.
@@ -70,12 +72,18 @@ class LLM:
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
         on_progress: told how far loading and prefill are, and what is measured for a machine's first plan.
         on_notice: told, in a line, what a user should know.
+        rope: `yarn:FACTOR` stretches the target's positions by YaRN; None: as its config.json says.
         size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
             weights are read. With a second GPU, weights are spread for such a text; without, for the longest.
+
+    Attributes:
+        predicted_ms: ms per token that the plan for `size_hint` predicts; None without one.
 
     Raises:
         UsageError: for whatever cannot be done as asked.
     """
+
+    predicted_ms: float | None = None
 
     def __init__(
         self,
@@ -88,22 +96,24 @@ class LLM:
         on_progress: ProgressReport | None = None,
         on_notice: Callable[[str], None] | None = None,
         size_hint: tuple[int, int] | None = None,
+        rope: str | Yarn | None = None,
     ) -> None:
+        rope = Yarn.parse(rope) if isinstance(rope, str) else rope
         configs = load_configs(config, overrides)  # what is cheap to check comes first
         place, *others = choose_devices(device)
         wanted = choose_dtype(dtype, place)
         source, name = (demo_model("target"), DEMO) if model is None else (model, str(model))
         if model is None and draft is None:
             draft = demo_model("draft")
-        if str(draft) == NO_DRAFT or not uses_small_model(configs):
+        if str(draft) == NO_DRAFT or not needs_draft_model(configs):
             draft = None
         tokenizer = load_tokenizer(source)
-        _check_datastores(configs, tokenizer)
+        _check_files(configs, tokenizer)
         if draft is not None:
             check_same_tokens(tokenizer, name, load_tokenizer(draft), str(draft))
         elsewhere = None
         if size_hint is not None or others:
-            shape = find_shape(name, wanted)
+            shape = find_shape(name, wanted, rope)
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
             hardware = usable_hardware(place, on_progress=on_progress, cards=[(one, 0) for one in others])
             candidates = possible(configs, draft is not None)
@@ -116,10 +126,10 @@ class LLM:
             while size_hint is None and not planned.fits and sizes[0] > SHORTEST_TEXT:
                 planned = planned_for(sizes := (sizes[0] // 2, 1))
             if size_hint is not None:
-                planned.check()
+                self.predicted_ms = planned.check().ms_per_token
             if planned.request.elsewhere:
                 elsewhere = others[0], planned.request.elsewhere
-        target = load_model(source, place, wanted, on_progress, elsewhere=elsewhere)
+        target = load_model(source, place, wanted, on_progress, elsewhere=elsewhere, rope=rope)
         small = None
         if draft is not None:
             loaded = load_model(draft, place, target.dtype, on_progress, "load draft")
@@ -151,7 +161,7 @@ class LLM:
         """
         llm = cls.__new__(cls)
         configs = load_configs(config, overrides)
-        if not uses_small_model(configs):
+        if not needs_draft_model(configs):
             draft = None
         llm._start(
             (target, _name_of(target)),
@@ -179,7 +189,7 @@ class LLM:
         self._tokenizer = tokenizer
         self._notices: list[str] = []
         self._on_notice = on_notice
-        _check_datastores(configs, tokenizer, getattr(target[0].config, "vocab_size", None))
+        _check_files(configs, tokenizer, getattr(target[0].config.get_text_config(), "vocab_size", None))
         with ExitStack() as refused:
             models = []
             for given in (target, draft) if draft is not None else (target,):
@@ -189,11 +199,24 @@ class LLM:
             self.engine = Engine(models[0], small, configs, link, on_progress, self._notice, other_links)
             refused.pop_all()
         self._streams: list[tuple[weakref.ref[TokenStream], TokenSequence]] = []
+        if ignored := ignored_parts(target[0].config):
+            self._notice(ignored)
 
     def _notice(self, text: str) -> None:
         self._notices.append(text)
         if self._on_notice is not None:
             self._on_notice(text)
+
+    @property
+    def model_sampling(self) -> SamplingParams | None:
+        """Sampling that the model's generation_config.json suggests; None: greedy decoding, or nothing."""
+        config: Any = self.engine.target.module.generation_config
+        if config is None or not config.do_sample:
+            return None
+        found = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
+        return SamplingParams(
+            **{"temperature": 1.0} | {name: v for name, v in found.items() if v is not None}
+        )
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -226,22 +249,28 @@ class LLM:
         Raises:
             UsageError: there is no room for it, beside the contexts that are open.
         """
-        tokens, room = self.prompt_ids(prompt), whole_number("room", room)
+        tokens, room = self.prompt_ids(prompt), integer("room", room)
         with self.engine.lock:
             self._close_dropped()
-            left = self.engine.target.longest(len(tokens)) - len(tokens)
+            left = self.engine.target.max_length(len(tokens)) - len(tokens)
             return Context(self, self.engine.open(tokens, max(1, min(room, left))))
 
     @overload
-    def generate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, params: SamplingParams = GREEDY
+    def generate(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, **changes: Any
     ) -> GenerationResult: ...
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **changes: Any,
     ) -> list[GenerationResult]: ...
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **changes: Any,
     ) -> GenerationResult | list[GenerationResult]:
         """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
 
@@ -251,48 +280,27 @@ class LLM:
 
         Args:
             params: for all prompts, or one for each.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
         """
         if is_batch(prompt):
-            return self._generate_all(cast(Sequence[Prompt], prompt), params)
-        stream = self.stream(cast(Prompt, prompt), cast(SamplingParams, params))
+            with self.engine.lock:
+                self._close_dropped()
+            return generate_batch(self, cast(Sequence[Prompt], prompt), params, changes)
+        stream = self.stream(cast(Prompt, prompt), cast(SamplingParams, params), **changes)
         deque(stream, maxlen=0)
         assert stream.result is not None
         return stream.result
 
-    def _generate_all(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[GenerationResult]:
-        wanted = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(wanted) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts but {len(wanted)} parameters: give one for each")
-        for one in wanted:
-            self._check_params(one)
-        wanted = [one.seeded() for one in wanted]
-        checked = [self.prompt_ids(one) for one in prompts]
-        sizes = [(len(tokens), one.max_tokens) for tokens, one in zip(checked, wanted, strict=True)]
-        engine = self.engine
-        with engine.lock, ExitStack() as closing:
-            self._close_dropped()
-            engine.check_room(sizes)
-            opened: dict[int, OutputProcessor] = {}
-            # The shortest first: what it leaves of its share of a GPU's memory is for the longer ones.
-            for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
-                left = len(sizes) - len(opened)
-                sequence = engine.open(checked[at], wanted[at].max_tokens, texts=left)
-                closing.callback(engine.close_sequence, sequence)
-                engine.begin(sequence, None, self.continuation(wanted[at]))
-                opened[at] = self.writer(sequence, wanted[at])
-            writers = [opened[at] for at in range(len(sizes))]
-            finish(engine, writers)
-            return [writer.result() for writer in writers]
-
-    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY) -> TokenStream:
+    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **changes: Any) -> TokenStream:
         """Continues `prompt` token by token. Closing the stream stops it; its `result` tells what stands.
 
         Several streams may be open: each is a text of its own.
+
+        Args:
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
         """
-        self._check_params(params)
-        tokens, params, engine = self.prompt_ids(prompt), params.seeded(), self.engine
+        params = self.checked_params(params, changes).seeded()
+        tokens, engine = self.prompt_ids(prompt), self.engine
         with engine.lock:
             self._close_dropped()
             sequence = engine.open(tokens, params.max_tokens)
@@ -334,19 +342,21 @@ class LLM:
             raise UsageError(f"prompt token {outside} is outside the vocabulary of {target.vocabulary}")
         return tokens
 
-    def _check_params(self, params: SamplingParams) -> None:
-        check_params(params)
+    def checked_params(self, params: SamplingParams, changes: Mapping[str, Any] = {}) -> SamplingParams:
+        """Returns `params` with other values of some fields, checked for this model."""
+        params = with_changes(params, changes)
         if params.stop and self._tokenizer is None:
             name = self.engine.target.name
             raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
+        return params
 
     def writer(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
-        """What turns the rounds of a text into events."""
+        """Returns the output processor of a sequence, which turns rounds into events."""
         return OutputProcessor(self.engine, sequence, params, self._tokenizer, self._notices, start)
 
     def continuation(self, params: SamplingParams) -> Continuation:
-        """How a text is continued, by parameters that have a seed."""
-        self._check_params(params)
+        """Returns the settings of a continuation; `params` must have a seed."""
+        self.checked_params(params)
         assert params.seed is not None
         draws = GeneratorDraws(params.seed, self.engine.target.device)
         sampling = Sampling(params, draws, frozenset() if params.ignore_eos else self.end_tokens)
@@ -359,7 +369,7 @@ class LLM:
                 raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
             return None
         given = load_config(config, overrides)
-        _check_datastores([given], self._tokenizer, self.engine.target.vocabulary)
+        _check_files([given], self._tokenizer, self.engine.target.vocabulary)
         return self.engine.available(given)
 
     def close(self) -> None:
@@ -373,12 +383,12 @@ class LLM:
         self.close()
 
 
-def _check_datastores(
+def _check_files(
     configs: Iterable[Config], tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None
 ) -> None:
     for config in configs:
-        if DATASTORE in config.sources:
-            open_datastore(config).check(tokenizer, vocabulary)
+        for level in used_levels(config):
+            level.check_files(tokenizer, vocabulary)
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -1,7 +1,7 @@
-"""`offload-rt COMMAND`: one module of `commands/` each.
+"""The command line `offload-rt COMMAND`; each command is a module of `commands/`.
 
-Exit codes: 0 done; 2 the request cannot be fulfilled (one line on stderr); 130 interrupted by Ctrl-C, 143 by
-SIGTERM; 141 the reader of stdout is gone.
+Exit codes: 0: done. 2: the request cannot be fulfilled (one line on stderr says why). 130: interrupted by
+Ctrl-C. 143: ended by SIGTERM. 141: the reader of stdout is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import offload_rt
 from offload_rt.commands import datastore, demo, doctor, generate, plan, search_skips
-from offload_rt.commands.exits import run_program
+from offload_rt.commands.exits import check_address_space, run_program
 from offload_rt.errors import UsageError
 
 COMMANDS = (demo, generate, plan, doctor, datastore, search_skips)
@@ -27,7 +27,7 @@ to begin:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: that of the process); returns the exit code."""
+    """Runs the command line `argv` (default: the arguments of the process); returns the exit code."""
     return run_program("offload-rt", lambda: _run(_parser(), argv))
 
 
@@ -38,12 +38,13 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
+    check_address_space()
     status: int = arguments.run(arguments)
     return status
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes its errors to the one place where errors are printed."""
+    """An argument parser that raises its errors as UsageError, so that they are printed in one place."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")

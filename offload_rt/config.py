@@ -1,4 +1,4 @@
-"""What composes a decoder and how large its parts are: frozen dataclasses.
+"""Configuration of a composition and of the sizes of its parts, as frozen dataclasses.
 
 Every key is listed here, and nowhere else, with its default. `toml` reads them from files, which state what
 differs.
@@ -7,32 +7,16 @@ differs.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from offload_rt.drafting.shapes import MOST_NODES, DraftShape
 from offload_rt.errors import UsageError
 
-LOOKUP = "lookup"
-SUFFIX = "suffix"
-DATASTORE = "datastore"
-HEAD = "head"
-DRAFT_STREAMING = "draft:streaming"
-TARGET_STREAMING = "target:streaming"
-TARGET_RETRIEVED = "target:retrieved"
-TARGET_SHARED = "target:shared"
-
 LONGEST_MATCH = 64
 """Tokens of a text's end: more are never compared, and a datastore's suffixes are sorted by so many."""
-
-SOURCES = (LOOKUP, SUFFIX, DATASTORE)
-"""Levels without a model: what followed the text's end elsewhere."""
-
-LEVELS = (*SOURCES, HEAD, DRAFT_STREAMING, TARGET_STREAMING, TARGET_RETRIEVED, TARGET_SHARED)
-"""What may stand below the target over its full cache, from the cheapest to the dearest."""
 
 AUTO = "auto"
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
@@ -52,14 +36,15 @@ class InvalidValue(UsageError):
         super().__init__(f"{key} = {shown(value)}: {rule}")
 
 
-def _require(allowed: bool, key: str, value: object, rule: str) -> None:
+def require(allowed: bool, key: str, value: object, rule: str) -> None:
+    """Raises InvalidValue unless `allowed`."""
     if not allowed:
         raise InvalidValue(key, value, rule)
 
 
 @dataclass(frozen=True)
 class RefreshPolicy:
-    """When the retrieved cache chooses its entries anew.
+    """Schedule by which the retrieved cache chooses its entries anew.
 
     Attributes:
         kind: `every` verification; every `stride` generated tokens; or when the rolling `acceptance`
@@ -115,22 +100,26 @@ class RetrievalConfig:
             f"must be at least {always_held}: the first chunk (retrieval.chunk = {self.chunk}) and the recent"
             f" window (retrieval.recent = {self.recent}) are always held"
         )
-        _require(self.budget >= always_held, "retrieval.budget", self.budget, rule)
+        require(self.budget >= always_held, "retrieval.budget", self.budget, rule)
 
 
 @dataclass(frozen=True)
 class LevelConfig:
-    """Who drafts for the next level; written as a table, or short as its name, `model:cache`."""
+    """One level, which drafts for the next one; written as a table, or short as its name, `model:cache`.
 
-    # `draft` (the small model), `target`, `head` (one on the target's hidden states), or one of `SOURCES`.
+    Which levels there are, and what each allows, is said by their classes (`levels`).
+    """
+
+    # `draft` (the small model), `target`, `head` (one on the target's hidden states), `lookup`, `suffix` or
+    # `datastore`.
     model: str
-    cache: str = ""  # `streaming`, `retrieved` or `shared` (the full one); none for a head or a source
-    layers: str = "all"  # in what order it drafts: `all`, `groups:N` or `skip:5,7a,9m` (`layers.LayerPlan`)
+    cache: str = ""  # `streaming`, `retrieved` or `shared` (the full one); none for a head or a look-up
+    layers: str = "all"  # in what order it drafts: `all`, `groups:N` or `skip:5,7a,9m` (`LayerPlan`)
     calibrate: bool = True  # the newest verified tokens still go through all layers
     # Shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or `auto`
-    # (`drafting.shapes.DraftShape`).
+    # (`DraftShape`).
     draft: str = "chain"
-    merge: str = ""  # one of `SOURCES`, whose finds join the draft
+    merge: str = ""  # `lookup`, `suffix` or `datastore`: its finds join the draft
 
     @property
     def name(self) -> str:
@@ -138,7 +127,7 @@ class LevelConfig:
 
     @property
     def shape(self) -> DraftShape:
-        """Of what it proposes, of no depth yet."""
+        """Shape of what it proposes, of no depth yet."""
         return DraftShape.parse(self.draft)
 
     @classmethod
@@ -151,73 +140,46 @@ class LevelConfig:
             value = {"model": model, "cache": cache}
         types = get_type_hints(cls)
         if not isinstance(value, Mapping):
-            raise InvalidValue(key, value, f"must be a name ({', '.join(LEVELS)}) or a table")
+            raise InvalidValue(key, value, "must be the name of a level or a table")
         for name, item in value.items():
-            _require(name in types, f"{key}.{name}", item, f"is no key of a level{nearest(name, types)}")
+            require(name in types, f"{key}.{name}", item, f"is no key of a level{nearest(name, types)}")
             require_type(types[name], f"{key}.{name}", item)
-        _require("model" in value, key, dict(value), "names no model")
+        require("model" in value, key, dict(value), "names no model")
         level = cls(**value)
-        _require(level.name in LEVELS, key, level.name, f"is not a level{nearest(level.name, LEVELS)}")
         try:
-            shape = level.shape
+            level.shape  # noqa: B018
         except UsageError as error:
             raise InvalidValue(f"{key}.draft", level.draft, str(error).partition(": ")[2]) from None
-        rule = f"must be one of {', '.join(SOURCES)}, or empty"
-        _require(level.merge in ("", *SOURCES), f"{key}.merge", level.merge, rule)
-        if level.model in SOURCES:
-            kinds = ("chain", "grown") if level.model == DATASTORE else ("chain",)
-            rule = f"must be {' or '.join(kinds)} for {level.model}"
-            _require(shape.kind in kinds, f"{key}.draft", level.draft, rule)
-            _require(not level.merge, f"{key}.merge", level.merge, f"must be empty for {level.model}")
-        if level.model in (*SOURCES, HEAD):
-            _require(level.layers == "all", f"{key}.layers", level.layers, f"must be all for {level.model}")
         return level
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Who drafts, and how far ahead."""
+    """The levels that draft, and the depth of their drafts."""
 
-    # From the cheapest to the dearest; each drafts for the next one, the last for the target over its full
-    # cache. None: plain decoding.
+    # From the cheapest to the most expensive; each drafts for the next one, the last for the target over its
+    # full cache. None: plain decoding.
     levels: tuple[LevelConfig, ...]
-    gamma1: Annotated[int, 1, MOST_NODES] = (
-        2  # depth of the drafts that the levels below the last one propose
-    )
-    # Depth of those for the target over its full cache; 0: chosen as it runs, by what passes and drafts take
-    # and by how many tokens are accepted.
+    gamma1: Annotated[int, 1, MOST_NODES] = 2  # depth of drafts that levels below the last one propose
+    # Depth of drafts for the target over its full cache; 0: chosen while decoding, by what passes and drafts
+    # take and by how many tokens are accepted.
     gamma2: Annotated[int, 0, MOST_NODES] = 0
-    step_down: bool = True  # give up speculation where it does not pay
+    step_down: bool = True  # fall back to plain decoding while speculation is slower
 
     def __post_init__(self) -> None:
-        key = "speculation.levels"
-        ranks = [LEVELS.index(name) for name in self.names]
-        rule = f"each level must be cheaper than the next, in the order {', '.join(LEVELS)}"
-        _require(ranks == sorted(set(ranks)), key, self.names, rule)
         for level, shape in zip(self.levels, self.shapes, strict=True):
             least = shape.deep(max(1, shape.depth))
             rule = f"has {least.size} nodes at depth {least.depth}: must have at most {MOST_NODES}"
-            _require(least.size <= MOST_NODES, f"{key}.draft", level.draft, rule)
-        for below, above in pairwise(self.levels):
-            rule = f"{above.name} proposes what rounds with the level below yield: chain or sequences:K"
-            _require(above.shape.kind in ("chain", "sequences"), f"{key}.draft", above.draft, rule)
-            rule = "joins drafts for the target over its full cache only: leave it empty below another level"
-            _require(not below.merge, f"{key}.merge", below.merge, rule)
-            rule = "is planned by what the full cache accepts: choose another shape below a level"
-            _require(below.shape.kind != "sequoia", f"{key}.draft", below.draft, rule)
-            rule = "has no model that could verify what the level below drafts: put it first"
-            _require(above.model not in (*SOURCES, HEAD), key, above.name, rule)
-            rule = "a head below it goes on from hidden states of the target: put a level of the target there"
-            _require(below.model != HEAD or above.model == "target", key, above.name, rule)
+            require(least.size <= MOST_NODES, "speculation.levels.draft", level.draft, rule)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the levels."""
+        """Names of the levels."""
         return tuple(level.name for level in self.levels)
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Of what the levels propose; the last one of no depth where that is chosen as it runs."""
+        """Shapes of what the levels propose; the last one of no depth where that is chosen while decoding."""
         depths = [*(len(self.levels) - 1) * [self.gamma1], self.gamma2]
         return tuple(level.shape.deep(depth) for level, depth in zip(self.levels, depths, strict=False))
 
@@ -246,7 +208,7 @@ class LookupConfig:
 
     def __post_init__(self) -> None:
         rule = f"must be at least lookup.min_ngram = {self.min_ngram}"
-        _require(self.max_ngram >= self.min_ngram, "lookup.max_ngram", self.max_ngram, rule)
+        require(self.max_ngram >= self.min_ngram, "lookup.max_ngram", self.max_ngram, rule)
 
 
 @dataclass(frozen=True)
@@ -260,7 +222,7 @@ class DatastoreConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How a prompt is read."""
+    """Settings of the prefill."""
 
     chunk: Positive = 2048  # tokens taken through a layer at a time; it bounds the memory for activations
 
@@ -277,7 +239,7 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         rule = f"must be a multiple of store.page = {self.page}"
-        _require(self.slab_tokens % self.page == 0, "store.slab_tokens", self.slab_tokens, rule)
+        require(self.slab_tokens % self.page == 0, "store.slab_tokens", self.slab_tokens, rule)
 
 
 RefreshFrom = Literal["auto", "stream", "store"]
@@ -285,7 +247,7 @@ RefreshFrom = Literal["auto", "stream", "store"]
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """How the full KV cache is used over a link; where KV is attended in place, nothing of it applies."""
+    """Use of the full KV cache over a link; ignored where KV is attended in place."""
 
     resident_tokens: Annotated[int, -1] = -1  # the first of each layer, on the GPU; -1: as planned
     cpu_tokens: Annotated[int, -1] = -1  # those that follow, attended by the CPU in place; -1: as planned
@@ -297,7 +259,7 @@ class OffloadConfig:
 
     @property
     def refreshes_from_stream(self) -> bool:
-        """Whether a refresh takes its entries from the stream: also where nothing is decided."""
+        """A refresh takes its entries from the stream, also where nothing is decided."""
         return self.refresh_from != "store"
 
 
@@ -321,40 +283,14 @@ class Config:
         rule = f"must be -1 (the planner decides) or a multiple of store.page = {page}"
         for name in ("resident_tokens", "cpu_tokens"):
             tokens = getattr(self.offload, name)
-            _require(tokens == -1 or tokens % page == 0, f"offload.{name}", tokens, rule)
+            require(tokens == -1 or tokens % page == 0, f"offload.{name}", tokens, rule)
         rule = f"must divide store.page = {page}, so that no chunk crosses a page"
-        _require(page % chunk == 0, "retrieval.chunk", chunk, rule)
-        path, rule = self.datastore.path, "names no file: build one with offload-rt datastore build FOLDER"
-        _require(bool(path) or DATASTORE not in self.sources, "datastore.path", path, rule)
-
-    @property
-    def sources(self) -> set[str]:
-        """Those of `SOURCES` that it uses."""
-        levels = self.speculation.levels
-        return {name for level in levels for name in (level.model, level.merge)} & set(SOURCES)
-
-    @property
-    def kept_means(self) -> tuple[int | None, bool]:
-        """What retrieval reads beside the KV: mean keys of chunks of so many tokens, and means of pages."""
-        if TARGET_RETRIEVED not in self.speculation.names:
-            return None, False
-        return self.retrieval.chunk if self.retrieval.select == "mean_keys" else None, self.retrieval.rest
+        require(page % chunk == 0, "retrieval.chunk", chunk, rule)
 
     def having(self, key: str, value: object) -> Config:
         """The same with another value of one key, `section.key`."""
         section, name = key.split(".")
         return replace(self, **{section: replace(getattr(self, section), **{name: value})})
-
-
-def uses_small_model(configs: Iterable[Config]) -> bool:
-    """Whether one of them has a level for a small model."""
-    return any(DRAFT_STREAMING in config.speculation.names for config in configs)
-
-
-def possible(configs: Sequence[Config], small_model: bool) -> list[Config]:
-    """Those of several that need no small model, where there is none; a single one is kept as it is."""
-    kept = small_model or len(configs) == 1
-    return [config for config in configs if kept or not uses_small_model([config])]
 
 
 _TYPES = {int: "a whole number", bool: "true or false", str: "a string"}
@@ -364,15 +300,15 @@ def require_type(expected: Any, key: str, value: Any) -> None:
     """Raises InvalidValue where `value` is not of the annotated type or outside its bounds."""
     if get_origin(expected) is Literal:
         allowed = get_args(expected)
-        _require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
+        require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
         return
     kind, *bounds = get_args(expected) or (expected,)
     # bool is a subclass of int, and `true` is no number of tokens.
-    _require(type(value) is kind, key, value, f"must be {_TYPES[kind]}")
+    require(type(value) is kind, key, value, f"must be {_TYPES[kind]}")
     for least in bounds[:1]:
-        _require(value >= least, key, value, f"must be at least {least}")
+        require(value >= least, key, value, f"must be at least {least}")
     for most in bounds[1:]:
-        _require(value <= most, key, value, f"must be at most {most}")
+        require(value <= most, key, value, f"must be at most {most}")
 
 
 def shown(value: object) -> str:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from offload_rt.config import Config
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.output import OutputProcessor, step
-from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, check_params, whole_number
+from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer, with_changes
 
 GREEDY = SamplingParams()
 Prompt = str | Sequence[int]
 
 
 class Host(Protocol):
-    """What a context asks of its `LLM`."""
+    """The part of an `LLM` that a context needs."""
 
     engine: Engine
 
     def prompt_ids(self, prompt: Prompt, *, behind: bool = False) -> list[int]: ...
+
+    def checked_params(self, params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams: ...
 
     def continuation(self, params: SamplingParams) -> Continuation: ...
 
@@ -64,7 +66,7 @@ class Context:
 
     @property
     def placement(self) -> dict[str, int]:
-        """How many tokens of each layer lie where."""
+        """Number of tokens of each layer by tier: resident, CPU, other GPUs, streamed."""
         return self._session.placement
 
     def append(self, prompt: Prompt) -> None:
@@ -85,6 +87,7 @@ class Context:
         params: SamplingParams = GREEDY,
         config: str | None = None,
         overrides: Mapping[str, object] = {},
+        **changes: Any,
     ) -> GenerationResult:
         """Appends a prompt, if there is one, and continues the context, which then contains both.
 
@@ -92,8 +95,9 @@ class Context:
             config: another composition than the LLM's own, for this text alone. It is over the same KV, when
                 the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
             overrides: config values by full key, of a `config` that is named.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
         """
-        stream = self.stream(prompt, params, config, overrides)
+        stream = self.stream(prompt, params, config, overrides, **changes)
         deque(stream, maxlen=0)
         assert stream.result is not None
         return stream.result
@@ -104,9 +108,10 @@ class Context:
         params: SamplingParams = GREEDY,
         config: str | None = None,
         overrides: Mapping[str, object] = {},
+        **changes: Any,
     ) -> TokenStream:
         """Like `generate`, token by token. Closing the stream stops it; what was taken of it stands."""
-        check_params(params)
+        params = with_changes(params, changes)
         settings = self._host.composition(config, overrides)
         tokens = self._host.prompt_ids(prompt, behind=True) if len(prompt) else []
         with self._engine.lock:
@@ -125,7 +130,7 @@ class Context:
         Raises:
             UsageError: there are fewer tokens, or none would be left.
         """
-        length = whole_number("length", length)
+        length = integer("length", length)
         with self._engine.lock:
             self._turn_to_use()
             there = len(self._session.tokens)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+LONGEST_MESSAGE = 1000
+"""Characters of an error message that are shown."""
+
 
 class UsageError(Exception):
-    """Something the user asked for cannot be done; the message is what they read.
+    """A request that cannot be fulfilled; its message is what the user reads.
 
-    The message says what was wrong, which value, and what to do about it, in one line. The command line
+    The message says what is wrong, which value, and what to do about it, in one line. The command line
     prints it as `offload-rt: error: …` and exits with code 2.
     """
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type where it says nothing."""
+    """Returns the first line of an error's message, shortened; the error's type where it has no message."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if isinstance(error, KeyError) or not text:  # the message of a KeyError is the missing key alone
+        text = f"{type(error).__name__} {text}".strip()
+    return shortened(text.splitlines()[0])
+
+
+def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
+    """Returns `text` without its middle where it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end - 3]} … {text[-end:]}"

@@ -1,4 +1,4 @@
-"""Files that results go to: checked before the work, written as a whole after it."""
+"""Output files: checked before the work, written as a whole after it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 from offload_rt.errors import UsageError
 
 _WRITTEN_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENAMETOOLONG)
-"""Refusals to put another file in a file's place. They say nothing of the file itself, which may be
-writable: in a folder of somebody else, or mounted by itself."""
+"""Errors of replacing a file. The file itself may be writable: in another user's folder, or as a mount."""
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises UsageError, which names the `option` that gave it, where `path` cannot become a file."""
+    """Raises UsageError, which names the command line's `option`, where `path` cannot be written."""
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
@@ -27,11 +26,18 @@ def check_writable(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path}: may not be written; name a file elsewhere")
 
 
+def check_new(option: str, path: Path) -> None:
+    """Raises UsageError, which names the `option`, where `path` exists or cannot be written."""
+    check_writable(option, path)
+    if path.exists():
+        raise UsageError(f"{option} {path}: exists; name another file, or remove it")
+
+
 def write_json(option: str, path: Path, report: Mapping[str, object], indent: int = 2) -> None:
     """Writes a report as a whole or not at all.
 
     Raises:
-        UsageError: it cannot be written; names the `option` that gave the path.
+        UsageError: it cannot be written; names the command line's `option`.
     """
     try:
         write_whole(path, json.dumps(report, indent=indent) + "\n")
@@ -41,7 +47,7 @@ def write_json(option: str, path: Path, report: Mapping[str, object], indent: in
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to be written, which takes its place unless that fails."""
+    """Yields a path beside `path` to write to; the new file replaces `path` unless an exception is raised."""
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}")
     try:
         yield partial
@@ -51,7 +57,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the file as a whole or not at all; a link stays a link, a device or a pipe what it is.
+    """Writes a file as a whole or not at all; links, devices and pipes are kept.
 
     Raises:
         OSError: it cannot be written.

@@ -1,15 +1,15 @@
-"""From the rounds of a text to what a user sees of it: events as tokens are made, and a result at the end."""
+"""Turns decode steps into what a user sees: an event per token, and a result at the end."""
 
 from __future__ import annotations
 
 import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from time import perf_counter
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from offload_rt import clock
 from offload_rt.drafting.base import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
@@ -27,32 +27,32 @@ from offload_rt.text import TextStream
 
 
 def step(engine: Engine, writers: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
-    """A round of every text that has not ended: the events of one after the other, for the caller to take."""
+    """Runs a decode step of every sequence that has not ended; yields the events of each, to be consumed."""
     going = [writer for writer in writers if not writer.ended]
-    with engine.lock:  # without what other threads do, nor what the caller does between two rounds
-        started = perf_counter()
+    with engine.lock:  # the time excludes other threads, and the caller between two steps
+        started = clock.now()
         rounds = engine.step([writer.sequence for writer in going])
-        ms = 1e3 * (perf_counter() - started)
+        ms = 1e3 * (clock.now() - started)
     return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
 
 
 def finish(engine: Engine, writers: Sequence[OutputProcessor]) -> None:
-    """Rounds until every text has ended; nobody takes their events."""
+    """Runs decode steps until every sequence has ended; drops the events."""
     while not all(writer.ended for writer in writers):
         for events in step(engine, writers):
             deque(events, maxlen=0)
 
 
 class OutputProcessor:
-    """Turns the rounds of one text into events and, at the end, into a result.
+    """Turns the decode steps of one sequence into events and, at the end, into a result.
 
     Args:
-        notices: what the user was told so far; it may grow.
-        start: length of the context before this text and its prompt.
+        notices: notices to the user so far; may grow.
+        start: length of the context, in tokens, before this call's prompt.
 
     Attributes:
-        tokens: token ids that were taken.
-        error: what ended the text before its time.
+        tokens: token IDs that the caller has taken.
+        error: the exception that ended the text early.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class OutputProcessor:
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete."""
+        """Returns whether the text is complete."""
         return self._finish != "interrupted"
 
     def write(self, round: Round | Exception, ms: float) -> Generator[TokenEvent]:
-        """Events of a round's tokens, up to the end of the text; it took so many ms."""
+        """Yields the events of a decode step that took `ms`, up to the end of the text."""
         self._ms += ms
         if isinstance(round, Exception):
             self._finish, self.error = "error", round
@@ -103,7 +103,7 @@ class OutputProcessor:
                 return
 
     def result(self) -> GenerationResult:
-        """The text and how it came about."""
+        """Returns the text with its statistics, also before it has ended."""
         if not self.ended:
             self._stream.finish()
         engine, sequence, params, ms = self._engine, self.sequence, self._params, self._ms
@@ -111,8 +111,8 @@ class OutputProcessor:
         # A level's proposals are counted by the one above; the target over its full cache makes none.
         offered = [*((above.proposed, above.accepted) for above in stats[1:]), (0, 0)]
         notices = list(self._notices)
-        if sequence.controller.breaks.steps_down:
-            plainly = f"{sequence.controller.breaks.plain_tokens} of {len(self.tokens)} tokens"
+        if sequence.controller.fallbacks:
+            plainly = f"{sequence.controller.plain_tokens} of {len(self.tokens)} tokens"
             notices.append(f"{plainly} were decoded plainly, as drafting them would have taken longer")
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
@@ -152,7 +152,7 @@ class OutputProcessor:
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 device_peak_bytes=torch.cuda.max_memory_allocated(target.device) if on_gpu else 0,
             ),
-            plain_tokens=sequence.controller.breaks.plain_tokens,
+            plain_tokens=sequence.controller.plain_tokens,
             notices=notices,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )

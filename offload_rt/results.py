@@ -1,4 +1,4 @@
-"""What a user gives to a generation and what comes back: parameters, events, results."""
+"""Input and output of a generation: sampling parameters, token events and results."""
 
 from __future__ import annotations
 
@@ -6,67 +6,75 @@ import numbers
 import operator
 import reprlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from offload_rt.config import nearest
 from offload_rt.errors import UsageError
 from offload_rt.sampling import Sampler
 
 FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 
 
-def whole_number(name: str, value: object) -> int:
-    """`value` as an int; UsageError, which names it, where it is none (True is none either)."""
+def integer(name: str, value: object) -> int:
+    """Returns `value` as an int. Raises UsageError, which names it, where it is none; True is none either."""
     with suppress(TypeError):
         if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
-    raise UsageError(f"{name} {reprlib.repr(value)} is no whole number")
+    raise UsageError(f"{name} must be an integer, got {reprlib.repr(value)}")
 
 
 def number(name: str, value: object) -> float:
-    """`value` as a float; UsageError, which names it, where it is no number."""
+    """Returns `value` as a float. Raises UsageError, which names it, where it is no real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name} {reprlib.repr(value)} is no number")
+        raise UsageError(f"{name} must be a number, got {reprlib.repr(value)}")
     return float(value)
 
 
 def is_batch(prompt: object) -> bool:
-    """Whether it is a list of prompts, and not one: all of its entries are texts or sequences."""
+    """Returns whether `prompt` is a list of prompts: all of its entries are texts or sequences."""
     if not isinstance(prompt, list | tuple):
         return getattr(prompt, "ndim", 1) == 2
     return len(prompt) > 0 and all(isinstance(one, Sequence) or getattr(one, "ndim", 0) for one in prompt)
 
 
 def token_ids(prompt: object) -> list[int]:
-    """Token ids from a sequence of whole numbers, or from a tensor or an array of one dimension.
+    """Returns token IDs from a sequence of integers, or from a tensor or an array of one dimension.
 
     Raises:
-        UsageError: it is neither; names the value.
+        UsageError: `prompt` is neither; names the value and says what to pass.
     """
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        kind = type(prompt).__name__
+        raise UsageError(f'prompt is a {kind}: give the token IDs in it, prompt["input_ids"]')
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(given, Sequence):
         kind = type(prompt).__name__
-        raise UsageError(f"prompt {reprlib.repr(prompt)} is of type {kind}: give a text (str) or token ids")
-    return [whole_number(f"prompt token {at}:", token) for at, token in enumerate(given)]
+        raise UsageError(f"prompt {reprlib.repr(prompt)} is of type {kind}: give a text (str) or token IDs")
+    if any(isinstance(entry, Mapping) for entry in given):
+        raise UsageError(
+            "prompt is a list of chat messages: give token IDs, "
+            "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
+        )
+    return [integer(f"prompt token {at}", token) for at, token in enumerate(given)]
 
 
 @dataclass(frozen=True)
 class SamplingParams(Sampler):
-    """How to draw tokens (`temperature`, `top_p` and `top_k`, see `Sampler`) and when to stop.
+    """How tokens are drawn (`temperature`, `top_p` and `top_k`, see `Sampler`), and when generation stops.
 
     Attributes:
-        max_tokens: generate at most so many.
-        stop: strings that end the text where they begin.
-        seed: repeats the same tokens on the same machine, where the same shares of the KV lie in the same
-            places and the retrieved cache is refreshed in the same way (what is planned follows the memory
-            that is free); None: one is drawn, and the result tells it.
+        max_tokens: most tokens to generate.
+        stop: strings that end the text where they begin; one string, or a sequence of them.
+        seed: repeats the same tokens on the same machine and plan (a plan depends on the memory that is
+            free); None: one is drawn, and the result holds it.
         ignore_eos: do not stop at the model's end-of-text tokens.
     """
 
     max_tokens: int = 256
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     seed: int | None = None
     ignore_eos: bool = False
 
@@ -74,39 +82,59 @@ class SamplingParams(Sampler):
         for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
             value = getattr(self, name)
             if name != "seed" or value is not None:
-                read = number if name in ("temperature", "top_p") else whole_number
+                read = number if name in ("temperature", "top_p") else integer
                 object.__setattr__(self, name, read(name.replace("_", "-"), value))
         super().__post_init__()
         if self.max_tokens < 1:
             raise UsageError(f"max-tokens {self.max_tokens} is out of range: use 1 or more")
-        if isinstance(self.stop, str | bytes) or not isinstance(self.stop, Collection):
-            raise UsageError(f"stop {self.stop!r} must be a sequence of strings")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        for text in self.stop:
-            if not isinstance(text, str):
-                raise UsageError(f"stop string {text!r} is no string (str)")
-            if not text:
-                raise UsageError("a stop string is empty: leave it out")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore-eos {self.ignore_eos!r} must be True or False")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed {self.seed} is out of range: use 0 to {2**63 - 1}")
 
     def seeded(self) -> SamplingParams:
-        """With a seed that is drawn where none is given."""
+        """Returns parameters with a seed, drawn where none is given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
 
-def check_params(params: object) -> None:
-    """Raises UsageError for what are no `SamplingParams`."""
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    """Returns stop strings as a tuple. Raises UsageError for what is none."""
+    if isinstance(stop, bytes) or not isinstance(stop, Collection):
+        raise UsageError(f"stop must be a string or a sequence of strings, got {reprlib.repr(stop)}")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in strings:
+        if not isinstance(text, str):
+            raise UsageError(f"a stop string must be a str, got {reprlib.repr(text)}")
+        if not text:
+            raise UsageError("a stop string is empty: leave it out")
+    return strings
+
+
+def with_changes(params: object, changes: Mapping[str, Any]) -> SamplingParams:
+    """Returns `params` with other values of some fields.
+
+    Raises:
+        UsageError: `params` is not of type SamplingParams, or a field or a value is not valid.
+    """
     if not isinstance(params, SamplingParams):
-        remedy = "give SamplingParams, a list of them to a list of prompts"
+        remedy = "give SamplingParams, or for a list of prompts a list of them"
         raise UsageError(f"params {reprlib.repr(params)}: {remedy}")
+    names = [field.name for field in fields(SamplingParams)]
+    for name in changes:
+        if name not in names:
+            raise UsageError(f"unknown sampling parameter {name}{nearest(name, names)}")
+    return replace(params, **changes) if changes else params
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token as it is made. `text` is what became certain with it: it may be empty, or reach back."""
+    """One generated token.
+
+    Attributes:
+        text: the text that became certain with this token; may be empty, or that of several tokens.
+        from_draft: a draft proposed the token, and it was accepted.
+    """
 
     token: int
     text: str
@@ -115,7 +143,7 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Timings:
-    """Tokens and times in ms: `prompt` is what was read, `draft_n` what was proposed to the target."""
+    """Token counts, and times in ms: of the prompt, of generation, and of drafts proposed to the target."""
 
     prompt_n: int = 0
     prompt_ms: float = 0.0
@@ -128,7 +156,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Level:
-    """What one level did: its passes, the tokens it proposed to the next level and those accepted there.
+    """Statistics of one level: passes, tokens proposed to the next level, and tokens accepted there.
 
     The last level is the target over its full cache, which proposes nothing. `ms` is the level's own time.
     """
@@ -142,9 +170,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What crossed the link while this text was made; nothing does where the store is attended in place.
+    """Bytes that crossed the link during generation; 0 where the KV is attended in place, on a CPU.
 
-    `bytes_abandoned`: the part of `bytes_to_device` that was sent ahead for a pass which did not come.
+    `bytes_abandoned` is the part of `bytes_to_device` that was sent ahead for a pass that did not come.
     """
 
     bytes_to_device: int = 0
@@ -165,16 +193,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A text and how it came about.
+    """A generated text with its statistics.
 
     Attributes:
         start: length of the context, in tokens, before this call's prompt: `Context.rewind` takes it.
         prompt_tokens: length of the context when generation began, the prompt included.
-        tokens: generated ids, an end-of-text token included.
+        tokens: generated token IDs, an end-of-text token included.
         text: their text, up to a stop string.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
-        plain_tokens: decoded without drafts because speculation did not pay.
-        error: what went wrong, where the text ended with an error.
+        plain_tokens: number of tokens decoded without drafts because speculation was slower.
+        error: why the text ended, where `finish_reason` is "error".
     """
 
     model: str
@@ -198,7 +226,7 @@ class GenerationResult:
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as `offload-rt generate --json` writes them."""
+        """Returns the values that `offload-rt generate --json` writes."""
         values = asdict(self)
         del (
             values["start"],

@@ -1,4 +1,4 @@
-"""Our own safetensors files: a kind in their metadata, read or refused by name, written as a whole."""
+"""Safetensors files of our own, which state their kind in the metadata; written as a whole."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from offload_rt.files import replacing
 
 
 def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, mapped into memory and not read yet, and the file's metadata.
+    """Opens a file; returns its tensors by name, mapped into memory and not read yet, and its metadata.
 
     Args:
-        what: the file should be, as a message calls it.
-        kind: that its metadata must state.
-        remedy: how to make one.
+        what: what messages call the file.
+        kind: the kind that its metadata must state.
+        remedy: how to make such a file.
 
     Raises:
-        UsageError: the file is not there, torn, or of another kind.
+        UsageError: the file does not exist, is corrupt, or is of another kind.
     """
     try:
         with safe_open(path, framework="pt") as stored:
             about = stored.metadata() or {}
             if about.get("kind") != kind:
-                raise UsageError(f"{what} {path}: is no {what}; {remedy}")
+                raise UsageError(f"{what} {path}: is no {what} of this version; {remedy}")
             return {name: stored.get_tensor(name) for name in stored.keys()}, about  # noqa: SIM118
     except OSError as error:
         said = error.strerror or "no such file, or a folder"
         raise UsageError(f"{what} {path}: cannot be read ({said}); {remedy}") from None
     except SafetensorError as error:
-        raise UsageError(f"{what} {path}: is torn or none ({error}); {remedy}") from None
+        raise UsageError(f"{what} {path}: is corrupt or not a safetensors file ({error}); {remedy}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
@@ -45,6 +45,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     """
     with replacing(path) as partial:
         partial.touch()
-        mode = partial.stat().st_mode  # as files of this user usually have it; safetensors has its own idea
+        mode = partial.stat().st_mode  # of this user's files; safetensors sets another one
         save_file(dict(tensors), partial, dict(about))
         partial.chmod(mode)

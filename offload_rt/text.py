@@ -1,4 +1,4 @@
-"""Text from tokens as it becomes certain, up to a stop string."""
+"""Token IDs from text, and text from tokens as it becomes certain, up to a stop string."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ if TYPE_CHECKING:
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, last: int | None = None, *, special: bool = True
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Returns the token IDs of a prompt.
+
+    A text that begins with the beginning-of-text token, as chat templates write it, gets no second one.
 
     Args:
-        last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
-        special: with the special tokens that the tokenizer puts around a text.
+        last: number of tokens to keep, the last ones; a beginning-of-text token is kept in front of them.
+        special: add the special tokens that the tokenizer puts around a text.
 
     Raises:
-        UsageError: the text is no Unicode.
+        UsageError: the text is not valid Unicode.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        said = f"character {error.start} is half of a surrogate pair; decode the text anew"
-        raise UsageError(f"prompt {reprlib.repr(text)}: {said}") from None
+        wrong = f"character {error.start} is half of a surrogate pair; decode the text anew"
+        raise UsageError(f"prompt {reprlib.repr(text)}: {wrong}") from None
     without = {} if special else {"add_special_tokens": False}
-    tokens: list[int] = tokenizer(text, verbose=False, **without)[
-        "input_ids"
-    ]  # no warning about long prompts
-    return tokens if last is None else keep_last(tokens, last, tokenizer.bos_token_id)
+    # Not verbose: no warning about long prompts.
+    tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]
+    beginning = tokenizer.bos_token_id
+    if special and beginning is not None and tokens[:2] == [beginning, beginning]:
+        (added, *_) = tokenizer("", verbose=False)["input_ids"] or [None]
+        tokens = tokens[added == beginning :]
+    return tokens if last is None else keep_last(tokens, last, beginning)
 
 
 def keep_last(tokens: list[int], last: int, beginning: int | None) -> list[int]:
-    """The last so many tokens of a prompt, its beginning-of-text token in front of them."""
+    """Returns the last tokens of a prompt, `last` of them, with its beginning-of-text token in front."""
     if len(tokens) <= last:
         return tokens
     if last > 1 and tokens[0] == beginning:
@@ -46,22 +51,22 @@ def keep_last(tokens: list[int], last: int, beginning: int | None) -> list[int]:
 
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for bytes that are no character, or not yet one."""
+"""Written by tokenizers for bytes that are no character, or not yet one."""
 
 MAX_OPEN_TOKENS = 8
-"""No character takes more bytes, so none takes more tokens: older bytes will never become one."""
+"""Tokens after which bytes that are not yet a character never become one: no character takes as many."""
 
 CHARACTER_TOKENS = 4
-"""Tokens that a UTF-8 character spans at most: one a byte."""
+"""Most tokens that a UTF-8 character spans: one per byte."""
 
 
 class TextStream:
-    """Turns token ids into text as it becomes certain.
+    """Turns token IDs into text as it becomes certain.
 
-    Nothing is returned that a later token may change: neither half a character nor text that may turn out
-    to be a stop string. All returned pieces joined are `tokenizer.decode` of all tokens, without special
-    tokens, up to the first stop string. First means the one that is complete first; of several that end
-    with the same character, the longest.
+    It never returns text that a later token may change: neither half a character nor the beginning of a
+    possible stop string. All returned pieces joined equal `tokenizer.decode` of all tokens, without special
+    tokens, up to the first stop string: the one that is complete first, and of several that end with the
+    same character the longest.
 
     Attributes:
         text: all text returned so far.
@@ -69,7 +74,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
-        """Without a tokenizer the text is always empty, and stop strings are a UsageError."""
+        """Without a tokenizer the text stays empty, and stop strings raise UsageError."""
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
         self.text = ""
@@ -77,14 +82,14 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._held = ""
-        # A short window of tokens is decoded again and again. Those before `_open_start` are context: how a
-        # token is written may depend on the one before it (a leading space, the rest of a character).
+        # A short window of tokens is decoded at every push. Tokens before `_open_start` are context: the text
+        # of a token may depend on the one before it (a leading space, the rest of a character).
         self._window: list[int] = []
         self._open_start = 0
         self._released_characters = 0
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the text that has become certain, often nothing."""
+        """Adds a token; returns the text that has become certain, often an empty string."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._window.append(token)
@@ -94,7 +99,7 @@ class TextStream:
         if certain < len(written) and open_tokens > MAX_OPEN_TOKENS:
             certain = len(written) - 1
         new = written[self._released_characters : certain]
-        # Some tokenizers write bytes that turn out to be a character shorter than they did before.
+        # Some tokenizers write a complete character shorter than its bytes before it was complete.
         self._released_characters = min(self._released_characters + len(new), len(written))
         if certain == len(written) and new:
             self._keep(open_tokens, open_start=open_tokens, open_characters=0)
@@ -105,7 +110,7 @@ class TextStream:
         return self._release(new)
 
     def finish(self) -> str:
-        """Returns what was held back, now that no token follows; nothing if a stop string has occurred."""
+        """Returns the text that was held back, as no token follows; nothing if a stop string has occurred."""
         if self._tokenizer is None or self.stopped:
             return ""
         released = self._release(self._decode(self._window)[self._released_characters :])
@@ -116,7 +121,7 @@ class TextStream:
         return released + held
 
     def _keep(self, tokens: int, open_start: int, open_characters: int) -> None:
-        """Shortens the window to its last `tokens`, all but `open_characters` of their text released."""
+        """Shortens the window to its last `tokens`; all but `open_characters` of their text is released."""
         self._window = self._window[-tokens:]
         self._open_start = open_start
         self._released_characters = max(len(self._decode(self._window)) - open_characters, 0)
@@ -129,7 +134,7 @@ class TextStream:
         return text
 
     def _release(self, new: str) -> str:
-        """The part of the held text and `new` that no stop string can reach any more."""
+        """Returns the part of the held text and `new` that cannot belong to a stop string any more."""
         text = self._held + new
         ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
@@ -144,6 +149,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins but is not complete."""
+    """Returns the length of the longest end of `text` that is an incomplete beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

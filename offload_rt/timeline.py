@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+
+from offload_rt import clock
 
 
 @dataclass(frozen=True)
 class Span:
-    """From `start` to `end`, in seconds of `time.perf_counter`."""
+    """From `start` to `end`, in seconds of `clock.now`."""
 
     lane: str
     name: str
@@ -31,11 +32,11 @@ class Timeline:
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
         """Records how long the block takes; on a GPU, how long it takes to enqueue it."""
-        start = perf_counter()
+        start = clock.now()
         try:
             yield
         finally:
-            self.spans.append(Span(lane, name, start, perf_counter()))
+            self.spans.append(Span(lane, name, start, clock.now()))
 
 
 class _NoTimeline(Timeline):

@@ -1,14 +1,15 @@
-"""Configurations as TOML: found by name or path, read, overridden, and written back.
+"""Configurations as TOML: finds them by name or path, reads, overrides and writes them.
 
 A file states only what differs from the defaults. The same keys, written `section.key`, are accepted as
-overrides from Python and from the command line. Every mistake is a `UsageError` that names where the value
-came from, the key, the value and what is allowed.
+overrides from Python and from the command line. Every mistake is a `UsageError` that names the origin of the
+value, the key, the value and what is allowed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,7 +19,6 @@ from typing import Any, get_type_hints
 from offload_rt.config import (
     AUTO,
     AUTOMATIC,
-    LEVELS,
     Config,
     InvalidValue,
     LevelConfig,
@@ -27,7 +27,7 @@ from offload_rt.config import (
     require_type,
     shown,
 )
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, first_line
 
 _CONFIGS = Path(__file__).with_name("configs")
 
@@ -40,12 +40,12 @@ _KEYS = {
 
 
 def config_names() -> list[str]:
-    """Names of the configs that ship with the package, sorted."""
+    """Returns the names of the configs that ship with the package, sorted."""
     return sorted(path.stem for path in _CONFIGS.glob("*.toml"))
 
 
 def load_configs(name_or_path: str, overrides: Mapping[str, object] = {}) -> tuple[Config, ...]:
-    """What a name stands for: one config, or those among which `auto` chooses; see `load_config`."""
+    """Returns the config of that name, or for `auto` those among which it chooses; see `load_config`."""
     names = AUTOMATIC if name_or_path == AUTO else (name_or_path,)
     if "speculation.levels" in overrides:  # which leaves no choice
         names = names[:1]
@@ -53,7 +53,7 @@ def load_configs(name_or_path: str, overrides: Mapping[str, object] = {}) -> tup
 
 
 def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
-    """Reads a config by its name or from a TOML file, with `overrides` on top.
+    """Reads a config by its name or from a TOML file, and applies `overrides`.
 
     Args:
         name_or_path: a name from `config_names()`, or the path of a TOML file.
@@ -78,26 +78,48 @@ def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Conf
             section, _, name = key.partition(".")
             sections[section][name] = _typed(key, value)
         if "speculation.levels" not in sources:
-            raise UsageError(f"{path}: speculation.levels is missing: a list from {', '.join(LEVELS)}, or []")
-        return Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
+            raise UsageError(f"{path}: speculation.levels is missing: a list of levels, or []")
+        config = Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
+        if config.speculation.levels:
+            # Imported here: it brings torch, which takes seconds, and mistakes above are told at once.
+            from offload_rt.levels.check import check_levels
+
+            check_levels(config)
+        return config
     except InvalidValue as error:
-        section_key = ".".join(error.key.split(".")[:2])  # a level's keys stand below that
-        raise UsageError(f"{sources.get(section_key, 'default')}: {error}") from None
+        raise UsageError(_blamed(error, sources)) from None
+
+
+def _blamed(error: InvalidValue, sources: Mapping[str, str]) -> str:
+    """Returns the message of `error` with the origin of the value that the user gave.
+
+    A rule between two keys blames one of them, which may be a default; the rule then names the other one.
+    """
+    section_key = ".".join(error.key.split(".")[:2])  # the keys of a level stand below `speculation.levels`
+    if section_key in sources:
+        return f"{sources[section_key]}: {error}"
+    given = next((key for key in sources if f"{key} = " in str(error)), None)
+    if given is None:
+        return f"default: {error}"
+    return f"{sources[given]}: {given} does not go with the default of another key: {error}"
 
 
 def parse_override(text: str) -> tuple[str, object]:
-    """`section.key=value` as a key and a value; the value is TOML, a bare word is a string.
+    """Splits `section.key=value`; the value is TOML, and a bare word is a string.
 
     Raises:
-        UsageError: there is no `=`, no key or no value.
+        UsageError: there is no `=`, no key or no value, or the value is nested too deeply.
     """
     key, equals, written = text.partition("=")
     key, written = key.strip(), written.strip()
     if not (equals and key and written):
-        raise UsageError(f"override {text!r}: write section.key=value, e.g. retrieval.budget=4096")
+        shown = reprlib.repr(text)
+        raise UsageError(f"override {shown}: write section.key=value, e.g. retrieval.budget=4096")
     try:
         parsed = tomllib.loads(f"value = {written}")
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise UsageError(f"override {key}: its value is nested too deeply; write fewer brackets") from None
+    except ValueError:  # no TOML, or an integer of too many digits
         return key, written
     # A line break in the text would have started a second key.
     return key, parsed["value"] if len(parsed) == 1 else written
@@ -112,25 +134,28 @@ def _config_path(name_or_path: str) -> Path:
     names = [AUTO, *config_names()]
     if name_or_path == AUTO:
         raise UsageError(
-            f"config {AUTO}: stands for several; give a TOML file or one of {', '.join(names[1:])}"
+            f"config {AUTO}: stands for several configurations; give a TOML file or one of"
+            f" {', '.join(names[1:])}"
         )
-    is_folder = os.path.isdir(name_or_path)
-    if is_folder or path.suffix == ".toml" or path.parent != Path("."):
-        wrong = "is a folder" if is_folder else "no such file"
+    is_folder, exists = os.path.isdir(name_or_path), os.path.exists(name_or_path)
+    if exists or path.suffix == ".toml" or path.parent != Path("."):
+        wrong = "is a folder" if is_folder else "is a pipe or a device" if exists else "no such file"
         raise UsageError(f"config {name_or_path}: {wrong}; give a TOML file or one of {', '.join(names)}")
     raise UsageError(f"unknown config {name_or_path!r}{nearest(name_or_path, names)}, or the path of a file")
 
 
 def _read_toml(path: Path) -> dict[str, object]:
-    """The file's values by full key."""
+    """Reads a file; returns its values by full key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: its values are nested too deeply; write fewer brackets") from None
+    except ValueError as error:  # a TOMLDecodeError, or an integer of too many digits
+        raise UsageError(f"{path}: not valid TOML: {first_line(error)}") from None
     values: dict[str, object] = {}
     for section, table in tables.items():
         if section not in _SECTIONS:
@@ -142,7 +167,7 @@ def _read_toml(path: Path) -> dict[str, object]:
 
 
 def _typed(key: str, value: object) -> object:
-    """`value` as the type that `key` holds."""
+    """Returns `value` as the type of `key`."""
     expected = _KEYS[key]
     if expected is RefreshPolicy:
         return RefreshPolicy.parse(value)
@@ -150,12 +175,12 @@ def _typed(key: str, value: object) -> object:
         require_type(expected, key, value)
         return value
     if not isinstance(value, list | tuple):
-        raise InvalidValue(key, value, f"must be a list of names ({', '.join(LEVELS)}) or tables")
+        raise InvalidValue(key, value, "must be a list of names or tables")
     return tuple(LevelConfig.parse(key, level) for level in value)
 
 
 def to_toml(config: Config) -> str:
-    """Returns as TOML what of `config` differs from the defaults."""
+    """Returns the values of `config` that differ from the defaults, as TOML."""
     sections = {name: _changed(section) for name, section in vars(config).items() if name != "name"}
     return "\n".join(
         f"[{name}]\n" + "".join(f"{key} = {_written(value)}\n" for key, value in changed.items())

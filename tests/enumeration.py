@@ -20,20 +20,20 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from offload_rt.caches.base import NewTokens, Verified
+from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.growth import Growth
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.drafting.model_drafter import ModelDrafter, Rounds, SmallModelDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
-from offload_rt.drafting.verifier import Order, Sampling, Verifier
+from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.model.draft_head import Head
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import BatchRunner, LevelStats, Outputs, Passed
 from offload_rt.sampling import Draws, Sampler, choices
 from offload_rt.timeline import NO_TIMELINE
@@ -144,8 +144,8 @@ class TokenCache:
     def __init__(self, view: str) -> None:
         self.view = view
         self.verified: list[Entry] = []
-        self.speculative: list[Entry] = []
-        self.held = SpeculativeTokens()
+        self.drafted: list[Entry] = []
+        self.speculative = SpeculativeTokens()
         self.new: NewTokens | None = None
         self.pending: list[Entry] = []
         self.skipped = 0
@@ -163,14 +163,14 @@ class TokenCache:
     def seen_by(self, token: int) -> list[Entry]:
         """What a new token sees, itself included."""
         assert self.new is not None
-        behind = [*self.speculative, *self.pending]
+        behind = [*self.drafted, *self.pending]
         sees = self.new.sees[token]
         return self.verified + [entry for at, entry in enumerate(behind) if sees >> at & 1]
 
     def commit(self, kept: Sequence[int]) -> None:
         new, pending = self._end_pass()
-        self.speculative += [pending[index] for index in kept]
-        new.hold(self.held, kept)
+        self.drafted += [pending[index] for index in kept]
+        new.commit_to(self.speculative, kept)
 
     def _end_pass(self) -> tuple[NewTokens, list[Entry]]:
         assert self.new is not None, "commit without a pass"
@@ -179,26 +179,26 @@ class TokenCache:
         return ended
 
     def keep(self, entries: Sequence[int]) -> None:
-        self.speculative = [self.speculative[entry] for entry in entries]
-        self.held.keep(entries)
+        self.drafted = [self.drafted[entry] for entry in entries]
+        self.speculative.keep(entries)
 
     def settle(self) -> None:
-        self.verified += self.speculative
-        self.speculative = []
-        self.held.clear()
+        self.verified += self.drafted
+        self.drafted = []
+        self.speculative.clear()
 
     # What only some caches do.
 
-    def adopt(self, verified: Verified) -> None:
+    def adopt(self, verified: VerifiedTokens) -> None:
         came = [(int(position), int(token)) for position, token in verified.kv[0, 0].tolist()]
         assert [token for _, token in came] == verified.tokens
-        path = self.held.match(verified.tokens)
-        self.keep(self.held.below(path[-1]) if path and len(path) == len(came) else [])
+        path = self.speculative.match(verified.tokens)
+        self.keep(self.speculative.below(path[-1]) if path and len(path) == len(came) else [])
         self.verified += came
 
     def reset(self) -> None:
-        self.verified, self.speculative, self.new, self.skipped = [], [], None, 0
-        self.held.clear()
+        self.verified, self.drafted, self.new, self.skipped = [], [], None, 0
+        self.speculative.clear()
 
     def skip(self, tokens: int) -> None:
         self.skipped += tokens
@@ -218,7 +218,7 @@ class FullTokenCache(TokenCache):
         entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         for cache in self.derived:
-            cache.adopt(Verified(ids, entries, entries, new.count - 1))
+            cache.adopt(VerifiedTokens(ids, entries, entries, new.count - 1))
 
     def keep(self, entries: Sequence[int]) -> None:
         assert not entries
@@ -258,14 +258,14 @@ class TableModel:
             self._rows[key] = torch.tensor([x if x >= least else -1e6 for x in row], dtype=self.dtype)
         return self._rows[key]
 
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
         outputs = []
         for part in parts:
             logits = self._part(part, plan)
-            outputs.append(Output(logits, logits.clamp(min=-3.0) if part.hidden else None))
+            outputs.append(PassOutput(logits, logits.clamp(min=-3.0) if part.hidden else None))
         return outputs
 
-    def _part(self, part: Part, plan: LayerPlan | None) -> Tensor:
+    def _part(self, part: PassInput, plan: LayerPlan | None) -> Tensor:
         cache, new = part.cache, part.new
         assert isinstance(cache, TokenCache)
         tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
@@ -277,7 +277,7 @@ class TableModel:
             [self.logits(view, cache.seen_by(token)) for token in range(new.count - part.rows, new.count)]
         )
 
-    def raise_nan(self, part: Part) -> NoReturn:
+    def raise_nan(self, part: PassInput) -> NoReturn:
         raise AssertionError("a table has no NaN")
 
 
@@ -374,7 +374,7 @@ class Parts:
         def compose(sampling: Sampling) -> Verifier:
             cache = FullTokenCache()
             drafter = below(self, cache, sampling)
-            return Verifier("full", self.target, cache, drafter, sampling, _order(None))
+            return Verifier("full", self.target, cache, drafter, sampling)
 
         return compose
 
@@ -389,7 +389,7 @@ def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
 
 def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
     """A head on the target's hidden states."""
-    return HeadDrafter(parts.head, sampling, _no_cost)
+    return HeadDrafter(parts.head, sampling)
 
 
 def target_over(
@@ -403,8 +403,7 @@ def target_over(
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         drafter, cache = below(parts, full, sampling), TokenCache(view)
         full.derived.append(cache)
-        orders = map(_order, plans or (None,))
-        return ModelDrafter(view, parts.target, cache, drafter, sampling, *orders, below=shape)
+        return ModelDrafter(view, parts.target, cache, drafter, sampling, *plans, shape_below=shape)
 
     return level
 
@@ -414,18 +413,18 @@ def small_model(*plans: LayerPlan) -> Level:
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
         cache: Any = TokenCache("small")
-        orders = map(_order, plans or (None,))
-        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *orders)
+        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *plans)
 
     return level
 
 
-def _order(plan: LayerPlan | None) -> Order:
-    return Order(plan, _no_cost)
+class Free:
+    """Prices nothing: as many outcomes are drafted for as are asked for."""
 
+    def pass_ms(self, length: int, shape: DraftShape) -> float:
+        return 0.0
 
-def _no_cost(length: int, queries: int) -> float:
-    return 0.0
+    draft_ms = pass_ms
 
 
 class BackgroundAtOnce:
@@ -466,7 +465,12 @@ class Text(TokenSequence):
         self.full: Any = verifier.cache
         self.full.verified = list(enumerate(prompt[:-1]))
         self.controller: Any = SpeculationController(
-            verifier, shape if shape.depth else None, ahead=ahead, step_down=False, clock=clock
+            Free(),
+            shape.candidates() if shape.depth else [shape],
+            0.5,
+            ahead=ahead,
+            step_down=False,
+            clock=clock,
         )
         self.controller.observe = lambda *given: None
         self.ready, self.rounds, self._ended = None, [], False

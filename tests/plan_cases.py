@@ -14,10 +14,10 @@ from machine_cases import CARD, DESKTOP, HOST
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
+from offload_rt.model.shape import find_shape
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.prediction import Predictor, RoundTime
-from offload_rt.planning.shapes import find_shape
 from offload_rt.toml import load_config, parse_override
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)

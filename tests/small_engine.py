@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import PassThread
 
@@ -96,9 +96,9 @@ def passes_of(
     passes: list[tuple[list[int], LayerPlan | None]] = []
     forward = kind.forward
 
-    def noted(model: Any, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
+    def noted(model: Any, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
         passes.append(([part.new.count for part in parts], plan))
-        outputs: list[Output] = forward(model, parts, plan)
+        outputs: list[PassOutput] = forward(model, parts, plan)
         return outputs
 
     monkeypatch.setattr(kind, "forward", noted)

@@ -27,15 +27,13 @@ from transformers import PreTrainedModel
 
 import offload_rt
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, native, output
+from offload_rt import LLM, SamplingParams, clock, native
 from offload_rt.context import TokenStream
-from offload_rt.drafting import sources
-from offload_rt.engine import controller, decode
+from offload_rt.engine import controller
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine import memory
-from offload_rt.model import scheduler
 from offload_rt.planning.prediction import Predictor, RoundTime
 
 ASCII = 128
@@ -119,20 +117,19 @@ def plain_tokens(target: PreTrainedModel) -> list[int]:
         ({"top_p": float("nan")}, "top-p nan"),
         ({"top_k": -1}, "top-k -1"),
         ({"max_tokens": 0}, "max-tokens 0"),
-        ({"stop": "end"}, "stop 'end' must be a sequence"),
-        ({"stop": b"end"}, "stop b'end' must be a sequence"),
-        ({"stop": None}, "stop None must be a sequence"),
-        ({"stop": ["a", b"b"]}, "stop string b'b' is no string"),
-        ({"temperature": "0.5"}, "temperature '0.5' is no number"),
-        ({"temperature": None}, "temperature None is no number"),
-        ({"top_p": True}, "top-p True is no number"),
-        ({"top_k": 2.5}, "top-k 2.5 is no whole number"),
-        ({"max_tokens": 3.5}, "max-tokens 3.5 is no whole number"),
-        ({"max_tokens": "3"}, "max-tokens '3' is no whole number"),
-        ({"max_tokens": None}, "max-tokens None is no whole number"),
-        ({"max_tokens": True}, "max-tokens True is no whole number"),
-        ({"seed": 1.0}, "seed 1.0 is no whole number"),
-        ({"seed": torch.tensor([1, 2])}, "seed tensor([1, 2]) is no whole number"),
+        ({"stop": b"end"}, "stop must be a string or a sequence of strings, got b'end'"),
+        ({"stop": None}, "stop must be a string or a sequence of strings, got None"),
+        ({"stop": ["a", b"b"]}, "a stop string must be a str, got b'b'"),
+        ({"temperature": "0.5"}, "temperature must be a number, got '0.5'"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"top_p": True}, "top-p must be a number, got True"),
+        ({"top_k": 2.5}, "top-k must be an integer, got 2.5"),
+        ({"max_tokens": 3.5}, "max-tokens must be an integer, got 3.5"),
+        ({"max_tokens": "3"}, "max-tokens must be an integer, got '3'"),
+        ({"max_tokens": None}, "max-tokens must be an integer, got None"),
+        ({"max_tokens": True}, "max-tokens must be an integer, got True"),
+        ({"seed": 1.0}, "seed must be an integer, got 1.0"),
+        ({"seed": torch.tensor([1, 2])}, "seed must be an integer, got tensor([1, 2])"),
         ({"ignore_eos": 1}, "ignore-eos 1 must be True or False"),
         ({"stop": ("a", "")}, "a stop string is empty"),
         ({"seed": -1}, "seed -1"),
@@ -158,19 +155,19 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (b"abc", "prompt b'abc' is of type bytes: give a text (str) or token ids"),
+        (b"abc", "prompt b'abc' is of type bytes: give a text (str) or token IDs"),
         (None, "prompt None is of type NoneType"),
         (3, "prompt 3 is of type int"),
         ({1: 2}, "prompt {1: 2} is of type dict"),
-        ([1, "a"], "prompt token 1: 'a' is no whole number"),
-        (["a", 1], "prompt token 0: 'a' is no whole number"),
-        ([3.5], "prompt token 0: 3.5 is no whole number"),
-        ([1, True], "prompt token 1: True is no whole number"),
-        (torch.tensor([1.5, 2.0]), "prompt token 0: 1.5 is no whole number"),
-        (torch.tensor([True]), "prompt token 0: True is no whole number"),
-        (torch.tensor([[[1]]]), "prompt token 0: [[1]] is no whole number"),
+        ([1, "a"], "prompt token 1 must be an integer, got 'a'"),
+        (["a", 1], "prompt token 0 must be an integer, got 'a'"),
+        ([3.5], "prompt token 0 must be an integer, got 3.5"),
+        ([1, True], "prompt token 1 must be an integer, got True"),
+        (torch.tensor([1.5, 2.0]), "prompt token 0 must be an integer, got 1.5"),
+        (torch.tensor([True]), "prompt token 0 must be an integer, got True"),
+        (torch.tensor([[[1]]]), "prompt token 0 must be an integer, got [[1]]"),
         ([[1, 2], b"ab"], "prompt b'ab' is of type bytes"),
-        (["a", [1, "b"]], "prompt token 1: 'b' is no whole number"),
+        (["a", [1, "b"]], "prompt token 1 must be an integer, got 'b'"),
     ],
     ids=str,
 )
@@ -198,7 +195,7 @@ def test_what_are_no_params(make: Any) -> None:
 def test_a_model_that_is_none_where_one_is_wanted(target: PreTrainedModel) -> None:
     with pytest.raises(UsageError, match=re.escape("model './m' is no transformers model; LLM(…) takes")):
         LLM.from_models("./m")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="is no folder and no hub id; LLM.from_models takes loaded models"):
+    with pytest.raises(UsageError, match="is no folder and no hub ID; LLM.from_models takes loaded models"):
         LLM(target)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="unknown config '3'"):
         LLM.from_models(target, config=3)  # type: ignore[arg-type]
@@ -383,12 +380,14 @@ def test_times_are_those_of_rounds(make: Any, monkeypatch: pytest.MonkeyPatch) -
     """Whatever the caller does between two tokens."""
     now = 0.0
 
-    def clock() -> float:
+    def step(subject: Engine, *sequences: Any) -> Any:
         nonlocal now
         now += 1.0
-        return now
+        return stepped(subject, *sequences)
 
-    monkeypatch.setattr("offload_rt.output.perf_counter", clock)
+    stepped = Engine.step
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(clock, "now", lambda: now)
     for _ in (stream := make("triforce").stream(PROMPT, PARAMS)):
         now += 100.0
     assert stream.result.timings.predicted_ms == 1e3 * stream.result.rounds
@@ -613,7 +612,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     make: Any, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Left alone, so small a model does without drafts from the start: here it never ceases to reconsider.
-    monkeypatch.setattr(controller.StepDown, "begin", lambda *_: None)
+    monkeypatch.setattr(controller, "FORESEEN_BREAK", 4)
     monkeypatch.setattr(controller, "FIRST_BREAK", 4)
     monkeypatch.setattr(controller, "LONGEST_BREAK", 4)
     params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, seed=11)
@@ -621,17 +620,16 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     if config != "plain":
         assert expected.timings.draft_n > 0
     for load in (1, 2):
-        clock = random.Random(load)
+        source = random.Random(load)
         now = 0.0
 
         def wild() -> float:
             nonlocal now
-            now += clock.choice([1e-6, 1e-3, 10.0])  # noqa: B023
+            now += source.choice([1e-6, 1e-3, 10.0])  # noqa: B023
             return now
 
         with monkeypatch.context() as patch:
-            for module in (decode, scheduler, sources, output):
-                patch.setattr(module, "perf_counter", wild)
+            patch.setattr(clock, "now", wild)
             assert make(config, step_down=True).generate(PROMPT, params).tokens == expected.tokens
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_kv import head_major
-from offload_rt.attention import fused
+from offload_rt.attention import operators
 from offload_rt.attention.backends import (
     AttentionBackend,
     FlashAttnBackend,
@@ -246,14 +246,14 @@ def test_weights_of_some_queries_summed_over_units(
     q, k, v = random_parts(heads, kv_heads, queries, pages * page, dtype, device, seed=page)
     k, v = (part.unflatten(1, (pages, page)).transpose(0, 1).contiguous() for part in (k, v))
     total = AttentionSum(backend, q, kv_heads, SCALE, unit)
-    total.expect(0, pages * page)
+    total.track_mass(0, pages * page)
     middle = pages // 2
     for part in (slice(middle), slice(middle, pages)):  # of segments that have to be brought to one reference
         if len(k[part]):
-            total.attend_expected(k[part], v[part])
+            total.attend_tracked(k[part], v[part])
     assert_close((total.result(), unfold(total.lse, heads)), q, head_major(k), head_major(v))
     (mass,) = total.mass
-    units = mass.units * (total.sample.rows(mass.reference) - total.sample.rows(total.lse)).exp()[..., None]
+    units = mass.mass * (total.sample.rows(mass.reference) - total.sample.rows(total.lse)).exp()[..., None]
     chosen = sorted(range(queries - 1, -1, -math.ceil(queries / 4)))
     asking = fold(q, kv_heads).double().unflatten(1, (-1, queries))[:, :, chosen].flatten(1, 2)
     weights = (SCALE * asking @ head_major(k).double().mT).softmax(-1).unflatten(-1, (-1, unit)).sum(-1)
@@ -266,9 +266,9 @@ def test_weights_of_some_queries_summed_over_units(
 def test_weights_of_large_scores_in_float16() -> None:
     q, k = torch.full((2, 1, 128), 30.0).half(), torch.full((2, 2, 16, 128), 30.0).half()
     total = AttentionSum(TorchCpuBackend(), q, 2, 128**-0.5, 8)
-    total.expect(0, 32)
-    total.attend_expected(k, k)
-    units = total.mass[0].units
+    total.track_mass(0, 32)
+    total.attend_tracked(k, k)
+    units = total.mass[0].mass
     assert bool(units.isfinite().all()) and len(set(units.flatten().tolist())) == 1
 
 
@@ -300,7 +300,7 @@ def test_attention_mass_copies_no_keys() -> None:
     queries, reference = torch.randn(4, 2, 64), torch.zeros(4, 2)
     units = torch.empty(4, 2, 16 * 128 // 8)
     with Largest() as made:
-        fused.chunk_mass_(units, queries, kv[:, 0], reference, 0.1, 2, 1)
+        operators.chunk_mass_(units, queries, kv[:, 0], reference, 0.1, 2, 1)
     assert 0 < made.count <= kv[0, 0].numel()
 
 

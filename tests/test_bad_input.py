@@ -1,4 +1,4 @@
-"""Bad input on the command line, in one table: what was given, and the line that says why.
+"""Bad input on the command line, in one table: the command, and the line that says what is wrong.
 
 The exit code is 2, nothing is written to stdout, stderr has one line, and no file is made.
 """
@@ -6,12 +6,14 @@ The exit code is 2, nothing is written to stdout, stderr has one line, and no fi
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, tiny_target
 
 from offload_rt import cli
@@ -19,7 +21,7 @@ from offload_rt import cli
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files and models of every bad kind, and a good model."""
+    """Files and models that are bad in every way, and a good model."""
     folder = tmp_path_factory.mktemp("input")
     files = {
         "latin.txt": b"caf\xe9",
@@ -34,9 +36,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "levels.toml": b"[speculation]\nlevels = 3\n",
         "torn.toml": b"[speculation",
         "skips.toml": b"[speculation]\nlevels = [{model='target', cache='retrieved', layers='skip:30a'}]\n",
+        "deep.toml": b"[retrieval]\nbudget = " + 20_000 * b"[",
+        "digits.toml": b"[retrieval]\nbudget = " + 10_000 * b"9",
+        "brackets": 100_000 * b"[",
+        "ids": b"1 2",
+        "store.safetensors": b"built before",
     }
     for name, data in files.items():
         (folder / name).write_bytes(data)
+    os.mkfifo(folder / "pipe.toml")
+    (folder / "venv" / "lib").mkdir(parents=True)
+    for name in ("venv/pyvenv.cfg", "venv/lib/site.py", "venv/.hidden.txt"):
+        (folder / name).write_bytes(b"x")
     for name, harm in MODELS.items():
         model = tiny_target("llama")
         with torch.no_grad():
@@ -85,6 +96,15 @@ def swap_two_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def integer_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].mul(100).to(torch.int8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 4096}
+
 MODELS: dict[str, Callable[..., object] | None] = {
     "model": None,
     "cut-config": cut("config.json"),
@@ -98,7 +118,14 @@ MODELS: dict[str, Callable[..., object] | None] = {
     "cut-tokenizer": cut("tokenizer.json"),
     "no-tokenizer": remove("token*"),
     "other-tokens": swap_two_tokens,
+    "many-layers": config(num_hidden_layers=10_000_000),
+    "negative": config(vocab_size=-1),
+    "activation": config(hidden_act="nope"),
+    "gptq": config(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "integers": integer_weights,
+    "yarn": config(rope_parameters=YARN),
     "nan-weights": lambda model: model.model.layers[1].mlp.up_proj.weight[0, 0].fill_(torch.nan),
+    "overflowing-weights": lambda model: model.model.layers[0].mlp.down_proj.weight.fill_(3e38),
     "inf-weights": lambda model: model.model.layers[0].mlp.up_proj.weight[0, 0].fill_(torch.inf),
 }
 
@@ -109,8 +136,8 @@ TABLE = [
     ("chat", "'chat'"),
     ("generate --promt abc", "--promt"),
     ("generate -n many", "'many'"),
-    ("generate --device tpu", "'tpu' is no device: use auto, cpu, cuda or cuda:0,cuda:1"),
-    ("generate --device cuda:0,cpu", "'cuda:0,cpu' is no device"),
+    ("generate --device tpu", "'tpu' is not a device: use auto, cpu, cuda or cuda:0,cuda:1"),
+    ("generate --device cuda:0,cpu", "'cuda:0,cpu' is not a device"),
     ("generate --json F", "is a folder"),
     ("generate --json F/no/out.json", "its folder does not exist"),
     (f"{OWN} --prompt a -n 0", "max-tokens 0 is out of range"),
@@ -123,25 +150,28 @@ TABLE = [
     (f"{OWN} --prompt a --device cuda", "finds no CUDA device"),
     (f"{OWN} --prompt a --device cuda:0,cuda:1", "device cuda:0: torch"),
     # Prompts.
-    ("generate abc", "'abc'; a prompt is given with --prompt"),
+    ("generate abc", "'abc'; give a prompt with --prompt"),
     ("generate --prompt ''", "--prompt: the prompt is empty"),
     ("generate --prompt caf\udce9", "--prompt: not UTF-8 (byte 3)"),
-    ("generate --prompt a -", "--prompt and -: give one prompt only"),
-    ("generate --prompt-file a --prompt-file b", "--prompt-file and --prompt-file: give one prompt only"),
+    ("generate --prompt a --prompt-tokens F/ids", "--prompt-tokens and --prompt: token IDs cannot be joined"),
+    ("generate --prompt-tokens F/ids -", "stdin: cannot be read"),
+    ("generate --prompt-file F/empty.txt --prompt a", "empty.txt: the prompt is empty"),
     ("generate --prompt-file F/no.txt", "no.txt: cannot be read (No such file"),
     ("generate --prompt-file F", "cannot be read (Is a directory)"),
     ("generate --prompt-file F/latin.txt", "latin.txt: not UTF-8 (byte 3)"),
     ("generate --prompt-file F/empty.txt", "empty.txt: the prompt is empty"),
     ("generate --prompt-file F/paper.pdf", "paper.pdf: is a PDF; give its text instead"),
-    ("generate --prompt-file F/wide.txt", "wide.txt: byte 1 is zero, as in no text"),
+    ("generate --prompt-file F/wide.txt", "wide.txt: byte 1 is zero, so it is not a text"),
     ("generate --prompt-tokens F/no", "token file F/no: cannot be read (No such"),
-    ("generate --prompt-tokens F/words", "words: entry 3 is 'x'; give whole numbers"),
-    ("generate --prompt-tokens F/list", "list: entry 2 is 3.5; give whole numbers"),
-    ("generate --prompt-tokens F/half", "half: begins like a JSON list and is none"),
+    ("generate --prompt-tokens F/words", "words: entry 3 is 'x'; give integers"),
+    ("generate --prompt-tokens F/list", "list: entry 2 is 3.5; give integers"),
+    ("generate --prompt-tokens F/half", "half: starts with [ but is not a JSON list"),
+    ("generate --prompt-tokens F/brackets", "brackets: starts with [ but is not a JSON list"),
     ("generate --prompt-tokens F/blank", "blank: the prompt is empty; give at least one"),
     (f"{OWN} --prompt-tokens F/beyond", "prompt token 9999 is outside the vocabulary of 256"),
-    ("demo --prompt-tokens F/words --prompt a", "--prompt-tokens and --prompt: give one prompt only"),
-    ("generate --max-prompt-tokens 0", "'0' is not a whole number of at least 1"),
+    ("demo --prompt-tokens F/words --prompt a", "words: entry 3 is 'x'"),
+    ("generate --max-prompt-tokens 0", "'0' is not a number of tokens, like 100000, 96k or 1M"),
+    ("generate --max-prompt-tokens 1,00", "'1,00' is not a number of tokens"),
     (f"{OWN} --prompt a -n 9000", "use at most 8191 new tokens"),
     # Configurations.
     ("generate --set retrieval.budget", "section.key=value"),
@@ -149,6 +179,17 @@ TABLE = [
     ("generate --prompt a --config F", "is a folder; give a TOML file"),
     ("generate --prompt a --config F/no.toml", "no such file"),
     ("generate --prompt a --config F/torn.toml", "not valid TOML"),
+    ("generate --prompt a --config F/pipe.toml", "is a pipe or a device; give a TOML file"),
+    ("generate --prompt a --config F/deep.toml", "deep.toml: its values are nested too deeply"),
+    ("generate --prompt a --config F/digits.toml", "digits.toml: not valid TOML: Exceeds the limit"),
+    (f"generate --set retrieval.budget={5000 * '['}", "retrieval.budget: its value is nested too deeply"),
+    (f"generate --set {5000 * 'a'}", "aaa...aaa"),
+    (f"generate --prompt a --set retrieval.budget={'a' * 5000}", "aaa': must be a whole number"),
+    (
+        "generate --prompt a --set store.page=7",
+        "override: store.page does not go with the default of another key: store.slab_tokens = 4096: must be"
+        " a multiple of store.page = 7",
+    ),
     ("generate --prompt a --config F/levels.toml", "speculation.levels = 3: must be a list"),
     ("generate --prompt a --set retrieval.budgt=3", "unknown key retrieval.budgt; did you mean"),
     ("generate --prompt a --set retrieval.budget=3", "retrieval.budget = 3: must be at least"),
@@ -159,22 +200,32 @@ TABLE = [
         "layers 'skip:30a': layer 30 does not exist in a model of 2 layers, 0 to 1",
     ),
     # Searches.
-    ("search-skips --minutes 0", "'0' is not a whole number of at least 1"),
+    ("search-skips --minutes 0", "'0' is not an integer of at least 1"),
     ("search-skips -n 0 -o F/new", "max-tokens 0 is out of range"),
     ("search-skips -o F", "is a folder; name a file in it"),
     ("search-skips -o F/empty.txt", "empty.txt: exists; name another file, or remove it"),
     ("search-skips -o F/no/new", "its folder does not exist"),
-    ("search-skips -o F/new --config auto", "--config auto: stands for several; name one in which"),
-    ("search-skips -o F/new --config plain", "--config plain: has no layers of the target to skip"),
-    ("search-skips -o F/new --config naive", "--config naive: has no layers of the target to skip"),
+    (
+        "search-skips -o F/new --config auto",
+        "--config auto: stands for several configurations; name one in which",
+    ),
+    ("search-skips -o F/new --config plain", "--config plain: has no level in which the target drafts"),
+    ("search-skips -o F/new --config naive", "--config naive: has no level in which the target drafts"),
     ("search-skips -o F/new --config F/no.toml", "no such file"),
     ("search-skips -o F/new --prompt a --model F/model", "the sample text has 1 tokens; give one of at"),
+    # Datastores.
+    ("datastore build F/no", "no: is not a folder; name one that holds text files"),
+    ("datastore build F/venv --out F/store.safetensors", "store.safetensors: exists; name another file"),
+    ("datastore build F/venv/lib --out F/store", "must end with .safetensors; name it store.safetensors"),
     # Models.
     ("generate --prompt a --model F/modle", "model F/modle: there is no such folder"),
     ("generate --prompt a --model F/empty.txt", "is a file; name the folder"),
     ("generate --prompt a --model F/no-config", "there is no config.json in it"),
     ("generate --prompt a --model F/cut-config", "its config.json cannot be read"),
-    ("generate --prompt a --model F/strange", "perceptron9000"),
+    (
+        "generate --prompt a --model F/strange",
+        "does not know its architecture, perceptron9000; a newer version may",
+    ),
     ("generate --prompt a --model F/no-files", "there are no weights in it"),
     ("generate --prompt a --model F/cut-file", "model.safetensors is truncated or corrupt"),
     (
@@ -187,11 +238,36 @@ TABLE = [
         "its config.json does not describe its weights: 9 of those in the files have no place by the config,"
         " the first is model.layers.1.input_layernorm.weight; download both again",
     ),
+    (
+        "generate --prompt a --model F/many-layers",
+        "config.json has num_hidden_layers = 10000000; no model has more than 1024",
+    ),
+    ("plan --context 9 --gpu none --model F/many-layers", "has num_hidden_layers = 10000000"),
+    ("generate --prompt a --model F/negative", "config.json has vocab_size = -1"),
+    ("generate --prompt a --model F/activation", "config.json has hidden_act = 'nope', which is unknown"),
+    ("generate --prompt a --model F/gptq", "its weights are quantized (gptq), which is not supported; give"),
+    (
+        "generate --prompt a --model F/integers",
+        "model.layers.1.mlp.up_proj.weight in model.safetensors is of the integer type I8",
+    ),
+    (
+        "generate --prompt a --model F/model --rope linear:2",
+        "rope 'linear:2': write yarn:FACTOR, e.g. yarn:4",
+    ),
+    ("generate --prompt a --model F/model --rope yarn:1", "a factor is above 1"),
+    (
+        "generate --prompt a --model F/yarn --rope yarn:2",
+        "scales its rotary frequencies already (yarn), to 8192",
+    ),
     ("generate --prompt a --model F/windowed", "attends through a sliding window of 16 tokens"),
     ("generate --prompt a --model F/nan-weights", "layers.1.mlp.up_proj.weight has NaN or infinite"),
     ("generate --prompt a --model F/inf-weights", "layers.0.mlp.up_proj.weight has NaN or infinite"),
+    (
+        "generate --prompt a --config plain --model F/overflowing-weights",
+        "is in the output of layer 0; it overflows even in float32, so check its files",
+    ),
     ("generate --prompt a --model F/cut-tokenizer", "its tokenizer cannot be read"),
-    ("generate --prompt a --model F/no-tokenizer", "give token ids with --prompt-tokens FILE"),
+    ("generate --prompt a --model F/no-tokenizer", "give token IDs with --prompt-tokens FILE"),
     (
         "generate --prompt a --config naive --model F/model --draft F/other-tokens",
         "draft F/other-tokens has another vocabulary than the target F/model",
@@ -204,31 +280,42 @@ TABLE = [
     ("plan --model llama2-7b", "--context"),
     ("plan --model nothing --context 10 --gpu none", "no shape of that name"),
     ("plan --context 10 --gpu rtx9", "--gpu rtx9"),
-    ("plan --context 10kk --gpu none", "'10kk' is no number of tokens, like 100000 or 96k"),
-    ("plan --context 10 --link 25", "--link describes a machine: name its card"),
+    ("plan --context 10kk --gpu none", "'10kk' is not a number of tokens, like 100000, 96k or 1M"),
+    ("plan --context 1.5 --gpu none", "'1.5' is not a number of tokens"),
+    (f"plan --context {5000 * '9'} --gpu none", "999' is not a number of tokens"),
+    ("plan --context 10 --link 25", "--link describes another machine: name its GPU"),
     ("plan --context 10 --gpu none --dram -1", "--dram -1"),
-    ("plan --context 10 --gpu none --gpus 0", "--gpus describes a card, and --gpu none has none"),
+    ("plan --context 10 --gpu none --gpus 0", "--gpus describes a GPU, and --gpu none has none"),
     ("plan --context 10 --gpu l40 --gpus 0", "--gpus 0"),
     ("plan --context 10 --gpu none --config nothing", "unknown config 'nothing'"),
     ("plan --context 10 --gpu none --set retrieval.size=1", "retrieval.size"),
     ("plan --context 10 --gpu none --acceptance 2", "acceptance 2"),
-    ("plan --context -5 --gpu none", "'-5' is no number of tokens"),
+    ("plan --context -5 --gpu none", "'-5' is not a number of tokens"),
     ("plan --context 10 --gpu none --json /no/such/folder/x", "its folder does not exist"),
     ("plan --context 10 --gpu none --config naive --draft none", "drafts with a small model"),
     (
         "plan --model llama3.1-8b --context 200000 --gpu rtx4090",
-        "200000 prompt tokens and 256 new ones are more than the 131072 positions of llama3.1-8b: use at most"
+        "199744 prompt tokens and 256 new ones are more than the 131072 positions of llama3.1-8b: use at most"
         " 130816 prompt tokens",
+    ),
+    (
+        "plan --model Qwen3-32B --context 128k --gpu h100",
+        'stretch its positions with YaRN: --rope yarn:4, or "rope_parameters" with "rope_type": "yarn" in',
+    ),
+    (
+        "plan --model llama3.1-8b --context 9 --gpu none --rope yarn:4",
+        "positions are scaled already, to 131072",
     ),
 ]
 
 
-@pytest.mark.parametrize(("command", "line"), TABLE, ids=[row[0] for row in TABLE])
+@pytest.mark.parametrize(("command", "line"), TABLE, ids=[row[0][:90] for row in TABLE])
 def test_bad_input(command: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(folder.rglob("*"))
     arguments = [folder if part == "F" else part.replace("F/", f"{folder}/") for part in shlex.split(command)]
     assert cli.main(list(map(str, arguments))) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("offload-rt: error: ") and err.count("\n") == 1
+    assert len(err) < 1200  # whatever was given
     assert line.replace("F/", f"{folder}/") in err
     assert sorted(folder.rglob("*")) == before

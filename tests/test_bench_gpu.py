@@ -170,7 +170,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
     monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
-    monkeypatch.setattr(gpu_checks.triton_kernels, "check", lambda home: None)
+    monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda home: None)
     schedule, GPUS.schedule = GPUS.schedule, "late"
     yield
     torch.cuda.synchronize()
@@ -257,7 +257,11 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("page-locking", _refused_memory, "page-lock"),
     ("page-locking", _torn_memory, "other bytes"),
     ("overtaking", _no_kernels_between_pieces, "urgent: a small copy took"),
-    ("attention", lambda patch: patch.setattr(gpu_checks.triton_kernels, "check", _refuse), "Triton kernels"),
+    (
+        "attention",
+        lambda patch: patch.setattr(gpu_checks.triton_operators, "check", _refuse),
+        "Triton kernels",
+    ),
     # Of a page that is masked completely, the kernel makes NaN.
     (
         "attention",

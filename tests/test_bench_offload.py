@@ -305,6 +305,12 @@ def test_prediction_accuracy(measured: Path, tmp_path: Path, capsys: pytest.Capt
     again = [row["rounds"]["predicted_over_measured"] for one in linked for row in one["rows"]]
     assert [one["ratio"] for one in report["rows"]] == pytest.approx(again)
     assert printed == {"worst": worst(again), "rows": len(again)}
+    # Earlier versions called GPUs cards.
+    path = tmp_path / "cards.jsonl"
+    text = (measured / "real.jsonl").read_text().replace('"gpus": ', '"cards": ')
+    path.write_text(text.replace("other_gpus_tokens", "other_cards_tokens"))
+    assert bench_main("prediction-accuracy", path) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == printed
     # Rows with the KV in place count only if they were measured with the same settings.
     others = tmp_path / "others.jsonl"
     alone, record, _ = records(measured / "real.jsonl")

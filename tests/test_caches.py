@@ -25,8 +25,8 @@ from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.refill import ChosenChunks, ChunkRows, Extent, RetrievedRefill
-from offload_rt.caches.retrieved import Refresh, RetrievedCache
+from offload_rt.caches.refresh import ChosenChunks, ChunkRows, EntryLayout, RetrievalRefresh
+from offload_rt.caches.retrieved import RefreshSchedule, RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
@@ -159,9 +159,9 @@ def expected_attention(
 
 def run(cache: Cache, forest: Forest, new: int) -> list[Tensor]:
     """A pass of the last `new` tokens of `forest`; what each layer's attention gave."""
-    assert len(cache.held) == len(forest) - new
+    assert len(cache.speculative) == len(forest) - new
     tokens = forest.tokens[-new:]
-    told = NewTokens.below(cache.held, forest.parents[-new:], [token.id for token in tokens])
+    told = NewTokens.below(cache.speculative, forest.parents[-new:], [token.id for token in tokens])
     positions = [cache.verified_length + depth - 1 for depth in forest.depths()[-new:]]
     assert told.depths == forest.depths()[-new:]
     cache.begin(told)
@@ -256,7 +256,7 @@ def test_a_streaming_cache_that_fills_itself(
             cache.skip(argument)
             plain.verified += [None] * argument
         assert cache.verified_length == len(plain.verified)
-        assert cache.held.parents == forest.parents
+        assert cache.speculative.parents == forest.parents
         assert cache.entries == len(plain.held()) <= sinks + window
     probe = forest.with_new(source.tokens(3), [len(forest) - 1, len(forest), len(forest)])
     check(run(cache, probe, 3), plain.attention(probe, 3))
@@ -360,7 +360,7 @@ class PlainRetrieval:
         self.refreshes = 0
         self.always: list[int] = []  # tokens that are not overwritten
         self.chosen: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
-        self.rounds: deque[tuple[int, int]] = deque(maxlen=Refresh.ROUNDS)
+        self.rounds: deque[tuple[int, int]] = deque(maxlen=RefreshSchedule.WINDOW)
         self.since = 0
         self.due: Tensor | None = None
 
@@ -507,7 +507,7 @@ def retrieved_cache(
     budget, chunk, recent = sizes
     selection: Selection = MeanKeyScores(source.layout, source.sequence.summaries)
     if decay is not None:
-        selection = source.scores = AttentionScores(source.layout, source.device, chunk, decay, pages=200)
+        selection = AttentionScores(source.layout, source.device, chunk, decay, pages=200)
     return RetrievedCache(
         source,
         budget=budget,
@@ -515,7 +515,7 @@ def retrieved_cache(
         recent=recent,
         refresh=RefreshPolicy.parse(policy),
         selection=selection,
-        room=room,
+        mean_slots=room,
     )
 
 
@@ -601,7 +601,7 @@ def test_the_full_cache_and_those_derived_from_it(
                 asking = rotated_queries(kept, range(length, length + len(kept)))
                 retrieval.adopt(len(kept), len(checked) - 1, asking)
                 forest = forest.after(kept)
-                assert streaming.held.parents == shared.held.parents == forest.parents
+                assert streaming.speculative.parents == shared.speculative.parents == forest.parents
                 if retrieval.due is not None:  # what is to choose anew keeps no speculation
                     forest = Forest()
                     streaming.keep([])
@@ -633,7 +633,7 @@ def test_the_full_cache_and_those_derived_from_it(
             assert torch.equal(values, full.values)
             for derived in (streaming, retrieved, shared):
                 assert derived.verified_length == len(full.tokens)
-                assert derived.held.parents == forest.parents
+                assert derived.speculative.parents == forest.parents
                 assert derived.entries <= derived.budget
 
 
@@ -688,13 +688,13 @@ def test_when_a_retrieved_cache_chooses_anew(policy: str, accepted: int, refresh
 
 
 def test_a_cache_chooses_in_one_thread_that_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, threads, now = Source(0), list[threading.Thread](), MeanKeyScores.now
+    source, threads, now = Source(0), list[threading.Thread](), MeanKeyScores.scores
 
     def noted(selection: MeanKeyScores, queries: Tensor, scale: float) -> Callable[[int], Tensor]:
         scores = now(selection, queries, scale)
         return lambda layer: (threads.append(threading.current_thread()), scores(layer))[1]
 
-    monkeypatch.setattr(MeanKeyScores, "now", noted)
+    monkeypatch.setattr(MeanKeyScores, "scores", noted)
     with full_cache(CpuLink(), 2, chunk=4) as cache:
         queries = read_prompt(cache, PlainFull(), source.tokens(60))
         caches = [retrieved_cache(cache, (40, 4, 4), "every") for _ in range(2)]
@@ -719,8 +719,8 @@ def test_a_refresh_that_is_given_up_chooses_for_no_further_layer() -> None:
         return ChosenChunks.of(torch.zeros(3, 0, dtype=torch.long), torch.device("cpu"))
 
     with full_cache(CpuLink(), 2, chunk=4) as cache, ThreadPoolExecutor(max_workers=1) as executor:
-        buffer, extent = BufferPool().take(LAYOUT, 40, torch.device("cpu")), Extent(40, 0, 0, 0, 0)
-        refill = RetrievedRefill(cache.engine, 4, extent, slow, buffer, executor)
+        buffer, extent = BufferPool().take(LAYOUT, 40, torch.device("cpu")), EntryLayout(40, 0, 0, 0, 0)
+        refill = RetrievalRefresh(cache.engine, 4, extent, slow, buffer, executor)
         assert choosing.wait(10)
         threading.Timer(0.1, go_on.set).start()
         for _ in range(2):
@@ -749,7 +749,7 @@ def test_a_buffer_that_grows_is_copied_before_others_have_its_memory() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**7)  # what comes next is late
-        grown = buffer.with_room(2**16 + 1)
+        grown = buffer.with_capacity(2**16 + 1)
     shape = buffer.memory.shape
     del buffer
     other = torch.ones(shape, device="cuda")

@@ -38,6 +38,8 @@ class FakeLLM:
     """Always writes `TEXT`, a word a token; where `stops_with` is set, an error or a signal after three."""
 
     made: FakeLLM
+    predicted_ms: float | None = None
+    model_sampling: SimpleNamespace | None = None
     stops_with: BaseException | signal.Signals | None = None
 
     def __init__(self, model: str | None, **options: Any) -> None:
@@ -233,6 +235,18 @@ def test_prompts_from_a_file_and_from_stdin(
     assert llm.made.prompt == [0xDF, 10]
 
 
+def test_several_prompts_are_joined_in_order(
+    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "book.txt").write_text("a\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"z")))
+    run("generate - --prompt-file F/book.txt --prompt 'Who is b?' --prompt c")
+    assert "".join(map(chr, llm.made.prompt)) == "a\nWho is b?\nc\nz"
+    (tmp_path / "ids").write_text("7 8")
+    run("generate --prompt-tokens F/ids --prompt-tokens F/ids")
+    assert llm.made.prompt == [7, 8, 7, 8]
+
+
 @pytest.mark.parametrize(
     "ids", ["1 2\n300", "1,2,\n 300,", " [1, 2, 300]\n"], ids=["spaces", "commas", "list"]
 )
@@ -262,6 +276,84 @@ def test_a_long_prompt_is_encoded_once_and_says_so(
     _, _, err = run("generate --prompt abcd --max-prompt-tokens 2")
     assert "\x1b[Kencode     4 characters\r\x1b[K" in err
     assert encoded == ["abcd"] and llm.made.prompt == [ord("c"), ord("d")]
+
+
+SUGGESTED = SimpleNamespace(temperature=0.6, top_p=0.9, top_k=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [("", True), ("--temperature 0", False), ("--top-p 0.5", False), ("--top-k 3", False)]
+)
+def test_the_models_own_sampling_is_not_ignored_in_silence(
+    llm: type[FakeLLM], run: Run, flags: str, told: bool
+) -> None:
+    llm.model_sampling = SUGGESTED
+    _, _, err = run(f"generate --prompt abc {flags}")
+    note = "note       decoding is greedy; the model's generation_config.json suggests sampling: "
+    assert (f"{note}--temperature 0.6 --top-p 0.9\n" in err) == told
+    llm.model_sampling = None
+    assert "decoding is greedy" not in run("generate --prompt abc")[2]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "load", "told"),
+    [
+        (2.0, 99.0, None),
+        (1.1, 99.0, None),
+        (3.9, 99.0, None),
+        (None, 99.0, None),
+        (0.1, 0.0, "2.0 ms/token, 20 times the 0.1 of the plan; offload-rt doctor --refresh measures"),
+        (
+            0.1,
+            9.25,
+            "20 times the 0.1 of the plan; other work slows it down: the load average was 9.2 on 2 cores",
+        ),
+        (8.0, 99.0, "2.0 ms/token, 0.25 times the 8.0 of the plan; offload-rt doctor --refresh"),
+    ],
+)
+def test_a_run_far_from_its_plan_says_so(
+    llm: type[FakeLLM],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    predicted: float | None,
+    load: float,
+    told: str | None,
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(console_module, "COMPARABLE_TOKENS", 4)
+    llm.predicted_ms = predicted
+    _, _, err = run("generate --prompt abc")
+    assert ("of the plan" in err) == (told is not None) and (told or "") in err
+
+
+def test_progress_and_notices_stay_out_of_a_text_that_goes_to_the_same_place(
+    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with 2>&1; otherwise they are shown while the text is written."""
+    monkeypatch.setattr(Console, "LOG_S", 0.0)
+    following = FakeStream.__next__
+
+    def telling(stream: FakeStream) -> SimpleNamespace:
+        stream._llm.options["on_notice"](f"at {stream._made}")
+        return following(stream)
+
+    monkeypatch.setattr(FakeStream, "__next__", telling)
+    with (tmp_path / "both").open("w+") as both:
+        monkeypatch.setattr(sys, "stdout", both)
+        monkeypatch.setattr(sys, "stderr", both)
+        assert cli.main(["generate", "--prompt", "abc"]) == 0
+        monkeypatch.undo()
+    together = (tmp_path / "both").read_text()
+    assert f"\n{TEXT}\nnote       at 0\nnote       at 1\n" in together
+    assert "\ndecode  " not in together and "note       at 9\n" in together
+
+
+def test_progress_goes_to_another_place_while_text_is_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "LOG_S", 0.0)
+    assert "\ndecode  " in run("generate --prompt abc")[2]
 
 
 def test_json_and_the_comparison(run: Run, tmp_path: Path) -> None:
@@ -304,7 +396,7 @@ def test_what_was_written_before_an_interrupt_or_a_failure_stands(
     if said is not None:
         last = err.splitlines()[-1]
         assert last.startswith("offload-rt: error: ") and said in last
-        assert last.endswith("the text ends after 3 tokens, which stand")
+        assert last.endswith("the text ends after 3 tokens, which are valid")
 
 
 def raising(error: BaseException) -> Callable[..., None]:
@@ -458,8 +550,34 @@ def test_a_stdout_that_lacks_characters_is_told_of_once(run: Run, monkeypatch: p
         monkeypatch.setattr(sys, "stdout", stdout)
         code, _, err = run("generate --prompt abc")
         assert (code, written.getvalue()) == (0, b"na?ve ? text\n")
-    told = r"stdout is ascii, which lacks '\xef': what it lacks is written as '?'; set PYTHONUTF8=1 for UTF-8"
+    told = r"stdout is ascii, which lacks '\xef': missing characters are written as '?'; set PYTHONUTF8=1"
     assert err.count(told) == 1
+
+
+def test_an_interrupt_while_the_program_is_imported_leaves_no_traceback(tmp_path: Path) -> None:
+    """The import of a module that takes a while is interrupted, before anything could handle it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'offload_rt.commands.exits':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "offload_rt", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_too_little_address_space_for_torch_is_a_line() -> None:
+    command = f'ulimit -v 500000; exec "{sys.executable}" -m offload_rt plan --context 9 --gpu none'
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    told = (
+        "offload-rt: error: the shell limits this process to 488 MiB of address space, and torch alone needs"
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(told) and ended.stderr.count("\n") == 1
 
 
 def test_a_person_who_begins_is_told_how(run: Run) -> None:
@@ -555,6 +673,7 @@ def test_a_phase_that_is_told_of_once_is_shown(capsys: pytest.CaptureFixture[str
 def test_the_demo_compares_in_memory_and_over_the_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     links: list[PacedLink] = []
 
@@ -577,6 +696,7 @@ def test_the_demo_compares_in_memory_and_over_the_link(
     ratio = r"\d+\.\d\d times as fast as plain decoding \(\d+\.\d against \d+\.\d ms/token\)"
     assert re.search(rf"in memory  {ratio}; same output distribution, samples may differ\n", err)
     assert re.search(rf"over link  {ratio}; tokens equal\n", err)
+    assert "note       other work slows it down: the load average was 99.0 on" in err
     assert [link.bytes_per_second for link in links] == [demo.LINK_RATE]
     assert any(not copy.to_host for copy in links[0].recorded())
 

@@ -14,16 +14,13 @@ import pytest
 from offload_rt.config import (
     AUTOMATIC,
     EVERY,
-    HEAD,
-    LEVELS,
-    SOURCES,
     Config,
     LevelConfig,
     RefreshPolicy,
-    possible,
 )
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import LEVELS, possible
 from offload_rt.toml import config_names, load_config, load_configs, parse_override
 
 ROOT = Path(__file__).parent.parent
@@ -112,7 +109,7 @@ def written(folder: Path, text: str | bytes, overrides: dict[str, object]) -> Co
         ("offload.refresh_from", True, ["= true", "one of auto, stream, store"]),
         ("offload.refresh_from_stream", False, ["unknown key", "did you mean offload.refresh_from?"]),
         ("speculation.levels", "lookup", ["'lookup'", "list of names", "tables"]),
-        ("speculation.levels", [1], ["= 1", "must be a name", "or a table"]),
+        ("speculation.levels", [1], ["= 1", "must be the name of a level", "or a table"]),
         ("speculation.levels", ["look-up"], ["'look-up'", "did you mean lookup?"]),
         ("speculation.levels", ["target:retrieved", "draft:streaming"], ["cheaper", "draft:streaming"]),
         ("speculation.levels", ["lookup", "lookup"], ["cheaper"]),
@@ -180,9 +177,10 @@ def test_levels_are_names_or_tables(tmp_path: Path) -> None:
 
 def test_a_level_may_stand_below_each_dearer_one() -> None:
     models = ("draft:streaming", "target:streaming", "target:retrieved", "target:shared")
-    assert (*SOURCES, HEAD, *models) == LEVELS
-    assert load_config("plain", {"speculation.levels": [HEAD, *models[1:]]}).speculation.names[0] == HEAD
-    for source in SOURCES:
+    sources = ("lookup", "suffix", "datastore")
+    assert (*sources, "head", *models) == tuple(LEVELS)
+    assert load_config("plain", {"speculation.levels": ["head", *models[1:]]}).speculation.names[0] == "head"
+    for source in sources:
         overrides = {"speculation.levels": [source, *models], "datastore.path": "store.safetensors"}
         assert load_config("plain", overrides).speculation.names == (source, *models)
     for levels in ([MIDDLE | {"draft": "grown:12"}], [SMALL, MIDDLE | {"draft": "sequences:2"}]):
@@ -330,6 +328,6 @@ def test_auto_stands_for_several_and_levels_leave_no_choice() -> None:
     assert [config.name for config in load_configs("naive")] == ["naive"]
     (given,) = load_configs("auto", {"speculation.levels": ["target:streaming"]})
     assert given.speculation.names == ("target:streaming",)
-    assert [config.name for config in possible(load_configs("auto"), small_model=False)] == [
+    assert [config.name for config in possible(load_configs("auto"), draft_model=False)] == [
         *("retrieval", "trees", "lookup", "plain")
     ]

@@ -67,8 +67,8 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
             options["other_links"] = [link_to(other_gpu(device)) for _ in tiers.gpus]
         made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
         if tiers is not None:
-            plan = made[-1].engine._plan
-            made[-1].engine._plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
+            plan = made[-1].engine.plan
+            made[-1].engine.plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
         return made[-1]
 
     yield llm
@@ -409,7 +409,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: text.rewind(0), "rewind to 0: the context has 50 tokens; give 1 to 50"),
         (lambda: text.rewind(51), "rewind to 51: the context has 50 tokens; give 1 to 50"),
         (lambda: text.rewind(-1), "rewind to -1"),
-        (lambda: text.rewind(1.5), "length 1.5 is no whole number"),  # type: ignore[arg-type]
+        (lambda: text.rewind(1.5), "length must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: text.append(""), "the prompt is empty"),
         (lambda: text.append([1, ASCII]), f"token {ASCII} is outside the vocabulary"),
         (lambda: text.append([[1]]), "prompt token 0"),  # type: ignore[list-item]
@@ -420,7 +420,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: text.generate((), NEXT, "retrieval", {"a.b": 1}), "unknown key a.b"),
         (lambda: text.generate((), SamplingParams(max_tokens=9000)), "positions of LlamaForCausalLM"),
         (lambda: text.append([1] * 9000), "positions of LlamaForCausalLM"),
-        (lambda: llm.read(TEXT, 1.5), "room 1.5 is no whole number"),  # type: ignore[arg-type]
+        (lambda: llm.read(TEXT, 1.5), "room must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: llm.read([]), "the prompt is empty"),
     ]
     for use, message in refused:

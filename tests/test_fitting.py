@@ -23,9 +23,9 @@ from offload_rt.errors import UsageError
 from offload_rt.machine import doctor
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
+from offload_rt.model.shape import ModelShape, find_shape, from_config
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
-from offload_rt.planning.shapes import ModelShape, find_shape, from_config
 from offload_rt.toml import load_config
 
 CPU = torch.device("cpu")
@@ -58,14 +58,14 @@ def test_models_that_are_loaded_take_nothing_of_what_is_free(monkeypatch: pytest
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines plan as if their target were on a card, and run on the CPU."""
-    given = Engine._plan
+    given = Engine.plan
 
     def planned(subject: Engine, *arguments: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(subject.target, "device", torch.device("cuda"))
             return given(subject, *arguments)
 
-    monkeypatch.setattr(Engine, "_plan", planned)
+    monkeypatch.setattr(Engine, "plan", planned)
     monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
 
 
@@ -85,17 +85,18 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
     with LLM.from_models(target, config="retrieval", link=PacedLink(1e9)) as llm:
         subject = llm.engine
         (given,) = subject.configs
-        config, shares = subject._plan(1000, 24)
+        request, shares = subject.plan(1000, 24)
+        config = request.config
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
         assert config == given.having("offload.refresh_from", made[0].request.config.offload.refresh_from)
         assert shares.resident_tokens % config.store.page == shares.cpu_tokens % config.store.page == 0
         # What a config says is kept.
         subject.configs = (given.having("offload.resident_tokens", 512),)
-        fewer = subject._plan(1000, 24)[1]
+        fewer = subject.plan(1000, 24)[1]
         assert fewer.resident_tokens == 512 and fewer.cpu_tokens > shares.cpu_tokens
         subject.configs = (subject.configs[0].having("offload.cpu_tokens", 256),)
-        assert subject._plan(1000, 24)[1] == Tiers(512, 256)
+        assert subject.plan(1000, 24)[1] == Tiers(512, 256)
         assert len(asked) == 3, "also what is given has to fit"
 
 
@@ -118,7 +119,8 @@ def test_another_card_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest
     overrides = engine_overrides(resident_tokens=PAGE) | {"store.segment_bytes": 8192, "prefill.chunk": 64}
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9)]}
     with LLM.from_models(target, config="plain", overrides=overrides, **links) as llm:
-        config, shares = llm.engine._plan(60 * PAGE + 5, 24, texts)
+        request, shares = llm.engine.plan(60 * PAGE + 5, 24, texts)
+        config = request.config
         (card,) = shares.gpus
         assert (shares.resident_tokens, shares.cpu_tokens) == (PAGE, 0)
         ring = config.store.ring_buffers * 32 // shape.layers
@@ -131,8 +133,8 @@ def test_links_of_no_known_rate_share_evenly() -> None:
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9), PacedLink(1e9)]}
     overrides = engine_overrides(resident_tokens=32, cpu_tokens=16)
     with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=overrides, **links) as llm:
-        assert llm.engine._plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2)
-        assert llm.engine._plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2)
+        assert llm.engine.plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2)
+        assert llm.engine.plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2)
     with pytest.raises(UsageError, match="attends KV where it lies"):
         LLM.from_models(tiny_target("llama-gqa"), config="plain", other_links=[PacedLink(1e9)])
 
@@ -198,13 +200,13 @@ def test_texts_of_a_batch_share_what_is_free_of_the_card(monkeypatch: pytest.Mon
 def test_every_continuation_is_of_the_planned_sizes(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Engine._plan
+    given = Engine.plan
 
     def smaller(subject: Engine, *arguments: Any) -> Any:
         config, shares = given(subject, *arguments)
         return config.having("retrieval.budget", 48), shares
 
-    monkeypatch.setattr(Engine, "_plan", smaller)
+    monkeypatch.setattr(Engine, "plan", smaller)
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:
         text = llm.read(PROMPT)
         for config in (None, "plain", None):

@@ -18,12 +18,12 @@ from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, BoundedCache, fixed_frame
+from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.rejection_sampling import Tokens
 
@@ -54,17 +54,19 @@ class Walk:
     def __init__(self, model: CausalModel, cache: BoundedCache) -> None:
         self.model = model
         self.cache = cache
-        self.outputs: list[Output] = []
+        self.outputs: list[PassOutput] = []
 
-    def part(self, tokens: Sequence[int], parents: Sequence[int] | None, on_device: int, rows: int) -> Part:
-        held = len(self.cache.held)
+    def part(
+        self, tokens: Sequence[int], parents: Sequence[int] | None, on_device: int, rows: int
+    ) -> PassInput:
+        held = len(self.cache.speculative)
         if parents is None:
             parents = range(-1, len(tokens) - 1)
         known = tokens[: len(tokens) - on_device]
         drawn = Tokens(tensor=torch.tensor(tokens[len(known) :], device=self.model.device))
         below = [held + parent for parent in parents]
-        new = NewTokens.below(self.cache.held, below, known, drawn if on_device else None)
-        return Part(self.cache, new, rows, hidden=True)
+        new = NewTokens.below(self.cache.speculative, below, known, drawn if on_device else None)
+        return PassInput(self.cache, new, rows, hidden=True)
 
     def run(
         self,
@@ -88,7 +90,7 @@ class Walk:
         return output.logits
 
     @torch.inference_mode()
-    def check(self, output: Output) -> None:
+    def check(self, output: PassOutput) -> None:
         assert output.hidden is not None
         close(self.model.logits(output.hidden[None]), output.logits)
 
@@ -118,23 +120,23 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
     sliced, fixed = streaming_cache(model, backend), streaming_cache(model, backend)
     pages = torch.randn(*sliced.kv.shape[:3], PAGES, model.head_dim, dtype=dtype)
     for cache in (sliced, fixed):
-        cache._room = PAGES + 2
+        cache._mean_slots = PAGES + 2
         cache.buffer = cache._take_buffer()
-        cache.buffer.add_pages(pages)
+        cache.buffer.add_means(pages)
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
-        held = len(sliced.held)
+        held = len(sliced.speculative)
         tokens = torch.tensor(text[sliced.verified_length + held :][:count])
         # Every other pass a tree, whose new tokens follow the first of the pass or each other.
         parents = [max(0, at - 2) + held if step % 2 and at > 1 else held + at - 1 for at in range(count)]
-        new = NewTokens.below(sliced.held, parents, tokens.tolist())
+        new = NewTokens.below(sliced.speculative, parents, tokens.tolist())
         positions = torch.tensor([sliced.verified_length + depth - 1 for depth in new.depths])
-        sliced.rest = fixed.rest = step % 3 * 30  # of nothing, no page is seen
+        sliced.unretrieved = fixed.unretrieved = step % 3 * 30  # of nothing, no page is seen
         sliced.begin(new)
         expected = model.compute(sliced, tokens, positions, None, range(count))
         fixed.begin(new)
-        frame = fixed_frame(fixed.buffer, backend, count, torch.tensor(fixed.numbers(new)))
+        frame = fixed_shape_attention(fixed.buffer, backend, count, torch.tensor(fixed.graph_inputs(new)))
         found = model.compute(frame, tokens, positions, None, range(count))
         close(found, expected, tolerance)
         assert frame.mask is not None
@@ -142,9 +144,11 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         for cache in (sliced, fixed):
             cache.commit(range(count))
             if step % 3 == 1:
-                cache.keep(range(max(0, len(cache.held) - 2)))
+                cache.keep(range(max(0, len(cache.speculative) - 2)))
             elif step % 3 == 2:
-                cache.keep([at for at in range(len(cache.held)) if cache.held.sees[-1] >> at & 1])
+                cache.keep(
+                    [at for at in range(len(cache.speculative)) if cache.speculative.sees[-1] >> at & 1]
+                )
                 cache.settle()
     assert sliced.entries == SINKS + WINDOW < sliced.verified_length
     assert len(shapes) == 7  # as many as there are counts
@@ -211,13 +215,13 @@ def test_more_speculation_than_fixed_shapes_tell_of_runs_as_it_comes() -> None:
     plain, graphed, _ = twins("llama", capture)
     text = byte_ids(400)
     for walk in (plain, graphed):
-        walk.run(text[:FIXED_SPECULATION])
-        walk.cache.commit(range(FIXED_SPECULATION))
+        walk.run(text[:MAX_RECORDED_SPECULATION])
+        walk.cache.commit(range(MAX_RECORDED_SPECULATION))
     for _ in range(GraphedModel.RARE + 2):
         assert torch.equal(graphed.run([7]), plain.run([7]))
     assert capture.captured == 0
     for walk in (plain, graphed):
-        walk.cache.keep(range(FIXED_SPECULATION - 1))
+        walk.cache.keep(range(MAX_RECORDED_SPECULATION - 1))
     for _ in range(GraphedModel.RARE + 1):
         close(graphed.run([7]), plain.run([7]))
     assert (capture.captured, capture.replayed) == (1, 1)
@@ -451,7 +455,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
     capture = RecordingCapture()
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
     monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
-    monkeypatch.setattr(GraphedModel, "RARE", 6)  # as often a draft may go on from another's outcome
+    monkeypatch.setattr(GraphedModel, "RARE", 12)  # as often a draft may go on from another's outcome
     target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=40)
     sizes = SMALL | {"draft.window": 60}  # too long to be recorded where the prompt is read
     with LLM.from_models(
@@ -474,7 +478,7 @@ def test_very_long_texts_have_graphs_of_their_own() -> None:
     """Their rotary frequencies differ; the buffer may be the same."""
     capture = RecordingCapture()
     of_short = GraphedModel(tiny_target("phi3"), "phi3", no_notice, capture)
-    of_long = of_short.for_text(5000, 10)
+    of_long = of_short.for_length(5000, 10)
     assert of_long is not of_short
     pool = BufferPool()
     logits = []
@@ -483,7 +487,7 @@ def test_very_long_texts_have_graphs_of_their_own() -> None:
         model.prepare(cache, [3], None)
         walk = Walk(model, cache)
         logits.append(walk.run(byte_ids(3)))
-        plain = CausalModel(model.module, "plain").for_text(5000 if model is of_long else 10, 10)
+        plain = CausalModel(model.module, "plain").for_length(5000 if model is of_long else 10, 10)
         close(logits[-1], Walk(plain, streaming_cache(plain)).run(byte_ids(3)))
         cache.release()
     assert capture.captured == capture.replayed == 2

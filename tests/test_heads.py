@@ -27,7 +27,7 @@ from offload_rt.drafting.verifier import Sampling
 from offload_rt.errors import UsageError
 from offload_rt.model.draft_head import DEMO_HEAD, KIND, Head, load_head, save_head
 from offload_rt.model.loading import demo_model, load_model
-from offload_rt.model.parts import Part
+from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
 from offload_rt.model.scheduler import run_alone
 from offload_rt.sampling import GeneratorDraws, Sampler
@@ -76,8 +76,8 @@ def test_a_pass_over_trees_of_two_texts_is_the_recurrence_along_every_path() -> 
             for parent, token in zip(parents, tokens, strict=True):
                 way.append((*(way[parent] if parent >= 0 else ()), token))
             ways.append(way[len(entries) :])
-            new = NewTokens.below(cache.held, parents, tokens)
-            parts.append(Part(cache, new, draw.randint(1, count), hidden=True))
+            new = NewTokens.below(cache.speculative, parents, tokens)
+            parts.append(PassInput(cache, new, draw.randint(1, count), hidden=True))
         outputs = model.forward(parts)
         for part, output, way, root in zip(parts, outputs, ways, roots, strict=True):
             assert output.hidden is not None
@@ -93,7 +93,7 @@ def test_a_pass_over_trees_of_two_texts_is_the_recurrence_along_every_path() -> 
                 entries = [at for at in range(len(held[number])) if len(held[number][at]) == 1]
                 cache.keep(entries)
                 held[number] = [held[number][at] for at in entries]
-            assert len(cache.held) == len(held[number])
+            assert len(cache.speculative) == len(held[number])
             for state, one in zip(cache.states[1:], held[number], strict=True):
                 torch.testing.assert_close(state, along(model, root, one))
 
@@ -257,8 +257,11 @@ def torn(file: Path, path: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "missing": (lambda file, path: None, "cannot be read (no such file, or a folder); train one"),
-    "torn": (torn, "is torn or none"),
-    "another kind": (lambda file, path: save_file(load_file(file), path), "is no head; train one"),
+    "torn": (torn, "is corrupt or not a safetensors file"),
+    "another kind": (
+        lambda file, path: save_file(load_file(file), path),
+        "is no head of this version; train one",
+    ),
     "narrower": (
         changed(target=torch.zeros(5, 8)),
         "whose hidden states here are [5, 8], and those of LlamaFor",
@@ -305,7 +308,7 @@ def test_a_head_for_another_model_is_refused(file: Path, target: PreTrainedModel
 def test_nan_is_told() -> None:
     model = head_model()
     with pytest.raises(NotANumber, match="head: its logits are NaN"):
-        model.raise_nan(Part(HeadStates(HiddenState(1, torch.zeros(VOCABULARY))), NewTokens.chain(1), 1))
+        model.raise_nan(PassInput(HeadStates(HiddenState(1, torch.zeros(VOCABULARY))), NewTokens.chain(1), 1))
 
 
 def test_a_plan_counts_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

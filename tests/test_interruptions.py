@@ -25,7 +25,7 @@ from uneven_link import UnevenLink
 from cpu_kv import CopyFailed, Link, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache, PassCancelled
-from offload_rt.caches.selection import chosen_chunks
+from offload_rt.caches.selection import choose_chunks
 from offload_rt.engine import decode
 from offload_rt.model.scheduler import PassThread, Work
 
@@ -195,9 +195,9 @@ def test_a_text_given_up_while_chunks_are_chosen(
         if threading.current_thread().name.startswith("offload_rt-choosing") and next(layers) % 2:
             choosing.set()
             time.sleep(0.3)
-        return chosen_chunks(scores, wanted)
+        return choose_chunks(scores, wanted)
 
-    monkeypatch.setattr("offload_rt.caches.retrieved.chosen_chunks", slow)
+    monkeypatch.setattr("offload_rt.caches.retrieved.choose_chunks", slow)
     overrides = engine_overrides(ahead=2)
     with LLM.from_models(target, config="retrieval", overrides=overrides, link=PacedLink(1e9)) as llm:
         stream = llm.stream(PROMPT, PARAMS)

@@ -19,7 +19,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.selection import AttentionScores
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 
 pytestmark = [
@@ -64,11 +64,11 @@ def test_a_verification_launches_little(
     launches: list[int] = []
     forward = CausalModel.forward
 
-    def counted(model: CausalModel, parts: Sequence[Part], *arguments: Any) -> list[Output]:
+    def counted(model: CausalModel, parts: Sequence[PassInput], *arguments: Any) -> list[PassOutput]:
         before = GPUS.counters.kernels
         outputs = forward(model, parts, *arguments)
         if isinstance(parts[0].cache, FullCache) and parts[0].new.count > 1:
-            assert parts[0].cache.scores is not None, "attention mass is measured too"
+            assert any(cache.mass_chunk for cache in parts[0].cache.derived), "attention mass is measured too"
             launches.append(GPUS.counters.kernels - before)
         return outputs
 
@@ -90,9 +90,9 @@ def test_queries_leave_before_the_bookkeeping_of_the_layer_before(monkeypatch: p
         order.append(("queries", layer))
         return start(tier, layer, *arguments)
 
-    def added(scores: AttentionScores, backend: Any, layer: int, *arguments: Any) -> None:
+    def added(scores: AttentionScores, layer: int, *arguments: Any) -> None:
         order.append(("mass", layer))
-        add(scores, backend, layer, *arguments)
+        add(scores, layer, *arguments)
 
     with engine_of_32_layers(2, 1) as (llm, prompt):
         monkeypatch.setattr(CpuAttention, "start", started)

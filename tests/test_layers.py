@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.costs import pass_cost
 from offload_rt.errors import UsageError
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Part
+from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import shape_of
 
 LAYERS = 6
 
@@ -95,8 +95,8 @@ def cached_logits(model: CausalModel, tokens: Sequence[int], text: str) -> Tenso
     for start in range(0, len(tokens), 7):
         part = tokens[start : start + 7]
         parents = range(start - 1, start + len(part) - 1)
-        new = NewTokens.below(cache.held, parents, part)
-        (output,) = model.forward([Part(cache, new, rows=len(part))], plan)
+        new = NewTokens.below(cache.speculative, parents, part)
+        (output,) = model.forward([PassInput(cache, new, rows=len(part))], plan)
         found.append(output.logits)
         cache.commit(range(len(part)))
     return torch.cat(found)
@@ -197,14 +197,13 @@ def test_layers_that_are_not_two_blocks_are_refused(arch: str, message: str) -> 
 
 def test_blocks_that_are_left_out_cost_nothing() -> None:
     whole, half = (
-        CausalModel(tiny_target("llama", layers=layers), "tiny") for layers in (LAYERS, LAYERS // 2)
+        shape_of(tiny_target("llama", layers=layers), None, "tiny") for layers in (LAYERS, LAYERS // 2)
     )
-    grouped, halved = (
-        pass_cost(whole, 64, plan=whole.layer_plan(text)) for text in ("groups:2", "skip:1,3,4")
-    )
-    for length, queries in ((10, 1), (1000, 1), (1000, 500)):
-        assert grouped(length, queries) == pass_cost(whole, 64)(length, queries)
-        # But for the norms, which count as part of no block.
-        assert halved(length, queries) == pytest.approx(pass_cost(half, 64)(length, queries), rel=0.01)
-    attention, mlp = (pass_cost(whole, None, plan=whole.layer_plan(text)) for text in ("skip:2a", "skip:2m"))
-    assert attention(10**6, 1) < mlp(10**6, 1) < pass_cost(whole, None)(10**6, 1)
+    plans = {
+        text: LayerPlan.parse(text, LAYERS) or LayerPlan.whole(LAYERS) for text in ("groups:2", "skip:1,3,4")
+    }
+    assert whole.running(plans["groups:2"]) == whole
+    halved = whole.running(plans["skip:1,3,4"])
+    # But for the norms, which count as part of no block.
+    assert halved.layers == half.layers and halved.step_bytes == pytest.approx(half.step_bytes, rel=0.01)
+    assert halved.token_bytes == half.token_bytes

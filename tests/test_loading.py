@@ -6,16 +6,21 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_draft, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
+from offload_rt.model import checkpoint_config
+from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
+from offload_rt.model.rope import Yarn
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
@@ -167,7 +172,7 @@ def test_a_path_that_does_not_exist(name: str) -> None:
 def test_an_id_that_cannot_be_fetched(name: str) -> None:
     for read in (lambda: load_model(name, CPU, None), lambda: load_tokenizer(name)):
         with pytest.raises(
-            UsageError, match=f"model {name}: there is no such folder here, and no .*id"
+            UsageError, match=f"model {name}: there is no such folder here, and no .*ID"
         ) as caught:
             read()
         assert "\n" not in str(caught.value)
@@ -191,9 +196,9 @@ def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_dtype("auto", CPU) == torch.float32
     assert choose_dtype("auto", torch.device("cuda")) is None
     assert choose_dtype("bfloat16", CPU) == torch.bfloat16
-    with pytest.raises(UsageError, match="device 'tpu' is not known: use one of auto, cpu, cuda"):
+    with pytest.raises(UsageError, match="device 'tpu' is unknown: use one of auto, cpu, cuda"):
         choose_device("tpu")
-    with pytest.raises(UsageError, match="dtype 'int8' is not known"):
+    with pytest.raises(UsageError, match="dtype 'int8' is unknown"):
         choose_dtype("int8", CPU)
 
 
@@ -207,10 +212,124 @@ def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_devices("cuda,cuda:2") == choose_devices("cuda:1,cuda:2") == (first, other)
     for names, said in (
         ("cuda:1,cuda:3", "cuda:3: this torch sees 3 CUDA devices, counted from 0"),
-        ("cuda:1,cpu", "cuda:1,cpu: only GPUs work together; write cuda:0,cuda:1"),
+        ("cuda:1,cpu", "cuda:1,cpu: only GPUs can be combined; write cuda:0,cuda:1"),
         ("cuda,cuda:1", "cuda,cuda:1: names a GPU twice"),
         ("cuda:2,cuda:1", "models run on cuda:1; name that one first"),
-        ("cuda:1,", "device '' is not known"),
+        ("cuda:1,", "device '' is unknown"),
     ):
         with pytest.raises(UsageError, match=said):
             choose_devices(names)
+
+
+def test_an_exception_of_the_callers_progress_report_passes_through(folder: Path) -> None:
+    class Mine(Exception):
+        pass
+
+    def report(phase: str, done: int, of: int) -> None:
+        raise Mine(phase)
+
+    with pytest.raises(Mine, match="load"):
+        load_model(folder, CPU, torch.float32, report)
+    with pytest.raises(Mine, match="load"):
+        LLM(folder, config="plain", device="cpu", on_progress=report)
+
+    def out_of_memory(phase: str, done: int, of: int) -> None:
+        raise MemoryError("of the caller")
+
+    with pytest.raises(MemoryError, match="of the caller"):
+        load_model(folder, CPU, torch.float32, out_of_memory)
+
+
+def test_without_network_the_hub_is_asked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unreachable(url: str, timeout: float) -> None:
+        asked.append(url)
+        raise OSError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(checkpoint_config, "get_session", lambda: SimpleNamespace(head=unreachable))
+    monkeypatch.setattr(
+        checkpoint_config, "snapshot_download", lambda *name, local_files_only: fetched(*name)
+    )
+
+    def fetched(name: str) -> str:
+        if name != "owner/in-cache":
+            raise OSError("not there")
+        return str(folder)
+
+    checkpoint_config._hub_failure.cache_clear()
+    try:
+        for read in (lambda name: load_model(name, CPU, None), load_tokenizer, model_config):
+            with pytest.raises(
+                UsageError, match=r"cannot be reached \(no route\).*give the folder that does"
+            ):
+                read("owner/not-in-cache")
+        # What its cache holds is loaded from there.
+        assert load_model("owner/in-cache", CPU, torch.float32).config.hidden_size == 64
+        assert len(asked) == 1
+    finally:
+        checkpoint_config._hub_failure.cache_clear()
+
+
+def test_yarn_is_as_if_the_config_said_so(tmp_path: Path) -> None:
+    """Also beyond the positions that the model was trained for."""
+    plain, stretched = tmp_path / "plain", tmp_path / "stretched"
+    model = tiny_target("qwen3", max_position_embeddings=128)
+    for folder in (plain, stretched):
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    edit_config(
+        stretched,
+        max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": model.config.rope_parameters["rope_theta"],
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    )
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    results = []
+    for folder, rope in ((stretched, None), (plain, "yarn:4"), (plain, None)):
+        with LLM(folder, config="retrieval", device="cpu", rope=rope) as llm:
+            frequencies = llm.engine.target.rotary_frequencies
+            short = llm.generate(byte_ids(100), params).tokens
+            long: object
+            try:
+                long = llm.generate(byte_ids(400), params).tokens
+            except UsageError as error:
+                long = str(error)
+            results.append((llm.engine.target.max_positions, frequencies, short, long))
+    said, given, unscaled = results
+    assert said[0] == given[0] == 512 and torch.equal(said[1], given[1])
+    assert said[2:] == given[2:] and isinstance(given[3], list)
+    assert not torch.equal(given[1], unscaled[1]) and given[2] != unscaled[2]
+    assert "are more than the 128 positions" in str(unscaled[3])
+    with pytest.raises(UsageError, match="scales its rotary frequencies already"):
+        LLM(stretched, device="cpu", rope="yarn:4")
+
+
+def test_yarn_needs_rotary_frequencies_that_layers_share(tmp_path: Path) -> None:
+    tiny_target("gemma3").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="layers do not share rotary frequencies"):
+        load_model(tmp_path, CPU, None, rope=Yarn(2.0))
+    # Qwen3's positions include room for an answer.
+    assert Yarn(4.0).stretched("qwen3", 40_960) == Yarn(4.0).stretched("llama", 32_768) == 131_072
+    assert Yarn.parse("yarn:2.5:1000") == Yarn(2.5, 1000)
+
+
+def test_ignored_attention_is_told(folder: Path) -> None:
+    told: list[str] = []
+    for config in ({}, {"dual_chunk_attention_config": {"chunk_size": 262144}}):
+        edit_config(folder, **config)
+        with LLM(folder, config="plain", device="cpu", on_notice=told.append):
+            assert any("dual-chunk attention is ignored" in notice for notice in told) == bool(config)
+
+
+def test_a_quantized_or_integer_model_is_refused_before_its_weights_are_read(folder: Path) -> None:
+    """The lines are in test_bad_input.py; a packed weight that a config describes is not called nonsense."""
+    add_tensors(folder, {"model.layers.0.mlp.up_proj.weight": torch.ones(128, 64, dtype=torch.int8)})
+    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(UsageError, match=r"quantized \(awq\)"):
+        load_model(folder, CPU, None)

@@ -51,13 +51,13 @@ def test_the_model_is_left_as_found() -> None:
 
 def test_frequencies_are_those_of_the_texts_length() -> None:
     model = CausalModel(tiny_target("phi3"), "phi")
-    long = model.for_text(LONGROPE_BORDER + 1, 0)
+    long = model.for_length(LONGROPE_BORDER + 1, 0)
     factors = model.module.config.rope_parameters
     base = factors["rope_theta"] ** (-torch.arange(0, 12, 2) / 12)
     for runner, name in ((model, "short_factor"), (long, "long_factor")):
         torch.testing.assert_close(runner.rotary_frequencies, base / torch.tensor(factors[name]))
-    assert model.for_text(LONGROPE_BORDER, 0) is model
-    assert model.for_text(4000, 50) is long  # texts of one side go through together
+    assert model.for_length(LONGROPE_BORDER, 0) is model
+    assert model.for_length(4000, 50) is long  # texts of one side go through together
 
 
 def test_a_drafts_frequencies_are_those_of_its_window() -> None:

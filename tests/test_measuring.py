@@ -40,9 +40,9 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
 
     class Backend(TorchCpuBackend):
-        def parts_with_units(self, queries: Any, keys: Any, values: Any, *arguments: Any) -> Any:
+        def parts_with_mass(self, queries: Any, keys: Any, values: Any, *arguments: Any) -> Any:
             seen.append((queries.shape[1], keys.nbytes + values.nbytes))
-            return super().parts_with_units(queries, keys, values, *arguments)
+            return super().parts_with_mass(queries, keys, values, *arguments)
 
     monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: Backend())
     clock = iter(range(10_000))

@@ -29,7 +29,7 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import ATTENTION_NAME
-from offload_rt.model.parts import Part
+from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
 
 SHORT = SamplingParams(max_tokens=12)
@@ -314,7 +314,7 @@ class Breakable(StreamingCache):
         return super().attend(layer, queries, keys, values, scale)
 
 
-def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) -> Part:
+def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) -> PassInput:
     """A part over a cache that holds the start of `text`; the rest, in a forest, is new."""
     cache = Breakable(
         model.kv_layout(),
@@ -325,11 +325,11 @@ def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) 
     )
     old = len(text) - len(parents)
     if old:
-        start = NewTokens.below(cache.held, range(-1, old - 1), text[:old])
-        model.forward([Part(cache, start, rows=1)])
+        start = NewTokens.below(cache.speculative, range(-1, old - 1), text[:old])
+        model.forward([PassInput(cache, start, rows=1)])
         cache.commit(range(old))
         cache.settle()
-    return Part(cache, NewTokens.below(cache.held, parents, text[old:]), rows, hidden=rows > 1)
+    return PassInput(cache, NewTokens.below(cache.speculative, parents, text[old:]), rows, hidden=rows > 1)
 
 
 PARTS = [

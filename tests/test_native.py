@@ -244,7 +244,7 @@ def test_what_it_does_not_cover_goes_to_torch(kernel: native.Kernel, dtype: torc
     if dim % kernel.lanes == 0:
         pytest.skip("short vectors: covered")
     queries, keys, values = drawn(2, 3, 40, dim, dtype)
-    assert not kernel.fits(queries, keys, values)
+    assert not kernel.supports(queries, keys, values)
     out, lse = attend(NativeCpuBackend(kernel), queries, keys, values, 0.1)
     peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, 0.1)
     assert torch.equal(out, peer) and torch.equal(lse, peer_lse)

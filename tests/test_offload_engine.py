@@ -24,16 +24,16 @@ import offload_rt.engine.engine
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
-from offload_rt.caches.base import Verified
-from offload_rt.caches.bounded import Frame
+from offload_rt.caches.base import VerifiedTokens
+from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
-from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN
-from offload_rt.engine.controller import RunningAcceptance, SpeculationController, StepDown
+from offload_rt.engine.controller import RunningAcceptance, SpeculationController
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
@@ -95,39 +95,39 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = 0
-    refill_of, use = RetrievedCache.refill, RetrievedCache._use
-    expected: dict[RetrievedRefill, RetrievedCache] = {}
+    begin, use = RetrievedCache.begin_pass, RetrievedCache._use
+    expected: dict[RetrievalRefresh, RetrievedCache] = {}
 
-    def begun(cache: RetrievedCache) -> RetrievedRefill | None:
-        queries = cache._wanted
-        refill = refill_of(cache)
-        if refill is not None:
-            assert queries is not None
+    def begun(cache: RetrievedCache) -> bool:
+        queries, begun = cache._wanted, begin(cache)
+        if begun:
+            refill = cache._running
+            assert queries is not None and refill is not None
             separate = expected[refill] = RetrievedCache(
                 cache._source,
                 budget=cache.budget,
                 chunk=cache.chunk,
                 recent=cache.recent,
                 refresh=cache.refresh.policy,
-                selection=cache._selection,
-                room=cache.buffer.room,
+                selection=cache.selection,
+                mean_slots=cache.buffer.mean_slots,
             )
-            own = separate._chosen_anew(refill.extent.length, queries, separate.buffer)
+            own = separate._start_refresh(refill.layout.length, queries, separate.buffer)
             own.take_from_store()
-            separate._turn_to(own.extent)
-        return refill
+            separate._apply(own.layout)
+        return begun
 
-    def checked(cache: RetrievedCache, refill: RetrievedRefill) -> None:
+    def checked(cache: RetrievedCache, refill: RetrievalRefresh) -> None:
         nonlocal compared
         compared += 1
-        separate, entries = expected[refill], refill.extent.entries
+        separate, entries = expected[refill], refill.layout.entries
         assert separate.entries == entries
         assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
-        rest = slice(refill.buffer.room - refill.extent.pages, refill.buffer.room)
+        rest = slice(refill.buffer.mean_slots - refill.layout.means, refill.buffer.mean_slots)
         assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
         use(cache, refill)
 
-    monkeypatch.setattr(RetrievedCache, "refill", begun)
+    monkeypatch.setattr(RetrievedCache, "begin_pass", begun)
     monkeypatch.setattr(RetrievedCache, "_use", checked)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
@@ -196,9 +196,9 @@ def test_every_refill_is_complete_where_the_resident_share_ends_within_a_page(
     complete: list[bool] = []
     adopt = RetrievedCache.adopt
 
-    def adopted(cache: RetrievedCache, verified: Verified) -> None:
-        if cache._refill is not None:
-            complete.append(cache._refill.complete)
+    def adopted(cache: RetrievedCache, verified: VerifiedTokens) -> None:
+        if cache._running is not None:
+            complete.append(cache._running.complete)
         adopt(cache, verified)
 
     monkeypatch.setattr(RetrievedCache, "adopt", adopted)
@@ -240,15 +240,15 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     streams: list[LayerStream] = []
     stream = TransferEngine.stream
     under_way: list[Callable[..., Any]] = []
-    beside = {RetrievedCache.fill: 0, RetrievedCache.refill: 0, RetrievedRefill._bring: 0}
+    beside = {RetrievedCache.fill: 0, RetrievedCache.begin_pass: 0, RetrievalRefresh._transfer: 0}
 
     def recorded(engine: TransferEngine, end: int, **arguments: Any) -> LayerStream:
         streams.append(stream(engine, end, **arguments))
         return streams[-1]
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(of: RetrievedCache | RetrievedRefill, *arguments: Any) -> Any:
-            engine = of._engine if isinstance(of, RetrievedRefill) else of._source.engine
+        def call(of: RetrievedCache | RetrievalRefresh, *arguments: Any) -> Any:
+            engine = of._engine if isinstance(of, RetrievalRefresh) else of._source.engine
             counters = engine.counters
             before = counters.bytes_to_device
             under_way.append(method)
@@ -261,7 +261,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
         return call
 
     monkeypatch.setattr(TransferEngine, "stream", recorded)
-    for method, owner in zip(beside, (RetrievedCache, RetrievedCache, RetrievedRefill), strict=True):
+    for method, owner in zip(beside, (RetrievedCache, RetrievedCache, RetrievalRefresh), strict=True):
         monkeypatch.setattr(owner, method.__name__, counted(method))
     overrides = engine_overrides(resident_tokens=resident, cpu_tokens=cpu, ahead=2)
     link = PacedLink(1e9)
@@ -285,7 +285,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
 def test_drafting_ahead_that_always_guesses_right_is_paced_too(
     target: PreTrainedModel, plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepDown, "begin", lambda *_: None)  # as where it is expected to pay
+    monkeypatch.setattr(SpeculationController, "begin", lambda *_: None)  # as where it is expected to pay
     # The retrieved cache holds the whole text, so that it drafts what the target says.
     sizes = {"speculation.step_down": True, "retrieval.budget": 512, "speculation.gamma2": 1}
     overrides = engine_overrides(ahead=2) | sizes
@@ -335,13 +335,13 @@ def test_a_text_is_planned_for_what_one_that_is_closed_held(
 ) -> None:
     """On the device; closing lets it go, and not the garbage collector."""
     held: list[weakref.ref[Tensor]] = []
-    planned, plan = [], Engine._plan
+    planned, plan = [], Engine.plan
 
     def watched(engine: Engine, *arguments: Any) -> Any:
         planned.append([tensor for one in held if (tensor := one()) is not None])
         return plan(engine, *arguments)
 
-    monkeypatch.setattr(Engine, "_plan", watched)
+    monkeypatch.setattr(Engine, "plan", watched)
     overrides = engine_overrides(resident_tokens=64)
     gc.disable()
     try:
@@ -415,9 +415,9 @@ def test_two_engines_share_a_model(
 
 def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in every layer: each time is several kernels on a GPU."""
-    masked, folded, behind = list[Frame](), list[Tensor](), Frame.behind
+    masked, folded, behind = list[BufferAttention](), list[Tensor](), BufferAttention.behind
 
-    def made(*arguments: Any) -> Frame:
+    def made(*arguments: Any) -> BufferAttention:
         frame = behind(*arguments)
         masked.extend([frame] if frame.mask is not None else [])
         return frame
@@ -426,7 +426,7 @@ def test_masks_are_folded_once_a_pass(target: PreTrainedModel, monkeypatch: pyte
         folded.append(mask)
         return folded_mask(backend, mask, *arguments)
 
-    monkeypatch.setattr(Frame, "behind", made)
+    monkeypatch.setattr(BufferAttention, "behind", made)
     monkeypatch.setattr("offload_rt.caches.bounded.folded_mask", fold)
     link = PacedLink(1e9)
     with LLM.from_models(target, config="trees", overrides=engine_overrides(), link=link) as llm:

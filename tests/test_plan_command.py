@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -15,6 +16,7 @@ import pytest
 from machine_cases import HOST
 
 from offload_rt import cli
+from offload_rt.commands.prompts import token_count
 from offload_rt.config import AUTOMATIC
 from offload_rt.machine.hardware import Hardware
 
@@ -47,10 +49,12 @@ PREDICTED = {
 
 
 def test_the_command_tells_the_plan(run: Run) -> None:
-    out, report = run("--model llama2-7b --draft jf68m --context 130048 --gpu rtx4090 --config triforce")
+    out, report = run(
+        "--model llama2-7b --draft jf68m --context 130048 --new-tokens 256 --gpu rtx4090 --config triforce"
+    )
     predicted, (card,) = report["predicted"], report["memory"]["gpus"]
     for said in (
-        "llama2-7b and jf68m in bfloat16, 130,048 tokens of context, 256 new; config triforce",
+        "llama2-7b and jf68m in bfloat16, prompt of 130,048 tokens, 256 new; config triforce",
         "KV         63.50 GiB: resident on GPUs",
         f"{predicted['ms_per_token']:.1f} ms a token",
         f"bottleneck {predicted['bottleneck']}",
@@ -68,7 +72,7 @@ def test_the_command_tells_the_plan(run: Run) -> None:
 
 
 def test_the_command_refuses_with_the_nearest_plan(run: Run) -> None:
-    flags = "--model llama2-7b --gpu rtx4090 --ram 48"
+    flags = "--model llama2-7b --gpu rtx4090 --ram 48 --new-tokens 256"
     err, report = run(f"{flags} --context 130048", code=2)
     assert "llama2-7b at 130048 tokens does not fit: host memory has 44.0 GiB" in err
     assert report["fits"] is False and report["refusal"] in err
@@ -116,7 +120,7 @@ def test_flags_reach_the_plan(run: Run) -> None:
         " --draft-acceptance 0.6 --config triforce --set speculation.gamma2=7 --dtype float16 --no-ahead"
     )
     for said in (
-        *("float16, 61,440 tokens of context, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
+        *("float16, prompt of 61,440 tokens, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
         *("33.0 GB/s at 16", "target:retrieved 0.85", "draft:streaming 0.60", "gamma2 7 (as given)"),
         *("of 20.00 GiB", "GPU 0 computes, the others keep and attend KV", "drafts are made between passes"),
     ):
@@ -132,4 +136,51 @@ def test_without_a_named_machine_it_is_this_one(
     out, _ = run("--context 32768")
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
     assert cli.main(["plan", "--context", "32768", "--gpus", "1"]) == 2
-    assert "--gpus 1: this machine has 0; name others with --gpu" in capsys.readouterr().err
+    assert "--gpus 1: this machine has 0; describe another one with --gpu" in capsys.readouterr().err
+
+
+def test_new_tokens_count_inside_the_context_unless_both_are_given(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--model llama3.1-8b --gpu h100 --config plain"
+    assert "prompt of 130,816 tokens, 256 new" in run(f"{flags} --context 128k")[0]
+    assert "prompt of 5 tokens, 5 new" in run(f"{flags} --context 10")[0]
+    assert "prompt of 1 tokens, 1 new" in run(f"{flags} --context 1")[0]
+    assert "prompt of 1,000 tokens, 24 new" in run(f"{flags} --context 1000 --new-tokens 24")[0]
+    assert cli.main(["plan", *flags.split(), "--context", "128k", "--new-tokens", "256"]) == 2
+    assert "131072 prompt tokens and 256 new ones are more than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        *(("1", 1), ("100000", 100_000), ("100,000", 100_000), ("1,000,000", 1_000_000), ("1e5", 100_000)),
+        *(("96k", 98_304), ("1M", 2**20), ("1m", 2**20), ("1.5K", 1536), ("0.5M", 2**19)),
+    ],
+)
+def test_numbers_of_tokens(text: str, tokens: int) -> None:
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "1.5", "10kk", "1,00", "1,0000", "k", "1e", "1e-3", "0.0001k", "nan", "inf", "¹"]
+)
+def test_what_is_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not a number of tokens"):
+        token_count(text)
+
+
+def test_yarn_gives_a_model_its_positions(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--model Qwen3-32B --context 128k --gpu h100 --gpus 2 --config plain"
+    out, _ = run(f"{flags} --rope yarn:4")
+    assert "plan       qwen3-32b in bfloat16, prompt of 130,816 tokens, 256 new" in out
+    # 32,768 positions were trained, not the 40,960 of the config.
+    assert cli.main(["plan", *flags.split(), "--rope", "yarn:3.9"]) == 2
+    assert "more than the 127795 positions of qwen3-32b" in capsys.readouterr().err
+    run(f"{flags} --rope yarn:3.2:40960")
+
+
+def test_ignored_attention_is_told_where_it_matters(run: Run) -> None:
+    flags = "--model Qwen2.5-7B-Instruct-1M --gpu h100 --config plain"
+    assert "note       dual-chunk attention is ignored" in run(f"{flags} --context 512k")[0]
+    assert "dual-chunk" not in run(f"{flags} --context 128k")[0]

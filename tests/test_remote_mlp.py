@@ -30,9 +30,9 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.model.remote_mlp import RemoteMlp, spread
+from offload_rt.model.remote_mlp import RemoteMlp, place_mlps
+from offload_rt.model.shape import find_shape
 from offload_rt.planning.placement import PlanRequest, gpu_memory
-from offload_rt.planning.shapes import find_shape
 from offload_rt.toml import load_config
 
 
@@ -44,7 +44,7 @@ def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, confi
     other = other_gpu(device)
     sampled = SamplingParams(temperature=0.7, seed=5, max_tokens=20)
     written = []
-    for model in (whole.to(device), spread(target, device, other, 1)):
+    for model in (whole.to(device), place_mlps(target, device, other, 1)):
         links: dict[str, Any] = {"link": link_to(device), "other_links": [link_to(other)]}
         with LLM.from_models(
             model, draft.to(device), config=config, overrides=engine_overrides(ahead=2), **links
@@ -58,7 +58,7 @@ def test_weights_are_counted_where_they_are() -> None:
     target = tiny_target("llama-gqa")
     layers = target.model.layers
     block_bytes = sum(p.nbytes for p in layers[0].mlp.parameters())
-    spread(target, CPU, torch.device("meta"), 1)
+    place_mlps(target, CPU, torch.device("meta"), 1)
     assert [isinstance(layer.mlp, RemoteMlp) for layer in layers] == [True, False]
     assert {p.device.type for p in layers[0].mlp.parameters()} == {"meta"}
     assert {p.device.type for n, p in target.named_parameters() if "layers.0.mlp" not in n} == {"cpu"}
@@ -78,14 +78,14 @@ def test_a_spread_model_is_not_captured() -> None:
 
     target = tiny_target("llama-gqa")
     assert captures(target)
-    assert not captures(spread(target, CPU, CPU, 2))
+    assert not captures(place_mlps(target, CPU, CPU, 2))
 
 
 def test_a_model_without_such_blocks_is_refused() -> None:
     target = tiny_target("llama-gqa")
     del target.model.layers[1].mlp
     with pytest.raises(UsageError, match="LlamaForCausalLM: its layers have no `mlp` to put on cuda:1"):
-        spread(target, CPU, torch.device("cuda", 1), 2)
+        place_mlps(target, CPU, torch.device("cuda", 1), 2)
 
 
 @ON_CUDA

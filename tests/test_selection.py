@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt.caches.selection import chunk_scores, retrieval
+from offload_rt.caches.selection import chunk_scores, top_chunks
 
 
 def plain_attention(queries: Tensor, keys: Tensor, scale: float) -> list[list[list[float]]]:
@@ -42,7 +42,7 @@ def test_scores_and_their_order(seed: int, tokens: int, scale: float) -> None:
     scores = chunk_scores(queries, keys, scale)
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, torch.tensor(mass) / queries.shape[1])
-    chosen = retrieval(scores, tokens, first=0)
+    chosen = top_chunks(scores, tokens, first=0)
     assert chosen.tolist() == [plain_largest(row, tokens) for row in mass]
 
 
@@ -57,10 +57,10 @@ def test_retrieval_chooses_the_lower_number_of_equals(values: list[float], data:
     first = data.draw(st.integers(0, 2))
     count = data.draw(st.integers(0, len(values) - first))
     expected = [[first + index for index in plain_largest(row[first:], count)] for row in scores.tolist()]
-    assert retrieval(scores, count, first).tolist() == expected
+    assert top_chunks(scores, count, first).tolist() == expected
 
 
 def test_equal_keys_are_chosen_in_order() -> None:
     keys = torch.ones(1, 300, 8)
     scores = chunk_scores(torch.ones(1, 1, 8), keys, 1.0)
-    assert retrieval(scores, 300, first=0)[0].tolist() == list(range(300))
+    assert top_chunks(scores, 300, first=0)[0].tolist() == list(range(300))

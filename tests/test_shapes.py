@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig
 from bench.random_models import config_of
 from offload_rt.errors import UsageError
 from offload_rt.model.loading import demo_model, load_model
-from offload_rt.planning.shapes import SHAPES, find_shape, from_config
+from offload_rt.model.shape import SHAPES, find_shape, from_config
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((arch, {}) for arch in ARCHITECTURES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tiny_models import byte_ids, byte_tokenizer, tiny_target
 import offload_rt.cli as command_line
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
+from offload_rt.drafting import datastore
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
 from offload_rt.drafting.merged import joined
@@ -224,7 +226,7 @@ def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "a.txt").write_bytes(b"\xff\xfe")
     for arguments, message in (
-        ([str(tmp_path / "none")], "is no folder"),
+        ([str(tmp_path / "none")], "is not a folder"),
         ([str(tmp_path / "empty")], "holds no text in files of .txt"),
         ([str(tmp_path / "binary")], "a.txt: not UTF-8 (byte 0)"),
         ([str(tmp_path), "--out", str(tmp_path)], "is a folder"),
@@ -243,8 +245,8 @@ def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[st
     for path, message in (
         ("", "datastore.path = '': names no file: build one"),
         (str(tmp_path / "none"), "no such file"),
-        (str(torn), "is torn"),
-        (str(other), "is no datastore"),
+        (str(torn), "is corrupt or not a safetensors file"),
+        (str(other), "is no datastore of this version"),
         (str(store), "was built with another tokenizer"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -253,5 +255,61 @@ def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(UsageError, match="needs the model's tokenizer"):
         LLM.from_models(target, config="plain", overrides=level)
     build([[1, 2, 300]], byte_tokenizer(), store)
-    with pytest.raises(UsageError, match="ids beyond the model's vocabulary of 256"):
+    with pytest.raises(UsageError, match="token IDs beyond the model's vocabulary of 256"):
         LLM.from_models(target, None, byte_tokenizer(), "plain", level)
+
+
+@pytest.mark.parametrize("tensor", ["tokens", "order"])
+def test_a_damaged_datastore_is_refused_when_it_is_opened(store: Path, tensor: str) -> None:
+    """A single bit, wherever in its body."""
+    build([byte_ids(300), byte_ids(50, start=700)], byte_tokenizer(), store)
+    Datastore(store, 8, 4)
+    whole = store.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    start, end = json.loads(whole[8 : 8 + header])[tensor]["data_offsets"]
+    for place in (start, (start + end) // 2, end - 1):
+        damaged = bytearray(whole)
+        damaged[8 + header + place] ^= 1
+        store.write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"is damaged \(its checksum differs\); build it again: offload"):
+            Datastore(store, 8, 4)
+    store.write_bytes(whole)
+    Datastore(store, 8, 4)
+
+
+def test_a_datastore_is_checked_once_for_all_sequences(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    build([[1, 2, 3]], byte_tokenizer(), store)
+    monkeypatch.setattr(datastore, "_checksum", lambda stored: checked.append(stored))
+    with pytest.raises(UsageError, match="is damaged"):
+        Datastore(store, 8, 4)
+    monkeypatch.undo()
+    first = Datastore(store, 8, 4)
+    monkeypatch.setattr(datastore, "_checksum", lambda stored: checked.append(stored))
+    assert Datastore(store, 8, 4)._tokens is first._tokens and len(checked) == 1
+
+
+def test_a_build_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("It was the best of times.")
+    arguments = ["datastore", "build", str(tmp_path / "texts")]
+    assert command_line.main(arguments) == 0
+    out = tmp_path / "texts.datastore.safetensors"
+    before = out.read_bytes()
+    for more in ([], ["--out", str(out)]):
+        assert command_line.main([*arguments, *more]) == 2
+        assert f"--out {out}: exists; name another file, or remove it" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+def test_a_build_leaves_out_hidden_folders_and_environments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    files = ["one.txt", "below/two.txt", ".git/no.txt", "below/.cache/no.txt"]
+    files += ["env/pyvenv.cfg", "env/lib/no.py", "below/conda/conda-meta/no.json", "below/conda/no.txt"]
+    for name in files:
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_bytes(b"\xff" if "no." in name else b"a text")
+    assert command_line.main(["datastore", "build", str(texts)]) == 0
+    assert "tokens of 2 files" in capsys.readouterr().out

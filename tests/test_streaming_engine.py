@@ -36,8 +36,9 @@ from torch import Tensor
 from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.refill import RetrievedRefill
+from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
@@ -71,8 +72,8 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
     if shares.gpus or shares.late_resident_tokens:
-        plan = llm.engine._plan
-        llm.engine._plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
+        plan = llm.engine.plan
+        llm.engine.plan = lambda *asked: (plan(*asked)[0], shares)  # type: ignore[method-assign]
     return llm
 
 
@@ -230,7 +231,7 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
 
     Later passes differ: whose share of another place was whose is not known (`summed_mass`).
     """
-    used, use = list[RetrievedRefill](), RetrievedCache._use
+    used, use = list[RetrievalRefresh](), RetrievedCache._use
     monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
     ends = [shares.resident_tokens, shares.cpu_tokens]
     ends += [card.tokens for card in shares.gpus]
@@ -240,10 +241,10 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
         with small_llm(CPU, "retrieval", shares, ahead=0, refresh_from="stream") as llm:
             text = llm.read(PROMPT)
             text.generate((), SamplingParams(max_tokens=1))
-            full, (cache,) = (sequence := llm.engine._sequences[0]).full, sequence._caches
-            assert full.scores is not None
-            chunks = [end // full.scores.chunk for end in ends]
-            counted = full.scores.values.tensor_split(chunks, dim=2)
+            (cache,) = llm.engine._sequences[0]._caches
+            assert isinstance(cache, RetrievedCache) and isinstance(cache.selection, AttentionScores)
+            chunks = [end // cache.selection.mass_chunk for end in ends]
+            counted = cache.selection.values.tensor_split(chunks, dim=2)
             first = [part.sum(-1) for part in counted], cache.kv[:, :, :, : cache.entries].clone()
             used.clear()
             text.rewind(len(PROMPT))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from offload_rt.errors import UsageError
-from offload_rt.text import TextStream
+from offload_rt.text import TextStream, encode
 
 CORPUS = [
     "the cat and the hat",
@@ -154,6 +154,22 @@ def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
 
 def test_the_stop_string_that_is_complete_first_counts_however_the_text_is_cut() -> None:
     assert streamed(BYTE_LEVEL, [PIECES[char] for char in "abcd"], ["abcd", "bc"]).text == "a"
+
+
+@pytest.mark.parametrize("adds_one", [True, False])
+def test_a_rendered_chat_template_has_one_beginning_of_text(adds_one: bool) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "hi": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds_one:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="?")
+    assert encode(fast, "<s>hi hi") == [0, 1, 1]
+    assert encode(fast, "hi hi") == [0, 1, 1][not adds_one :]
+    assert encode(fast, "<s><s>hi") == [0, 0, 1]  # one of its own stays
+    assert encode(fast, "<s>hi", special=False) == [0, 1]
+    assert encode(fast, "<s>hi hi", last=2) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_a_small_model_passes_over_every_token_once(target: PreTrainedModel) -> 
             assert setting.passed == [len(text) - accepted - 1 - held, 1, 1]
             # Accepted tokens stay, but for the last one drawn, whose KV was never computed.
             assert cache.verified_length == len(text) - accepted - 1 + min(accepted, 2)
-            assert len(cache.held) == 0
+            assert len(cache.speculative) == 0
     assert seen == {0, 1, 2, 3}
 
 
@@ -184,8 +184,8 @@ def test_a_draft_is_not_waited_for(
         assert len(draft) == shape.size and not draft.tokens.arrived
         verifier, view = setting.verifier, setting.sequence.view
         verification = verifier.verification(view, draft)
-        (output,) = verifier.model.forward([verification.part])
-        result = run_alone(verifier.verdict(draft, verification.part, output))
+        (output,) = verifier.model.forward([verification.input])
+        result = run_alone(verifier.verdict(draft, verification.input, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them
@@ -193,7 +193,7 @@ def test_a_draft_is_not_waited_for(
         assert len(path) == result.accepted
         # What was accepted is in the drafter's cache: adopted, or found but for leaves, which nothing passed.
         cache, text = setting.drafter.cache, view.extended(result.tokens[:-1])
-        found = cache.held.match(text.part(cache.verified_length))
+        found = cache.speculative.match(text.part(cache.verified_length))
         computed = result.accepted if config == "retrieval" else min(result.accepted, shape.depth - 1)
         assert cache.verified_length + len(found) == len(view) + computed
 

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 if EMULATED:
     pytest.skip("they run on a GPU, or in the interpreter", allow_module_level=True)
 
-from offload_rt.attention import fused, triton_kernels  # noqa: E402
+from offload_rt.attention import operators, triton_kernels, triton_operators  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 INF = float("inf")
@@ -66,14 +66,14 @@ def test_merging(
     lses[:masked, :, 0] = -INF
     parts[:masked, :, 0] = 0
     before = (draw(heads, rows, dim), draw(heads, rows) + offset) if summed else ()
-    out, lse = triton_kernels.combine(parts, lses, *before)
+    out, lse = triton_operators.combine(parts, lses, *before)
     every = lses.double() if not before else torch.cat([lses, before[1][None]]).double()
     values = parts.double() if not before else torch.cat([parts.double(), before[0][None].double()])
     total = every.logsumexp(0)
     weights = (every - total).exp().nan_to_num(nan=0.0)
     close(out, (values * weights[..., None]).sum(0), dtype)
     close(lse, total, dtype)
-    plain = fused.combine(parts, lses, *before)
+    plain = operators.combine(parts, lses, *before)
     close(out, plain[0], dtype)
     close(lse, plain[1], dtype)
 
@@ -104,21 +104,21 @@ def test_attention_mass_of_chunks(
     )
     keys, reference = kv[:, 0], draw(heads, group * count) + 2
     chunks = pages * tokens // chunk
-    units = torch.full((heads, group * -(-count // step), chunks + 2), torch.nan, device=DEVICE)
+    mass = torch.full((heads, group * -(-count // step), chunks + 2), torch.nan, device=DEVICE)
     asked: tuple[Any, ...] = (queries, keys, reference, scale, count, step)
     if summed:
         parts, lses = draw(2, heads, group * count, dim, dtype=dtype), draw(2, heads, group * count)
         before = draw(heads, group * count, dim), draw(heads, group * count)
-        merged = triton_kernels.combine_with_mass_(units[:, :, 1:-1], parts, lses, *before, *asked)
-        for one, plain in zip(merged, fused.combine(parts, lses, *before), strict=True):
+        merged = triton_operators.combine_with_mass_(mass[:, :, 1:-1], parts, lses, *before, *asked)
+        for one, plain in zip(merged, operators.combine(parts, lses, *before), strict=True):
             close(one, plain, dtype)
     else:
-        triton_kernels.chunk_mass_(units[:, :, 1:-1], *asked)
+        triton_operators.chunk_mass_(mass[:, :, 1:-1], *asked)
     sampled = [g * count + (count - 1) % step + at for g in range(group) for at in range(0, count, step)]
     scores = scale * queries[:, sampled].double() @ keys.transpose(0, 1).flatten(1, 2).double().mT
     wanted = (scores - reference[:, sampled, None].double()).exp().unflatten(2, (chunks, chunk)).sum(3)
-    close(units[:, :, 1:-1], wanted, dtype)
-    assert units[:, :, :: chunks + 1].isnan().all(), "nothing beside it is written"
+    close(mass[:, :, 1:-1], wanted, dtype)
+    assert mass[:, :, :: chunks + 1].isnan().all(), "nothing beside it is written"
 
 
 @WIDE
@@ -133,13 +133,13 @@ def test_attention_mass_is_added_up(chunks: int, group: int, count: int, step: i
     draw, heads = Draw(chunks), 2
     step = min(step, count)
     sampled = group * -(-count // step)
-    units = draw(heads, 1 if together else sampled, chunks).abs()
+    mass = draw(heads, 1 if together else sampled, chunks).abs()
     reference, lse = draw(heads, group * count), draw(heads, group * count) + 1
     scores = draw(heads, chunks + 3)
     expected = scores.clone()
-    arguments = (units, reference, lse, 0.8, count, step)
-    triton_kernels.add_mass_(scores[:, 1:-2], *arguments)
-    fused.add_mass_(expected[:, 1:-2], *arguments)
+    arguments = (mass, reference, lse, 0.8, count, step)
+    triton_operators.add_mass_(scores[:, 1:-2], *arguments)
+    operators.add_mass_(expected[:, 1:-2], *arguments)
     close(scores, expected, torch.float32)
 
 
@@ -150,7 +150,7 @@ from triton.compiler import ASTSource
 from offload_rt.attention import triton_kernels
 
 HALVES = ("parts", "asking", "keys")
-SINGLES = ("lses", "out", "lse", "new_out", "new_lse", "units", "reference", "scores")
+SINGLES = ("lses", "out", "lse", "new_out", "new_lse", "mass", "reference", "scores")
 
 def compiled(kernel, half, capability, **constants):
     kinds = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("scale", "decay"), "fp32")
@@ -187,7 +187,7 @@ def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
     names = set(inspect.signature(kernel.fn).parameters)
     layout = {"dim", "page_stride", "head_stride", "row_stride", "query_head_stride", "query_row_stride"}
     layout |= {"key_page_stride", "key_head_stride", "key_row_stride"}
-    pointers = {"parts", "lses", "out", "lse", "new_out", "new_lse", "units", "asking", "keys", "reference"}
+    pointers = {"parts", "lses", "out", "lse", "new_out", "new_lse", "mass", "asking", "keys", "reference"}
     constants = {one for one in names if one.isupper()} | {"scale", "decay", "scores"}
     assert names - layout - pointers - constants <= set(triton_kernels.VARIES)
 
@@ -195,12 +195,12 @@ def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
 def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    triton_kernels.check(DEVICE)
-    right = triton_kernels.combine
+    triton_operators.check(DEVICE)
+    right = triton_operators.combine
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
         lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),
     ):
-        monkeypatch.setattr(triton_kernels, "combine", wrong)
+        monkeypatch.setattr(triton_operators, "combine", wrong)
         with pytest.raises(RuntimeError, match="a kernel differs from its plain form by"):
-            triton_kernels.check(DEVICE)
+            triton_operators.check(DEVICE)

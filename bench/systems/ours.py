@@ -14,13 +14,13 @@ from bench.recorded_text import RecordedText
 from bench.rounds import draw, figures
 from bench.systems import Opener, Prompt, Run, Setup
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
-from offload_rt.config import uses_small_model
+from offload_rt.levels.base import needs_draft_model
 from offload_rt.machine.doctor import usable_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import choose_dtype, load_model
+from offload_rt.model.shape import find_shape
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
-from offload_rt.planning.shapes import find_shape
 from offload_rt.toml import config_names, load_config
 
 
@@ -54,7 +54,7 @@ class Ours:
 
     def __init__(self, name: str, setup: Setup) -> None:
         config = load_config(name, {**setup.options, **setup.settings})
-        if setup.draft is None and uses_small_model([config]):
+        if setup.draft is None and needs_draft_model([config]):
             raise ValueError(f"{name} needs a draft model: --draft FOLDER")
         given = "".join(f", {key} = {value}" for key, value in setup.settings.items())
         self.label = f"offload-rt {offload_rt.__version__}, {name}{given}"

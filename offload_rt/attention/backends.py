@@ -1,4 +1,4 @@
-"""Attention over one segment of keys at a time, by the kernel that suits the device.
+"""Attention over one segment of keys at a time, with the fastest kernel of the device.
 
 Shapes in this package, for one sequence:
 
@@ -22,29 +22,35 @@ import torch
 from torch import Tensor
 
 from cpu_kv import head_major
-from offload_rt.attention import fused
+from offload_rt.attention import operators
 from offload_rt.attention.mass import Sample
 from offload_rt.native import Kernel, load_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
-CORES_FOR_THE_GPU = 3  # of the threads that run a pass, draft, and choose chunks meanwhile
-WORTH_IT = 0.95  # of the time of torch's op: what another one must stay under
+RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
+MAX_TIME_RATIO = 0.95  # another kernel replaces torch's if it takes less than this share of its time
 
 
 class AttentionBackend(ABC):
-    """One way to compute attention on folded heads."""
+    """An implementation of attention on folded heads.
+
+    Attributes:
+        operators: namespace with `combine`, `chunk_mass_`, `combine_with_mass_` and `add_mass_`.
+    """
 
     name: str
-    operators: Any = fused  # `combine`, `chunk_mass_` and `add_mass_`
+    operators: Any = operators
 
     @abstractmethod
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention over disjoint parts of a segment, to be combined.
+        """Computes attention over disjoint parts of a segment, for `combine` to merge.
 
         Args:
-            mask: as `mask` prepares it; None: every key is seen.
+            queries: `[kv_heads, folded_query, head_dim]`.
+            keys, values: `[pages, kv_heads, tokens, head_dim]`.
+            mask: from `mask`; None: every key is seen.
 
         Returns:
             `[parts, kv_heads, folded_query, head_dim]` and their log-sum-exp `[parts, kv_heads,
@@ -53,31 +59,40 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Square causal attention: queries `[heads, n, head_dim]` over as many keys, not folded."""
+        """Computes causal attention of n unfolded queries over n keys.
+
+        Args:
+            queries: `[heads, n, head_dim]`.
+            keys, values: `[kv_heads, n, head_dim]`.
+
+        Returns:
+            `[heads, n, head_dim]` and the log-sum-exp `[heads, n]`.
+        """
 
     def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Prepares an additive mask `[folded_query, tokens]` for calls with queries of `dtype`."""
         return mask
 
-    def parts_with_units(
+    def parts_with_mass(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, sample: Sample, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`parts` where every key is seen, and the units of its attention mass where they cost nothing more.
+        """Does `parts` without a mask, and takes attention mass too if the kernel gets it for free.
 
         Returns:
-            Units `[kv_heads, sampled_query, chunks]`, relative to the log-sum-exp of the only part; or None.
+            As `parts`, then the mass `[kv_heads, sampled_query, chunks]` relative to the log-sum-exp of the
+            only part, or None.
         """
         return *self.parts(queries, keys, values, scale, None), None
 
 
 class _TorchBackend(AttentionBackend):
-    """An op of torch for batches `[batch, heads, tokens, head_dim]`, which knows no pages."""
+    """A torch op on batches `[batch, heads, tokens, head_dim]`, which does not know pages."""
 
     @abstractmethod
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Out and lse `[batch, heads, query]`."""
+        """Returns attention and its log-sum-exp `[batch, heads, query]`."""
 
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
@@ -102,11 +117,11 @@ class _TorchBackend(AttentionBackend):
 
 
 class TorchCpuBackend(_TorchBackend):
-    """torch's flash kernel for CPUs.
+    """torch's flash attention for CPUs.
 
     Args:
-        threads: how many threads compute (default: torch's number). torch keeps that number for each calling
-            thread, so a call sets it for its own thread alone, and puts it back.
+        threads: number of threads per call (default: torch's). torch keeps that number for each calling
+            thread, so a call sets it for its own thread and restores it.
     """
 
     name = "torch-cpu"
@@ -125,7 +140,7 @@ class TorchCpuBackend(_TorchBackend):
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if keys.numel() == 0:  # torch's kernel divides by zero there, and the process dies of it
+        if keys.numel() == 0:  # torch's kernel divides by zero, which kills the process
             wide = torch.promote_types(queries.dtype, torch.float32)
             return torch.zeros_like(queries)[None], queries.new_full(
                 (1, *queries.shape[:2]), -torch.inf, dtype=wide
@@ -133,7 +148,7 @@ class TorchCpuBackend(_TorchBackend):
         with torch_threads(self.threads):
             outs, lses = super().parts(queries, keys, values, scale, mask)
         if mask is not None:
-            # It says 0 for the log-sum-exp of a query that sees nothing: merged, such a part would count.
+            # torch returns log-sum-exp 0 for a query that sees no key: in a merge that would count.
             lses.masked_fill_(torch.isneginf(mask).all(-1), -torch.inf)
         return outs, lses
 
@@ -144,7 +159,7 @@ class TorchCpuBackend(_TorchBackend):
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """torch computes with `count` threads for the calling thread within."""
+    """Sets torch's number of threads for the calling thread within the context; None: leaves it."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield
@@ -157,11 +172,10 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 class NativeCpuBackend(TorchCpuBackend):
-    """Our own kernel (`native/attention.cpp`) for what it covers, torch's for the rest.
+    """Our own kernel (`native/attention.cpp`) where it supports the tensors, else torch's.
 
     Args:
-        threads: how many threads compute (default: torch's number). Calls from several threads of a program
-            may run at the same time, each with its own team.
+        threads: number of threads per call (default: torch's). Concurrent calls have teams of their own.
     """
 
     name = "native-cpu"
@@ -173,26 +187,26 @@ class NativeCpuBackend(TorchCpuBackend):
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if self._kernel.fits(queries, keys, values):
+        if self._kernel.supports(queries, keys, values):
             out, lse = self._kernel.attend(queries, keys, values, scale, mask, self.threads)
             return out[None], lse[None]
         return super().parts(queries, keys, values, scale, mask)
 
-    def parts_with_units(
+    def parts_with_mass(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, sample: Sample, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         kernel = self._kernel
-        if not (kernel.fits(queries, keys, values) and kernel.fits_units(keys, chunk)):
-            return super().parts_with_units(queries, keys, values, scale, sample, chunk)
+        if not (kernel.supports(queries, keys, values) and kernel.supports_mass(keys, chunk)):
+            return super().parts_with_mass(queries, keys, values, scale, sample, chunk)
         sampled = queries.shape[1] // sample.period * sample.count
-        units = torch.empty(len(queries), sampled, len(keys) * keys.shape[2] // chunk)
+        mass = torch.empty(len(queries), sampled, len(keys) * keys.shape[2] // chunk)
         every = (sample.period, sample.step)
-        out, lse = kernel.attend(queries, keys, values, scale, None, self.threads, units, *every)
-        return out[None], lse[None], units
+        out, lse = kernel.attend(queries, keys, values, scale, None, self.threads, mass, *every)
+        return out[None], lse[None], mass
 
 
 class TorchCudaBackend(_TorchBackend):
-    """torch's fused kernels for CUDA: flash without a mask in 16 bits, else the memory-efficient one."""
+    """torch's kernels for CUDA: flash attention for 16 bits without a mask, else the memory-efficient one."""
 
     name = "torch-cuda"
     operators = torch.ops.offload_rt
@@ -220,8 +234,8 @@ class TorchCudaBackend(_TorchBackend):
         pages, _, tokens, _ = keys.shape
         if mask is None or pages > 1 or tokens % self._masked_page or tokens == self._masked_page:
             return super().parts(queries, keys, values, scale, mask)
-        # The kernel gives each key head one thread block a tile of queries, and a draft has few queries: 8 to
-        # 32 blocks on a GPU of 128 multiprocessors. As pages, the keys are split among far more of them.
+        # The kernel gives each key head one thread block per tile of queries, and a draft has few queries:
+        # 8 to 32 blocks on a GPU of 128 multiprocessors. Splitting the keys into pages makes more blocks.
         keys, values = (
             side[0].unflatten(1, (-1, self._masked_page)).transpose(0, 1) for side in (keys, values)
         )
@@ -232,16 +246,16 @@ class TorchCudaBackend(_TorchBackend):
         rows, columns = mask.shape
         padded = -(-columns // self._mask_alignment) * self._mask_alignment
         bias = mask.new_zeros(rows, padded, dtype=dtype)[:, :columns]
-        # Finite: of a page that is masked completely the kernel would make NaN. Its log-sum-exp is so low
-        # then that nothing of it is left where pages are combined.
+        # Finite, because the kernel returns NaN for a page that is masked completely. The log-sum-exp of such
+        # a page is so low that it does not count when pages are merged.
         return bias.copy_(mask.clamp(min=self._unseen.get(dtype, -1e30)))
 
 
 class FlashAttnBackend(TorchCudaBackend):
-    """The flash-attn package, for what it covers (16 bits, no mask); torch's kernels for the rest.
+    """The flash-attn package for 16 bits without a mask, else torch's kernels.
 
     Raises:
-        ImportError: the package is not there, is another one of that name (flash-attn-4), or is broken.
+        ImportError: the package is missing, broken, or another one of that name (flash-attn-4).
     """
 
     name = "flash-attn"
@@ -263,16 +277,16 @@ class FlashAttnBackend(TorchCudaBackend):
     def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         if queries.dtype not in _HALVES:
             return super().causal(queries, keys, values, scale)
-        # It knows grouped heads.
+        # flash-attn supports grouped heads.
         out, lse = self._dense(queries[None], keys[None], values[None], scale, None, causal=True)
         return out[0], lse[0]
 
 
 def choose_backend(device: torch.device, threads: int | None = None) -> AttentionBackend:
-    """The fastest backend for `device`: flash-attn or our CPU kernel where that pays, else torch's own.
+    """Returns the fastest backend for `device`: flash-attn or our CPU kernel where faster, else torch's.
 
     Args:
-        threads: of a CPU, that compute a call (default: torch's number).
+        threads: CPU threads per call (default: torch's number).
     """
     if device.type == "cpu":
         kernel = load_kernel()
@@ -281,14 +295,32 @@ def choose_backend(device: torch.device, threads: int | None = None) -> Attentio
 
 
 def cpu_share_backend(device: torch.device) -> AttentionBackend:
-    """For the share of attention that the CPU takes off `device`."""
-    threads = None if device.type == "cpu" else max(1, torch.get_num_threads() - CORES_FOR_THE_GPU)
+    """Returns the CPU backend for a range of KV that the CPU attends on behalf of `device`."""
+    threads = None if device.type == "cpu" else max(1, torch.get_num_threads() - RESERVED_CORES)
     return choose_backend(torch.device("cpu"), threads)
 
 
 @cache
+def use_triton() -> str | None:
+    """Registers the Triton kernels as the operators of CUDA devices; returns the reason if that fails.
+
+    The kernels are first compiled and compared with the plain form on the current device: an old compiler or
+    driver must not cost a generation.
+    """
+    try:
+        from offload_rt.attention import triton_operators
+
+        triton_operators.check()
+    except Exception as error:  # Triton raises errors of many kinds, and some of the C compiler's
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    for name in operators.NAMES:
+        operators.LIBRARY.impl(name, getattr(triton_operators, name), "CUDA")
+    return None
+
+
+@cache
 def _cuda_backend(device: torch.device) -> AttentionBackend:
-    fused.use_triton()
+    use_triton()
     torch_backend = TorchCudaBackend()
     try:
         flash = FlashAttnBackend()
@@ -300,16 +332,16 @@ def _cuda_backend(device: torch.device) -> AttentionBackend:
 def preferred(
     torch_backend: AttentionBackend, flash: AttentionBackend, ms: Callable[[AttentionBackend], float]
 ) -> AttentionBackend:
-    """flash-attn where it is clearly faster here, else torch's op, which is built for every card."""
+    """Returns flash-attn if it is clearly faster on this GPU, else torch's op, which supports every GPU."""
     try:
         flash_ms = ms(flash)
-    except RuntimeError:  # built for other cards
+    except RuntimeError:  # built for other GPUs
         return torch_backend
-    return flash if flash_ms < WORTH_IT * ms(torch_backend) else torch_backend
+    return flash if flash_ms < MAX_TIME_RATIO * ms(torch_backend) else torch_backend
 
 
 def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
-    """ms of attention as a verification asks it: 17 queries over a segment of 16 pages."""
+    """Returns the ms of a verification's attention: 17 queries over a segment of 16 pages."""
     queries = torch.randn(32, 17, 128, dtype=torch.float16, device=device)
     keys = torch.randn(16, 32, 256, 128, dtype=torch.float16, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -325,19 +357,19 @@ def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
 
 
 def fold(queries: Tensor, kv_heads: int) -> Tensor:
-    """`[heads, n, d]` to `[kv_heads, heads / kv_heads * n, d]`: grouped heads become more queries."""
+    """Folds grouped heads into queries: `[heads, n, d]` to `[kv_heads, heads / kv_heads * n, d]`."""
     heads, n, dim = queries.shape
     return queries.reshape(kv_heads, heads // kv_heads * n, dim)
 
 
 def unfold(out: Tensor, heads: int) -> Tensor:
-    """Undoes `fold` on what belongs to folded queries `[kv_heads, folded_query, …]`."""
+    """Undoes `fold`: `[kv_heads, folded_query, …]` to `[heads, n, …]`."""
     return out.reshape(heads, out.shape[0] * out.shape[1] // heads, *out.shape[2:])
 
 
 def folded_mask(backend: AttentionBackend, mask: Tensor, queries: Tensor, kv_heads: int) -> Tensor:
-    """An additive mask `[query, tokens]`, the same for every head, as an `AttentionSum` takes it.
+    """Returns an additive mask `[query, tokens]`, shared by all heads, in the form of `AttentionSum.attend`.
 
-    Made once a pass, for all layers.
+    Made once per pass, for all layers.
     """
     return backend.mask(mask.repeat(len(queries) // kv_heads, 1), queries.dtype)

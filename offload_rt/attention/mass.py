@@ -1,7 +1,7 @@
-"""Attention mass: how much a pass attends to each chunk of a text, sampled from a few of its queries.
+"""Attention mass: the share of attention that each chunk of a sequence gets, sampled from a few queries.
 
-It is what the retrieved cache chooses chunks by. Mass is summed over the tokens of a chunk and over the
-sampled queries of all heads that share a key head.
+The retrieved cache chooses chunks by it. Mass is summed over the tokens of a chunk and over the sampled
+queries of all heads that share a key head.
 """
 
 from __future__ import annotations
@@ -12,38 +12,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload_rt.attention import fused
+from offload_rt.attention import operators
 
 SAMPLED_QUERIES = 4
-"""More queries choose no better, and each costs its sums."""
+"""Queries sampled per pass and head. More choose no better chunks, and each costs its sums."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Which queries are sampled: of every `period` folded ones each `step`th, the last one among them."""
+    """The sampled queries: of every `period` folded ones each `step`th, counted back from the last."""
 
     period: int
     step: int
 
     @classmethod
     def of(cls, queries: int) -> Sample:
-        """Samples a few of so many tokens, from all over them."""
+        """Samples at most `SAMPLED_QUERIES` of `queries` tokens, evenly spaced."""
         return cls(queries, -(-queries // SAMPLED_QUERIES))
 
     @property
     def count(self) -> int:
-        """Sampled queries among `period`."""
+        """Number of sampled queries in each `period`."""
         return -(-self.period // self.step)
 
-    @property
-    def offset(self) -> int:
-        """The first of them."""
-        return (self.period - 1) % self.step
-
     def rows(self, queries: Tensor) -> Tensor:
-        """Returns the sampled ones of folded queries `[kv_heads, folded_query, …]`, or of anything alike."""
-        apart: Tensor = queries.unflatten(1, (-1, self.period))
-        return apart[:, :, self.offset :: self.step].flatten(1, 2)
+        """Returns the sampled rows of folded queries `[kv_heads, folded_query, …]`."""
+        return operators.sampled_rows(queries, self.period, self.step)
 
 
 class MassRange:
@@ -51,48 +45,51 @@ class MassRange:
 
     Attributes:
         first: number of the first chunk.
-        chunk: tokens of a chunk.
-        units: `[kv_heads, sampled_query, chunks]` float32, of each chunk the sum of exp(score - reference)
-            over its tokens; or `[kv_heads, 1, chunks]`, summed over the sampled queries (`summed_mass`).
-        reference: `[kv_heads, folded_query]`, the log-sum-exp that the units are relative to; None: not known
-        yet.
+        chunk: tokens per chunk.
+        mass: `[kv_heads, sampled_query, chunks]` float32, for each chunk the sum of exp(score - reference)
+            over its tokens; or `[kv_heads, 1, chunks]`, also summed over the sampled queries (`summed_mass`).
+        reference: log-sum-exp that the mass is relative to, `[kv_heads, folded_query]`; None until the first
+            segment is stored.
     """
 
-    def __init__(self, first: int, chunk: int, units: Tensor, reference: Tensor | None) -> None:
+    def __init__(self, first: int, chunk: int, mass: Tensor, reference: Tensor | None) -> None:
         self.first = first
         self.chunk = chunk
-        self.units = units
+        self.mass = mass
         self.reference = reference
         self._filled = 0
 
-    def next(self, keys: Tensor) -> Tensor:
-        """Returns the units of the next segment, whose keys are `[pages, kv_heads, tokens, head_dim]`."""
+    def next_segment(self, keys: Tensor) -> Tensor:
+        """Returns the view for the next segment, whose keys are `[pages, kv_heads, tokens, head_dim]`."""
         start = self._filled
         self._filled += len(keys) * keys.shape[2] // self.chunk
-        return self.units[:, :, start : self._filled]
+        return self.mass[:, :, start : self._filled]
 
-    def put(self, keys: Tensor, units: Tensor, lse: Tensor, sample: Sample) -> None:
-        """Takes units of the next segment that are relative to `lse` `[kv_heads, folded_query]`."""
-        if self.reference is None and units.shape == self.units.shape:
-            self.units, self.reference = units, lse
+    def store(self, keys: Tensor, mass: Tensor, lse: Tensor, sample: Sample) -> None:
+        """Stores the mass of the next segment, given relative to `lse` `[kv_heads, folded_query]`."""
+        if self.reference is None and mass.shape == self.mass.shape:
+            self.mass, self.reference = mass, lse
             return
         if self.reference is None:
             self.reference = lse
         else:
             shift = sample.rows(lse) - sample.rows(self.reference)
-            units = units * fused.shifted_exp(shift)[..., None].float()
-        self.next(keys).copy_(units)
+            mass = mass * operators.clamped_exp(shift)[..., None].float()
+        self.next_segment(keys).copy_(mass)
 
 
 def summed_mass(ranges: Sequence[MassRange], lse: Tensor, sample: Sample) -> Tensor:
-    """Sums the mass of consecutive ranges over the sampled queries, `[kv_heads, 1, chunks]`.
+    """Sums the mass of consecutive ranges over the sampled queries, which makes it small enough to send.
 
-    Relative to `lse` `[kv_heads, folded_query]`. Whose mass was whose is not known afterwards, but the result
-    is small enough to be sent from one device to another.
+    Args:
+        lse: what the result is relative to, `[kv_heads, folded_query]`.
+
+    Returns:
+        `[kv_heads, 1, chunks]` float32.
     """
     summed = []
     for one in ranges:
         assert one.reference is not None
-        weights = sample.rows(fused.shifted_exp(one.reference - lse)).float()
-        summed.append(weights[:, None] @ one.units)
+        weights = sample.rows(operators.clamped_exp(one.reference - lse)).float()
+        summed.append(weights[:, None] @ one.mass)
     return torch.cat(summed, dim=2)

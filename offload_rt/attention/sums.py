@@ -1,7 +1,7 @@
-"""The exact sum of attention over disjoint segments of keys, wherever they lie.
+"""The exact sum of attention over disjoint segments of keys.
 
-Attention over a long context is a sum over segments: partial results combine exactly through their
-log-sum-exp.
+Attention over a long context is a sum over segments, wherever they lie: partial results combine exactly
+through their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class AttentionSum:
 
     Args:
         queries: `[heads, n, head_dim]`.
-        kv_heads: key heads of the segments.
-        chunk: tokens of a chunk, where attention mass is wanted too.
+        kv_heads: number of key heads of the segments.
+        chunk: tokens per chunk for attention mass; None: no mass is taken.
 
     Attributes:
-        lse: `[kv_heads, folded_query]`, log-sum-exp of all that was added; None: nothing was.
-        mass: of the segments that were announced.
+        lse: log-sum-exp of everything added so far, `[kv_heads, folded_query]`; None: nothing was added.
+        mass: attention mass of the ranges that were tracked or added with it.
         sample: the queries whose attention mass is taken.
     """
 
@@ -48,7 +48,7 @@ class AttentionSum:
         self._out: Tensor | None = None
 
     def attend(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds a segment, `[pages, kv_heads, tokens, head_dim]`, or without pages.
+        """Adds attention over a segment, `[pages, kv_heads, tokens, head_dim]` or without the pages.
 
         Args:
             mask: from `folded_mask`; None: every key is seen.
@@ -60,43 +60,67 @@ class AttentionSum:
     def _combine(self, outs: Tensor, lses: Tensor) -> None:
         self._out, self.lse = self._backend.operators.combine(outs, lses, self._out, self.lse)
 
-    def expect(self, start: int, end: int) -> None:
-        """Announces segments of the tokens `start` .. `end`, whole chunks, whose attention mass is wanted."""
+    def track_mass(self, start: int, end: int) -> None:
+        """Starts a range of tokens, whole chunks, that `attend_tracked` fills with attention mass."""
         if self._chunk is not None and end > start:
             sampled = self._queries.shape[1] // self.sample.period * self.sample.count
             shape = (len(self._queries), sampled, (end - start) // self._chunk)
-            units = torch.empty(shape, device=self._queries.device)
-            self.mass.append(MassRange(start // self._chunk, self._chunk, units, self.lse))
+            mass = torch.empty(shape, device=self._queries.device)
+            self.mass.append(MassRange(start // self._chunk, self._chunk, mass, self.lse))
 
-    def attend_expected(self, keys: Tensor, values: Tensor) -> None:
-        """Adds the next of the segments that were announced, which has pages."""
+    def attend_tracked(self, keys: Tensor, values: Tensor) -> None:
+        """Adds attention over the next segment of the range, `[pages, kv_heads, tokens, head_dim]`."""
         if self._chunk is None:
             return self.attend(keys, values)
-        backend, mass = self._backend, self.mass[-1]
-        outs, lses, units = backend.parts_with_units(
+        backend, tracked = self._backend, self.mass[-1]
+        outs, lses, mass = backend.parts_with_mass(
             self._queries, keys, values, self._scale, self.sample, self._chunk
         )
-        if units is not None:
+        if mass is not None:
             self._combine(outs, lses)
-            return mass.put(keys, units, lses[0], self.sample)
+            return tracked.store(keys, mass, lses[0], self.sample)
         operators, every = backend.operators, (self.sample.period, self.sample.step)
-        if mass.reference is None or self._out is None:
+        if tracked.reference is None or self._out is None:
             self._combine(outs, lses)
-            mass.reference = self.lse
-            operators.chunk_mass_(mass.next(keys), self._queries, keys, mass.reference, self._scale, *every)
+            tracked.reference = self.lse
+            mass = tracked.next_segment(keys)
+            operators.chunk_mass_(mass, self._queries, keys, tracked.reference, self._scale, *every)
             return None
         self._out, self.lse = operators.combine_with_mass_(
-            *(mass.next(keys), outs, lses, self._out, self.lse),
-            *(self._queries, keys, mass.reference, self._scale, *every),
+            *(tracked.next_segment(keys), outs, lses, self._out, self.lse),
+            *(self._queries, keys, tracked.reference, self._scale, *every),
         )
         return None
 
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        """Adds attention over a segment that was computed elsewhere, as `result` and `lse` return it."""
+    def add(self, out: Tensor, lse: Tensor, mass: Tensor | None = None, *, start: int = 0) -> None:
+        """Adds attention that was computed elsewhere, over the tokens from position `start` on.
+
+        Args:
+            out: `[heads, n, head_dim]`.
+            lse: `[heads, n]`.
+            mass: from `summed_mass`, relative to `lse`; None: no mass was taken.
+        """
         heads = len(self._queries)
-        self._combine(fold(out, heads)[None], lse.reshape(1, heads, -1))
+        folded = lse.reshape(heads, -1)
+        self._combine(fold(out, heads)[None], folded[None])
+        if mass is not None and self._chunk is not None:
+            self.mass.append(MassRange(start // self._chunk, self._chunk, mass, folded))
+
+    def add_mass_to(self, scores: Tensor, decay: float) -> None:
+        """Computes `scores = decay * scores + mass` for the chunks whose mass was taken, once all is added.
+
+        Args:
+            scores: updated in place, `[kv_heads, chunks]` float32, of all chunks of the layer.
+        """
+        assert self.lse is not None
+        for one in self.mass:
+            assert one.reference is not None
+            part, every = scores[:, one.first : one.first + one.mass.shape[2]], self.sample
+            self._backend.operators.add_mass_(
+                part, one.mass, one.reference, self.lse, decay, every.period, every.step
+            )
 
     def result(self) -> Tensor:
-        """Attention over all that was added, `[heads, n, head_dim]` in the dtype of the queries."""
+        """Returns attention over everything added, `[heads, n, head_dim]` in the dtype of the queries."""
         assert self._out is not None
         return unfold(self._out, self._heads).to(self._queries.dtype)

@@ -1,4 +1,4 @@
-"""Memory of bounded caches, kept from one text to the next."""
+"""Memory of bounded caches, reused from one sequence to the next."""
 
 from __future__ import annotations
 
@@ -12,105 +12,105 @@ from cpu_kv import KVLayout
 
 @dataclass(eq=False)
 class KVBuffer:
-    """Keys and values of a bounded cache: means of pages, then entries; one attention sees both.
+    """Keys and values of a bounded cache: means of pages, then entries, attended together.
 
-    A recorded graph is bound to its addresses, and goes with it.
+    A recorded CUDA graph is bound to the buffer's addresses and lives as long as the buffer.
 
     Attributes:
-        memory: `[layers, 2, kv_heads, room + capacity, head_dim]`, keys and values.
-        room: for means of pages. They end where the entries begin.
-        pages: means that it holds.
+        memory: keys and values, `[layers, 2, kv_heads, mean_slots + capacity, head_dim]`.
+        mean_slots: slots for means of pages, which are filled backwards from the first entry.
+        means: number of means present.
     """
 
     memory: Tensor
-    room: int = 0
-    pages: int = 0
+    mean_slots: int = 0
+    means: int = 0
 
     @property
     def kv(self) -> Tensor:
-        """Of the entries, `[layers, 2, kv_heads, capacity, head_dim]`."""
-        return self.memory[:, :, :, self.room :]
+        """The entries, `[layers, 2, kv_heads, capacity, head_dim]`."""
+        return self.memory[:, :, :, self.mean_slots :]
 
     @property
     def capacity(self) -> int:
-        """Of entries."""
-        return self.memory.shape[3] - self.room
+        """Number of slots for entries."""
+        return self.memory.shape[3] - self.mean_slots
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...], torch.dtype, torch.device]:
-        """Buffers of one kind can take each other's place."""
-        return self.room, self.memory.shape, self.memory.dtype, self.memory.device
+        """Key of buffers that can replace each other."""
+        return self.mean_slots, self.memory.shape, self.memory.dtype, self.memory.device
 
     def clear(self) -> None:
-        """Zeros: what lies behind the entries is multiplied by zero, so it has to be finite."""
+        """Zeroes the memory: slots behind the entries are multiplied by zero and so must be finite."""
         self.memory.zero_()
-        self.pages = 0
+        self.means = 0
 
-    def add_pages(self, means: Tensor) -> None:
-        """Means of the pages that follow those held, `[layers, 2, kv_heads, pages, head_dim]` on any device.
+    def add_means(self, means: Tensor) -> None:
+        """Adds the means of the next pages, `[layers, 2, kv_heads, pages, head_dim]` on any device.
 
-        The first page stands right before the entries, the next one before it: all that is attended to is
-        one piece.
+        The first page stands right before the entries and later pages before it, so that everything that is
+        attended is contiguous.
         """
-        end = self.room - self.pages
+        end = self.mean_slots - self.means
         start = end - means.shape[3]
         self.memory[:, :, :, start:end].copy_(means.flip(3), non_blocking=True)
-        self.pages += means.shape[3]
+        self.means += means.shape[3]
 
-    def take_pages(self, other: KVBuffer) -> None:
-        """The means of pages that another buffer of the same room holds, in place of its own."""
-        rest = slice(self.room - other.pages, self.room)
-        self.memory[:, :, :, rest] = other.memory[:, :, :, rest]
-        self.pages = other.pages
+    def copy_means(self, other: KVBuffer) -> None:
+        """Replaces the means by those of another buffer with as many slots."""
+        slots = slice(self.mean_slots - other.means, self.mean_slots)
+        self.memory[:, :, :, slots] = other.memory[:, :, :, slots]
+        self.means = other.means
 
-    def with_room(self, entries: int) -> KVBuffer:
-        """Itself, or a copy with room for so many entries, and for some more."""
+    def with_capacity(self, entries: int) -> KVBuffer:
+        """Returns the buffer, or a larger copy if it has fewer than `entries` slots."""
         missing = entries - self.capacity
         if missing <= 0:
             return self
         if self.memory.is_cuda:
-            # Copied on the stream of a pass, perhaps; nobody may be given its memory before.
+            # It may be copied on the stream of a pass: its memory must not be reused before.
             self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
         pad = (0, 0, 0, max(missing, self.capacity // 4))
         with torch.inference_mode(False):  # as in `take`
-            return KVBuffer(torch.nn.functional.pad(self.memory, pad), self.room, self.pages)
+            return KVBuffer(torch.nn.functional.pad(self.memory, pad), self.mean_slots, self.means)
 
 
 @dataclass
 class BufferPool:
-    """Buffers that a text has given back, for the next one: what was recorded over them stays right."""
+    """Buffers returned by closed sequences, for the next ones: graphs recorded over them stay valid."""
 
     _free: list[KVBuffer] = field(default_factory=list)
 
-    def take(self, layout: KVLayout, capacity: int, device: torch.device, room: int = 0) -> KVBuffer:
-        """A buffer of zeros."""
-        shape = (layout.layers, 2, layout.kv_heads, room + capacity, layout.head_dim)
-        asked = (room, shape, layout.dtype, device)
-        found = next((one for one in self._free if one.kind == asked), None)
+    def take(self, layout: KVLayout, capacity: int, device: torch.device, mean_slots: int = 0) -> KVBuffer:
+        """Returns a buffer of zeros."""
+        shape = (layout.layers, 2, layout.kv_heads, mean_slots + capacity, layout.head_dim)
+        wanted = (mean_slots, shape, layout.dtype, device)
+        found = next((one for one in self._free if one.kind == wanted), None)
         if found is None:
-            self.drop_free()  # of other sizes: there need not be room for both
-            with torch.inference_mode(False):  # else it were writable in that mode alone
-                found = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device), room)
+            self.drop_free()  # there may not be enough memory for both sizes
+            with torch.inference_mode(False):  # otherwise it would be writable in that mode alone
+                found = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device), mean_slots)
         else:
             self._free.remove(found)
-        found.clear()  # which touches it, too: later that would hold up a round
+        found.clear()  # which also touches its pages now, not in a decode step
         return found
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the buffers that no text uses."""
+        """Bytes of the buffers that no sequence uses."""
         return sum(one.memory.nbytes for one in self._free)
 
     def give_back(self, buffer: KVBuffer) -> None:
-        """Nothing that uses it may be enqueued any more but in the order of its next use."""
+        """Returns a buffer. Enqueued work may use it only in stream order before its next use."""
         self._free.append(buffer)
 
     def drop_free(self) -> None:
-        """Lets go of what no text uses."""
+        """Frees the buffers that no sequence uses."""
         self._free.clear()
 
 
-def room_for_means(pages: int) -> int:
-    """Room for the means of so many pages: the same for texts of nearly one length, which share a buffer."""
+def mean_slots_for(pages: int) -> int:
+    """Returns slots for the means of `pages` pages, rounded up so that similar lengths share a buffer."""
     step = max(16, 1 << max(0, pages.bit_length() - 4))
     return -(-pages // step) * step

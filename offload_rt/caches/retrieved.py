@@ -1,86 +1,89 @@
-"""The retrieved cache (TriForce, section 4.1): the chunks that the newest queries attend to most."""
+"""The retrieved cache (TriForce, section 4.1): the chunks that get most attention, for each KV head."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans
-from offload_rt.caches.base import NewTokens, Verified
+from cpu_kv import ChunkMeans, KeysValues
+from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.refill import ChosenChunks, Extent, RetrievedRefill
-from offload_rt.caches.selection import AttentionScores, Selection, chosen_chunks
+from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
+from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks
 from offload_rt.config import RefreshPolicy
 from offload_rt.host import PendingRead
 
 
-class Refresh:
-    """When a retrieved cache chooses its entries anew: a policy, and what it looks at.
+class RefreshSchedule:
+    """Decides when a retrieved cache chooses its entries again.
+
+    Args:
+        policy: after every verification, after N tokens, or below an acceptance rate.
 
     Attributes:
-        policy: every verification, every N tokens, or below an acceptance rate.
-        count: refreshes so far.
+        count: number of refreshes so far.
     """
 
-    ROUNDS = 8
-    """How many of the newest the acceptance rate is of."""
+    WINDOW = 8
+    """Number of newest verifications that the acceptance rate is taken over."""
 
     def __init__(self, policy: RefreshPolicy) -> None:
         self.count = 0
         self.policy = policy
         self._tokens = 0
-        self._rounds: deque[tuple[int, int]] = deque(maxlen=self.ROUNDS)
+        self._verifications: deque[tuple[int, int]] = deque(maxlen=self.WINDOW)
 
-    def done(self) -> None:
-        """The entries have been chosen anew."""
+    def refreshed(self) -> None:
+        """Notes that the entries were chosen again."""
         self.count += 1
         self._tokens = 0
-        self._rounds.clear()
+        self._verifications.clear()
 
     def observe(self, tokens: int, proposed: int) -> None:
-        """A verification of `proposed` tokens has yielded so many."""
+        """Notes a verification of `proposed` tokens that yielded `tokens`."""
         self._tokens += tokens
-        self._rounds.append((tokens - 1, proposed))
+        self._verifications.append((tokens - 1, proposed))
 
     @property
     def due(self) -> bool:
-        """Whether it is time."""
+        """True if the entries should be chosen again."""
         if self.policy.kind == "every":
             return True
         if self.policy.kind == "stride":
             return self._tokens >= self.policy.value
-        accepted, proposed = (sum(column) for column in zip(*self._rounds, strict=True))
-        full = len(self._rounds) == self.ROUNDS
+        accepted, proposed = (sum(column) for column in zip(*self._verifications, strict=True))
+        full = len(self._verifications) == self.WINDOW
         return full and proposed > 0 and accepted / proposed < self.policy.value
 
 
 class RetrievedCache(BoundedCache):
-    """First chunk, best chunks and recent window: `budget` entries for each layer and KV head.
+    """First chunk, chunks with the highest scores, and recent window: `budget` entries per layer and KV head.
 
-    What is not held is not forgotten: pages stand in as their mean key and mean value, with the weight of the
-    tokens that were not chosen, so that even attention comes out nearly right (RetroInfer, arXiv 2505.02922,
-    estimates so what it does not retrieve). They are attended to beside the entries.
+    Unretrieved tokens are approximated by the mean key and mean value of their pages, weighted by their
+    number, as RetroInfer (arXiv 2505.02922) does. The means are attended together with the entries.
 
     Layout of the verified entries after a refresh: first chunk, chosen chunks in falling score, recent
-    window, which reaches back to the last whole page as far as half of the budget goes. Newly verified
-    tokens overwrite the chosen chunks from the least important entry on; when none is left, the cache is
-    refreshed whatever the policy says.
+    window, which reaches back to the last whole page or, if that is more, over half of the budget. Newly
+    verified tokens overwrite the chosen chunks from the lowest score on; when none is left, the cache is
+    refreshed whatever its policy.
 
     Args:
-        source: the full cache of the same model, with the means that `selection` and `room` need.
-        recent: entries of the recent window, at least.
+        source: the full cache of the same model, whose store keeps the means that `selection` and
+            `mean_slots` need.
+        recent: least number of entries in the recent window.
         refresh: when to choose again.
-        selection: what chunks are chosen by.
-        room: pages of the text whose means there is room for; 0: what is not held is left out.
-        from_stream: entries are taken from the next pass of the full cache as they pass by, into a second
-            buffer; False: they are gathered before the next draft.
+        selection: scores the chunks.
+        mean_slots: most pages whose means are attended; 0: unretrieved tokens are left out.
+        from_stream: entries are taken from the segments of the next pass, into a second buffer; False: they
+            are gathered before the next draft.
     """
 
     def __init__(
@@ -92,130 +95,132 @@ class RetrievedCache(BoundedCache):
         recent: int,
         refresh: RefreshPolicy,
         selection: Selection,
-        room: int = 0,
+        mean_slots: int = 0,
         from_stream: bool = False,
         pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(source.layout, source.device, budget, source.backend, pool, room)
+        super().__init__(source.layout, source.device, budget, source.backend, pool, mean_slots)
         self.chunk = chunk
         self.recent = recent
         self._source = source
-        self.refresh = Refresh(refresh)
-        self._selection = selection
+        self.refresh = RefreshSchedule(refresh)
+        self.selection = selection
+        self.mass_chunk = selection.mass_chunk
         self._from_stream = from_stream
         self._next_victim = 0
-        # Of the newest verified tokens, where entries are chosen anew
-        self._due: Tensor | None = None  # before the next pass
-        self._wanted: Tensor | None = None  # while the full cache's next pass runs
-        self._refill: RetrievedRefill | None = None
+        # Queries of the newest verified tokens, if entries are to be chosen again
+        self._due: Tensor | None = None  # before the next draft
+        self._wanted: Tensor | None = None  # from the next pass of the full cache
+        self._running: RetrievalRefresh | None = None
         self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
-        self._spare: KVBuffer | None = None  # that a refill may fill
+        self._spare: KVBuffer | None = None  # filled by a refresh from a pass
         if from_stream:
-            # Before the first pass: to allocate and touch so much memory would hold up a round.
+            # Before the first pass: allocating and touching so much memory would hold up a decode step.
             self._spare = self._take_buffer()
-        self._read = False  # since the last refresh was asked for
+        self._drafted = False  # since the last refresh was wanted
 
     def build(self, queries: Tensor) -> None:
-        self.buffer.pages = 0
+        self.buffer.means = 0
         source = self._source
         source.engine.flush()
         end = source.verified_length // self._layout.page_size * self._layout.page_size
-        self._selection.restart(queries, source.sequence, end, source.scale)
+        self.selection.reset(queries, source.sequence, end, source.scale)
         self.fill(queries)
         if self._spare is not None:
-            # Then a refresh while decoding sends the new ones alone.
-            self._spare.take_pages(self.buffer)
+            # So that a refresh while decoding sends only new means.
+            self._spare.copy_means(self.buffer)
 
     def fill(self, queries: Tensor) -> None:
-        """Fills itself from the full cache, by what is known of the text."""
-        self.held.clear()
-        self._due = self._wanted = self._refill = None
+        """Chooses entries by the scores so far, and gathers them from the store now."""
+        self.speculative.clear()
+        self.abandon_pass()
+        self._due = self._wanted = self._running = None
         self.verified_length = self._source.verified_length
-        refill = self._chosen_anew(self.verified_length, queries, self.buffer)
-        refill.take_from_store()
-        self._turn_to(refill.extent)
+        refresh = self._start_refresh(self.verified_length, queries, self.buffer)
+        refresh.take_from_store()
+        self._apply(refresh.layout)
 
-    def _extent(self, length: int) -> Extent:
+    def _entry_layout(self, length: int) -> EntryLayout:
         if length <= self.budget:
-            return Extent(length, recent_start=0, chosen_end=0, pages=0, rest=0)
+            return EntryLayout(length, recent_start=0, chosen_end=0, means=0, unretrieved=0)
         chunk, page = self.chunk, self._layout.page_size
-        # What follows the last whole page has no mean yet, and no pass has weighed it.
+        # Tokens behind the last whole page have no mean yet and no score.
         recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
         recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
         chosen_end = (self.budget - (length - recent_start)) // chunk * chunk
-        pages = min(self.buffer.room, recent_start // page)
-        rest = max(0, pages * page - chosen_end)
-        return Extent(length, recent_start, chosen_end, pages if rest else 0, rest)
+        means = min(self.buffer.mean_slots, recent_start // page)
+        unretrieved = max(0, means * page - chosen_end)
+        return EntryLayout(length, recent_start, chosen_end, means if unretrieved else 0, unretrieved)
 
-    def _chunks(self, extent: Extent, queries: Tensor) -> Callable[[int], ChosenChunks]:
-        """Returns what chooses the chunks of a layer, in any thread; none of a text that the window holds."""
-        selection, device = self._selection, self._device
-        end, count = extent.recent_start // self.chunk, extent.chosen_end // self.chunk
+    def _chooser(self, layout: EntryLayout, queries: Tensor) -> Callable[[int], ChosenChunks]:
+        """Returns a thread-safe function that chooses the chunks of a layer."""
+        selection, device = self.selection, self._device
+        end, count = layout.recent_start // self.chunk, layout.chosen_end // self.chunk
         if not count:
             return lambda layer: ChosenChunks.of(torch.empty(3, 0, dtype=torch.long), device)
         if device.type == "cuda" and isinstance(selection, AttentionScores):
-            # Where the scores are, for all layers at once: on the host it would take 10 ms a layer at 128K.
-            there = chosen_chunks(selection.values[:, :, :end], count)
-            here = PendingRead(there)
-            return lambda layer: ChosenChunks(here.wait()[layer], there[layer])
-        scores = selection.now(queries, self._source.scale)
+            # On the device, for all layers at once: on the host it would take 10 ms per layer at 128K.
+            on_device = choose_chunks(selection.values[:, :, :end], count)
+            on_host = PendingRead(on_device)
+            return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer])
+        scores = selection.scores(queries, self._source.scale)
 
-        @torch.inference_mode()  # each thread has its own mode
+        @torch.inference_mode()  # which is set per thread
         def choose(layer: int) -> ChosenChunks:
-            return ChosenChunks.of(chosen_chunks(scores(layer)[:, :end], count), device)
+            return ChosenChunks.of(choose_chunks(scores(layer)[:, :end], count), device)
 
         return choose
 
-    def _take_pages(self, buffer: KVBuffer, extent: Extent) -> None:
+    def _send_means(self, buffer: KVBuffer, layout: EntryLayout) -> None:
         """Sends the buffer the means of pages that it lacks."""
-        layout, means, engine = self._layout, self._source.sequence.page_means, self._source.engine
-        while means is not None and buffer.pages < extent.pages:
-            end = min(extent.pages, buffer.pages + engine.READ_TOKENS)  # the host memory in between is kept
-            shape = (layout.layers, 2, layout.kv_heads, end - buffer.pages, layout.head_dim)
-            pages = slice(buffer.pages, end)
-            buffer.add_pages(engine.fetch(shape, partial(self._put_means, means, pages)))
+        kv, means, engine = self._layout, self._source.sequence.page_means, self._source.engine
+        while means is not None and buffer.means < layout.means:
+            end = min(layout.means, buffer.means + engine.READ_TOKENS)  # bounds the staging memory
+            shape = (kv.layers, 2, kv.kv_heads, end - buffer.means, kv.head_dim)
+            pages = slice(buffer.means, end)
+            buffer.add_means(engine.fetch(shape, partial(self._put_means, means, pages)))
 
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
         torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], out=out)
 
-    def _chosen_anew(self, length: int, queries: Tensor, buffer: KVBuffer) -> RetrievedRefill:
-        """The entries of a text of `length` tokens, for a buffer, which takes its means of pages now."""
-        engine, extent = self._source.engine, self._extent(length)
+    def _start_refresh(self, length: int, queries: Tensor, buffer: KVBuffer) -> RetrievalRefresh:
+        """Starts choosing the entries of a sequence of `length` tokens for a buffer, and sends its means."""
+        engine, layout = self._source.engine, self._entry_layout(length)
         engine.flush()  # tokens are summarised when they have arrived
-        chunks = self._chunks(extent, queries)
-        self._take_pages(buffer, extent)
-        return RetrievedRefill(engine, self.chunk, extent, chunks, buffer, self._choosing)
+        choose = self._chooser(layout, queries)
+        self._send_means(buffer, layout)
+        return RetrievalRefresh(engine, self.chunk, layout, choose, buffer, self._choosing)
 
-    def _turn_to(self, extent: Extent) -> None:
-        """The entries are those of `extent`, chosen anew."""
-        self.entries, self.rest = extent.entries, extent.rest
-        self._next_victim = extent.chosen_end - 1
-        self.refresh.done()
+    def _apply(self, layout: EntryLayout) -> None:
+        """Describes the entries by `layout`, after a refresh."""
+        self.entries, self.unretrieved = layout.entries, layout.unretrieved
+        self._next_victim = layout.chosen_end - 1
+        self.refresh.refreshed()
 
-    def adopt(self, verified: Verified) -> None:
+    def adopt(self, verified: VerifiedTokens) -> None:
         count = verified.kv.shape[3]
-        kept = self._still_right(verified.tokens)
-        refill, self._refill = self._refill, None
-        if refill is not None and refill.complete and self._due is None:
-            refill.finish()
-            self._use(refill)
+        kept = self._keep_descendants(verified.tokens)
+        refresh, self._running = self._running, None
+        if refresh is not None and refresh.complete and self._due is None:
+            refresh.finish()
+            self._use(refresh)
         self.refresh.observe(count, verified.proposed)
         free = self.budget - self.entries + max(0, self._next_victim + 1 - self.chunk)
         due = self._source.verified_length > self.budget and self.refresh.due
-        # While drafts are read, a refresh that waits for the next pass is no reason to stay behind.
-        gathers = due and not (self._from_stream and self._read)
+        # While drafts are read, a refresh from the next pass does not have to interrupt them.
+        gathers = due and not (self._from_stream and self._drafted)
         if self._due is not None or count > free or gathers:
-            # Chosen anew when it is next read, not now: while decoding is plain nobody reads it.
+            # Refreshed when it is next read, not now: during plain decoding nobody reads it.
             self._due = verified.queries
             self._wanted = None
-            self.held.clear()
+            self.speculative.clear()
             self.verified_length += count
             return
         if due:
             self._wanted = verified.queries
-            self._read = False
-        self._take(verified.kv)
+            self._drafted = False
+        self._append_verified(verified.kv)
         self._put_behind(kept)
 
     @property
@@ -225,28 +230,39 @@ class RetrievedCache(BoundedCache):
     def release(self) -> None:
         self._choosing.shutdown(cancel_futures=True)
         super().release()
-        self._spare = self._refill = None
+        self._spare = self._running = None
 
-    def _use(self, refill: RetrievedRefill) -> None:
-        self._spare, self.buffer = self.buffer, refill.buffer
-        self._turn_to(refill.extent)
+    def _use(self, refresh: RetrievalRefresh) -> None:
+        self._spare, self.buffer = self.buffer, refresh.buffer
+        self._apply(refresh.layout)
 
     def begin(self, new: NewTokens) -> None:
         self.catch_up()
-        self._read = True
+        self._drafted = True
         super().begin(new)
 
     def catch_up(self) -> None:
         if self._due is not None:
             self.fill(self._due)
 
-    def refill(self) -> RetrievedRefill | None:
-        self._refill = None
+    def begin_pass(self) -> bool:
+        self._running = None
         if self._wanted is not None:
             queries, self._wanted = self._wanted, None
             assert self._spare is not None
-            self._refill = self._chosen_anew(self.verified_length, queries, self._spare)
-        return self._refill
+            self._running = self._start_refresh(self.verified_length, queries, self._spare)
+        return self._running is not None
+
+    def take_segment(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool) -> None:
+        assert self._running is not None
+        self._running.take(layer, start, runs, over_link=over_link)
+
+    def take_mass(self, layer: int, total: AttentionSum) -> None:
+        self.selection.add(layer, total)
+
+    def abandon_pass(self) -> None:
+        if self._running is not None:
+            self._running.close()
 
     def _victims(self, count: int) -> list[int]:
         slots = list(range(self._next_victim, self._next_victim - count, -1))

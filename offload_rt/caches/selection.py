@@ -1,29 +1,60 @@
-"""What a retrieved cache chooses chunks by: their mean keys, or the attention mass that they have got."""
+"""Scores by which a retrieved cache chooses chunks: by their mean keys, or by the attention mass they get."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cpu_kv import ChunkMeans, KVLayout, SequenceKV
-from offload_rt.attention.backends import AttentionBackend, choose_backend, fold
-from offload_rt.attention.mass import MassRange, Sample
+from offload_rt.attention.backends import choose_backend, fold
+from offload_rt.attention.mass import SAMPLED_QUERIES
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.host import PendingRead
 
 LAST_QUERIES = 8
-"""How many of the newest tokens' queries choose what the retrieved cache keeps."""
+"""Number of newest tokens whose queries score the chunks."""
 
 DECAY = 0.8
-"""What is left of the mass of one verification after the next one. Measured: 0.5 to 0.9 differ little."""
+"""Factor on older attention mass in each verification. Measured: 0.5 to 0.9 differ little."""
 
 Scores = Callable[[int], Tensor]
 """Returns the scores of a layer's chunks, `[kv_heads, chunks]` float32 on the host; thread-safe."""
 
 
-class MeanKeyScores:
+class Selection(ABC):
+    """Scores the chunks of a sequence.
+
+    Attributes:
+        mass_chunk: tokens per chunk of the attention mass that it needs; None: it needs none.
+    """
+
+    mass_chunk: int | None = None
+
+    def add(self, layer: int, total: AttentionSum) -> None:  # noqa: B027
+        """Adds the attention mass of a pass over one layer."""
+
+    def reset(  # noqa: B027
+        self, queries: Tensor, sequence: SequenceKV, end: int, scale: float
+    ) -> None:
+        """Starts over with a sequence whose first `end` tokens, whole pages, are in the store.
+
+        Args:
+            queries: of its last tokens, `[layers, heads, tokens, head_dim]`.
+        """
+
+    @abstractmethod
+    def scores(self, queries: Tensor, scale: float) -> Scores:
+        """Returns the scores as they are now, without waiting for the device.
+
+        Args:
+            queries: of the newest verified tokens, `[layers, heads, tokens, head_dim]`.
+        """
+
+
+class MeanKeyScores(Selection):
     """The newest queries' attention to the mean key of each chunk (TriForce, section 4.1).
 
     Args:
@@ -35,150 +66,123 @@ class MeanKeyScores:
             raise ValueError("this sequence keeps no chunk summaries")
         self._kv_heads, self._summaries = layout.kv_heads, summaries
 
-    def restart(self, queries: Tensor, sequence: SequenceKV, end: int, scale: float) -> None:
-        """Does nothing: nothing is known but what is asked."""
-
-    def now(self, queries: Tensor, scale: float) -> Scores:
-        """Returns the scores by `queries` of the newest verified tokens, `[layers, heads, tokens, head_dim]`.
-
-        Nothing here waits for the device.
-        """
+    def scores(self, queries: Tensor, scale: float) -> Scores:
         pending = PendingRead(queries[:, :, -LAST_QUERIES:].contiguous())
 
         def scores(layer: int) -> Tensor:
-            # On the host, where the mean keys are: sending them would cost a share of what the link carries.
-            asking = fold(pending.wait()[layer], self._kv_heads)
-            return chunk_scores(asking, self._summaries.means(layer)[0], scale)
+            # On the host, where the mean keys are: sending them would cost a share of the link.
+            newest = fold(pending.wait()[layer], self._kv_heads)
+            return chunk_scores(newest, self._summaries.means(layer)[0], scale)
 
         return scores
 
 
-class AttentionScores:
-    """Attention mass of verifications, summed up; to begin with, that of the prompt's newest queries.
+class AttentionScores(Selection):
+    """Decayed attention mass of the verifications so far, starting with that of the prompt's last queries.
 
-    Mass of earlier passes counts less. Accumulated as in H2O (arXiv 2306.14048), from verifications as in
-    SpecAttn (arXiv 2602.07223). The newest tokens, which no stream covers yet, are left out. It costs a pass
-    a few sums, where mean keys cost a refresh a product; and it finds a chunk that one token makes worth
-    holding, which a mean hides.
+    Accumulated as in H2O (arXiv 2306.14048), from verifications as in SpecAttn (arXiv 2602.07223). Tokens of
+    the tail are left out. It costs a pass a few sums, where mean keys cost a refresh a matrix product; and it
+    finds a chunk in which a single token matters, which a mean hides.
 
     Args:
-        chunk: tokens of a chunk.
-        decay: what is left of a pass's mass after another pass; 1: all of it.
-        pages: what the text may come to.
+        chunk: tokens per chunk.
+        decay: factor on older mass in each pass; 1 keeps all of it.
+        pages: most pages that the sequence may grow to.
 
     Attributes:
-        values: `[layers, kv_heads, chunks]` float32 on the device, of all those pages.
+        values: the scores, `[layers, kv_heads, chunks]` float32 on the device, for all those pages.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device, chunk: int, decay: float, pages: int) -> None:
-        self.chunk = chunk
+        self.mass_chunk: int = chunk
         self._layout = layout
         self._decay = decay
-        # Once: they are read and written in several threads, on a GPU in streams of their own.
+        # Allocated once: several threads read and write it, on a GPU in streams of their own.
         self.values = torch.zeros(
             layout.layers, layout.kv_heads, pages * layout.page_size // chunk, device=device
         )
 
-    def add(
-        self, backend: AttentionBackend, layer: int, ranges: Sequence[MassRange], lse: Tensor, sample: Sample
-    ) -> None:
-        """Adds the mass of a pass over one layer.
+    @staticmethod
+    def nbytes(layout: KVLayout, heads: int, chunks: int) -> int:
+        """Bytes for so many chunks, and for the mass that a pass keeps until its layer ends; float32."""
+        return 4 * chunks * (layout.layers * layout.kv_heads + SAMPLED_QUERIES * heads)
 
-        Args:
-            lse: `[kv_heads, folded_query]`, of all that its queries attended to.
-        """
-        for one in ranges:
-            assert one.reference is not None
-            scores = self.values[layer, :, one.first : one.first + one.units.shape[2]]
-            every = (sample.period, sample.step)
-            backend.operators.add_mass_(scores, one.units, one.reference, lse, self._decay, *every)
+    def add(self, layer: int, total: AttentionSum) -> None:
+        total.add_mass_to(self.values[layer], self._decay)
 
-    def restart(self, queries: Tensor, sequence: SequenceKV, end: int, scale: float) -> None:
-        """Starts over with a text whose first `end` tokens, whole pages, are in the store.
-
-        Args:
-            queries: of its last tokens, `[layers, heads, tokens, head_dim]`.
-        """
+    def reset(self, queries: Tensor, sequence: SequenceKV, end: int, scale: float) -> None:
         self.values.zero_()
-        asking = queries[:, :, -LAST_QUERIES:].cpu()
-        backend = choose_backend(asking.device)  # where the store is
+        newest = queries[:, :, -LAST_QUERIES:].cpu()
+        backend = choose_backend(newest.device)  # where the store is
         for layer in range(self._layout.layers if end else 0):
-            total = AttentionSum(backend, asking[layer], self._layout.kv_heads, scale, self.chunk)
-            total.expect(0, end)
+            total = AttentionSum(backend, newest[layer], self._layout.kv_heads, scale, self.mass_chunk)
+            total.track_mass(0, end)
             for segment in sequence.views(layer, 0, end):
-                total.attend_expected(*segment)
-            assert total.lse is not None
-            scores = torch.zeros(self.values.shape[1], end // self.chunk)
-            (mass,) = total.mass
-            assert mass.reference is not None
-            every = (total.sample.period, total.sample.step)
-            backend.operators.add_mass_(scores, mass.units, mass.reference, total.lse, 1.0, *every)
-            self.values[layer, :, : end // self.chunk] = scores.to(self.values.device)
+                total.attend_tracked(*segment)
+            scores = torch.zeros(self.values.shape[1], end // self.mass_chunk)
+            total.add_mass_to(scores, 1.0)
+            self.values[layer, :, : end // self.mass_chunk] = scores.to(self.values.device)
 
-    def now(self, queries: Tensor, scale: float) -> Scores:
-        """Returns the scores as they are. Nothing here waits for the device."""
+    def scores(self, queries: Tensor, scale: float) -> Scores:
         pending = PendingRead(self.values)
         return lambda layer: pending.wait()[layer]
 
 
-Selection = MeanKeyScores | AttentionScores
-"""Scores the chunks of a text."""
-
-
 def chunk_scores(queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-    """Attention of the queries to each chunk's mean key (TriForce, section 4.1).
+    """Computes the queries' attention to each chunk's mean key (TriForce, section 4.1).
 
     Args:
         queries: `[kv_heads, folded_query, head_dim]`.
-        summaries: `[kv_heads, chunks, head_dim]`.
+        summaries: mean keys, `[kv_heads, chunks, head_dim]`.
 
     Returns:
-        Float32 `[kv_heads, chunks]`, the mean over the queries of the softmax over the chunks.
+        The mean over the queries of the softmax over the chunks, `[kv_heads, chunks]` float32.
     """
     scores = torch.empty(summaries.shape[:2], dtype=torch.float32, device=summaries.device)
-    # One head after the other: a float32 copy of all mean keys would leave the processor's caches.
-    for asked, keys, score in zip(queries, summaries, scores, strict=True):
-        weights = (scale * (asked.float() @ keys.float().mT)).softmax(dim=-1)
+    # Head by head: a float32 copy of all mean keys would not fit the processor's caches.
+    for query, keys, score in zip(queries, summaries, scores, strict=True):
+        weights = (scale * (query.float() @ keys.float().mT)).softmax(dim=-1)
         torch.mean(weights, dim=0, out=score)
     return scores
 
 
-def expecting(scores: Tensor) -> Tensor:
-    """Scores of chunks `[…, chunks]` as the next tokens may give them: attention moves on.
+def with_successors(scores: Tensor) -> Tensor:
+    """Adds half of the score of the chunk before to each chunk's, `[…, chunks]`.
 
-    What copies or quotes reads on, so a chunk is worth holding when the one before it was attended to: it
-    gets half of that one's score.
+    Text that is copied or quoted is read on, so the chunk after one with much attention is worth keeping.
     """
     return torch.nn.functional.pad(scores[..., :-1] / 2, (1, 0)) + scores
 
 
-def chosen_chunks(scores: Tensor, count: int) -> Tensor:
-    """Chooses `count` chunks for each KV head: the first one, and those that the next tokens may attend to
-    most.
+def choose_chunks(scores: Tensor, count: int) -> Tensor:
+    """Chooses `count` chunks for each KV head: the first one, and those with the highest scores.
 
     Args:
         scores: `[…, kv_heads, chunks]`.
 
     Returns:
-        `[…, 3, kv_heads * count]` int64: rising numbers, their heads, and their places there, in falling
-        score.
+        `[…, 3, kv_heads * count]` int64: chunk numbers (rising), their heads, and their rank in the head by
+        falling score.
     """
-    best = retrieval(expecting(scores), count - 1)
+    best = top_chunks(with_successors(scores), count - 1)
     chunks = torch.cat([best.new_zeros(*best.shape[:-1], 1), best], dim=-1)
     numbers, order = chunks.flatten(-2).sort(dim=-1, stable=True)
     return torch.stack([numbers, order // count, order % count], dim=-2)
 
 
-def retrieval(scores: Tensor, count: int, first: int = 1) -> Tensor:
-    """The `count` chunks with the highest scores, without the `first` ones, which are kept anyway.
+def top_chunks(scores: Tensor, count: int, first: int = 1) -> Tensor:
+    """Returns the numbers of the `count` chunks with the highest scores among those from `first` on.
 
-    From scores `[…, chunks]` to chunk numbers `[…, count]`, falling in score; of equals (as float32) the
-    lower number comes first.
+    Args:
+        scores: `[…, chunks]`.
+
+    Returns:
+        `[…, count]`, falling in score; of equal scores (as float32) the lower number comes first.
     """
     scores = scores[..., first:]
-    # topk promises nothing about ties, and a stable sort is five times as slow: so each score becomes an
-    # integer that no other one equals. Floats are in the order of their bits, negative ones turned around;
-    # zero is added to make -0.0 and 0.0 the same. Among equals the lower number is larger.
+    # topk does not define the order of ties, and a stable sort is five times slower. So scores are made
+    # distinct integers: floats sort like their bits, with negative ones inverted; adding zero makes -0.0
+    # equal to 0.0; among equal scores the lower number gets the larger integer.
     bits = (scores.float() + 0.0).view(torch.int32)
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     number = torch.arange(scores.shape[-1], device=scores.device)

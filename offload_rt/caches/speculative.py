@@ -1,4 +1,4 @@
-"""Which tokens a cache holds as speculation: a forest below its verified text."""
+"""The speculative tokens of a cache: a forest below its verified sequence."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from offload_rt.rejection_sampling import Tokens
 
 
 class SpeculativeTokens:
-    """Tokens of the speculative entries, in the order of the entries; entry `i` comes after its parent.
+    """Tokens of the speculative entries, in entry order; every entry comes after its parent.
 
     Attributes:
-        parents: entry of each one's parent; -1: the verified text.
-        sees: the bits of each one's ancestors, itself included.
-        changes: how often entries came or went.
+        parents: the parent entry of each; -1: the verified sequence.
+        sees: for each entry, a bit mask of its ancestors, itself included.
+        changes: number of changes so far, for caches of derived data.
     """
 
     def __init__(self) -> None:
@@ -26,18 +26,18 @@ class SpeculativeTokens:
         return len(self.parents)
 
     def add(self, token: tuple[Tokens, int], parent: int) -> None:
-        """One more entry, below the entry `parent`."""
+        """Adds an entry below the entry `parent`."""
         self.changes += 1
         self.sees.append((self.sees[parent] if parent >= 0 else 0) | 1 << len(self))
         self.parents.append(parent)
         self._tokens.append(token)
 
     def match(self, tokens: Iterable[int]) -> list[int]:
-        """Entries of the longest start of `tokens` that is held below the verified text.
+        """Returns the entries of the longest prefix of `tokens` that is present below the verified sequence.
 
-        A token that never came to the host matches nothing: nobody has asked for it.
+        A token whose id was never read by the host matches nothing.
         """
-        ends = [-1]  # of independent sequences several may start alike
+        ends = [-1]  # several, as independent chains may start alike
         for token in tokens:
             longer = [e for e in range(len(self)) if self.parents[e] in ends and self._is(e, token)]
             if not longer:
@@ -47,16 +47,16 @@ class SpeculativeTokens:
         return [entry for entry in range(len(self)) if line >> entry & 1]
 
     def child(self, entry: int, token: int) -> int | None:
-        """The entry below `entry` that holds `token`."""
+        """Returns the child of `entry` with this token, or None."""
         below = (e for e in range(entry + 1, len(self)) if self.parents[e] == entry)
         return next((e for e in below if self._is(e, token)), None)
 
     def below(self, entry: int) -> list[int]:
-        """Entries that descend from `entry`, without it."""
+        """Returns the descendants of `entry`."""
         return [e for e in range(entry + 1, len(self)) if self.sees[e] >> entry & 1]
 
     def keep(self, entries: Sequence[int]) -> None:
-        """Keeps these in this order, and forgets the others; a child of one of those is below the text."""
+        """Keeps these entries, in this order; children of the others move below the verified sequence."""
         place = {-1: -1} | {entry: new for new, entry in enumerate(entries)}
         tokens = [self._tokens[entry] for entry in entries]
         parents = [place.get(self.parents[entry], -1) for entry in entries]
@@ -65,12 +65,12 @@ class SpeculativeTokens:
             self.add(token, parent)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all entries."""
         self.changes += 1
         self._tokens.clear()
         self.parents.clear()
         self.sees.clear()
 
     def _is(self, entry: int, token: int) -> bool:
-        held, at = self._tokens[entry]
-        return held.arrived and held.known[at] == token
+        tokens, at = self._tokens[entry]
+        return tokens.arrived and tokens.known[at] == token

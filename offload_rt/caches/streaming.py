@@ -1,4 +1,4 @@
-"""StreamingLLM's cache (arXiv 2309.17453): attention sinks and a recent window, positions by slot."""
+"""The cache of StreamingLLM (arXiv 2309.17453): attention sinks and a recent window, positions by slot."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from offload_rt.caches.full import FullCache
 class StreamingCache(BoundedCache):
     """The first `sinks` tokens and the last `window` ones.
 
-    Positions are those of the slots, so that distances never exceed the cache's size: rotary attention
-    depends on distances only, so the recent tokens keep their absolute rotation and the few sinks are
-    rotated forward to stand right in front of the window.
+    Positions are those of the slots, so that distances never exceed the cache's size. Rotary attention
+    depends on distances alone: recent tokens keep their absolute rotation, and the few sinks are rotated
+    forward to stand right in front of the window.
 
     Args:
-        inverse_frequencies: `[head_dim / 2]`, the model's rotary frequencies, on the cache's device.
-        source: the full cache of the same model to follow; None for a model that fills its own.
+        inverse_frequencies: the model's rotary frequencies, `[rotated / 2]`, on the cache's device.
+        source: the full cache of the same model; None for a model that fills the cache by its own passes.
     """
 
     def __init__(
@@ -44,42 +44,42 @@ class StreamingCache(BoundedCache):
         self._source = source
 
     def skip(self, tokens: int) -> None:
-        """Treats the next `tokens` tokens of the text as seen and already out of the window.
+        """Treats the next `tokens` tokens as read and already out of the window.
 
-        Only between the sinks and a window's worth of text: what a prompt's middle leaves behind in a
-        cache of this kind is nothing but its influence on later hidden states.
+        Possible only right behind the sinks. The middle of a prompt leaves nothing in this kind of cache but
+        its influence on later hidden states.
         """
-        if self.entries != self.sinks or len(self.held):
-            raise ValueError("only a cache that holds its sinks alone can skip text")
+        if self.entries != self.sinks or len(self.speculative):
+            raise ValueError("only a cache with its sinks alone can skip tokens")
         self.verified_length += tokens
         self._move_sinks()
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forgets all tokens."""
         self.entries = self.verified_length = self._oldest = 0
-        self.held.clear()
+        self.speculative.clear()
 
     def build(self, queries: Tensor) -> None:
-        """Takes the sinks and the window from the full cache's store; `queries` are not needed."""
+        """Reads the sinks and the window from the store; `queries` are not needed."""
         if self._source is None:
             raise ValueError("a streaming cache without a source fills itself from its own passes")
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
-        self._take(self._source.engine.read(0, min(self.sinks, length)))
+        self._append_verified(self._source.engine.read(0, min(self.sinks, length)))
         if recent > self.sinks:
             self.skip(recent - self.sinks)
         if length > recent:
-            self._take(self._source.engine.read(recent, length))
+            self._append_verified(self._source.engine.read(recent, length))
 
-    def _take(self, kv: Tensor) -> None:
-        # In portions, so that a whole prompt may pass through and each portion finds its victims.
+    def _append_verified(self, kv: Tensor) -> None:
+        # In portions, as more tokens than the window has slots may be appended.
         first = max(0, min(self.sinks - self.entries, kv.shape[3]))
         if first:
             self._sink_keys[:, :, self.entries : self.entries + first] = kv[:, 0, :, :first]
-            super()._take(kv[:, :, :, :first])
+            super()._append_verified(kv[:, :, :, :first])
         for start in range(first, kv.shape[3], self.window):
-            super()._take(kv[:, :, :, start : start + self.window])
+            super()._append_verified(kv[:, :, :, start : start + self.window])
         self._move_sinks()
 
     def _victims(self, count: int) -> list[int]:
@@ -89,14 +89,14 @@ class StreamingCache(BoundedCache):
 
     def _move_sinks(self) -> None:
         """Rotates the sinks to the positions right in front of the window's oldest token."""
-        held = self.entries - self.sinks
-        distance = self.verified_length - self.sinks - held
+        recent = self.entries - self.sinks
+        distance = self.verified_length - self.sinks - recent
         if distance <= 0:
             return
         angles = distance * self._frequencies.double()
         cos = torch.cat([angles.cos(), angles.cos()]).float()
         sin = torch.cat([angles.sin(), angles.sin()]).float()
-        rotary = len(cos)  # less than head_dim where a model rotates only a part
+        rotary = len(cos)  # less than head_dim for models that rotate only a part of it
         keys = self._sink_keys[..., :rotary].float()
         turned = torch.cat([-keys[..., rotary // 2 :], keys[..., : rotary // 2]], dim=-1)
         self.kv[:, 0, :, : self.sinks, :rotary] = (keys * cos + turned * sin).to(self.kv.dtype)

@@ -1,33 +1,44 @@
-"""Where the KV of a text lies: how many tokens of each layer every tier has, and the tiers on the device.
+"""The tiers of a sequence's KV: how many tokens of each layer lie where, and attention over each range.
 
-Each layer's first tokens are resident on the device, the next ones are attended by the CPU where they lie and
-by other GPUs, and the rest is streamed to the device. A tail of the newest tokens is on the device too, until
-a stream covers it. The same ranges hold for every layer.
+The first tokens of a layer are resident on the device, the next ones are attended by the CPU in place and by
+other GPUs (`remote.py`), and the others are streamed to the device. A tail of the newest tokens stays on the
+device until a stream covers it. The ranges are the same in every layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, KVLayout, TransferEngine, cut_alike, parts_of_pages
+from cpu_kv import KeysValues, KVLayout, LayerStream, TransferEngine, cut_alike, parts_of_pages
 from offload_rt.attention.backends import AttentionBackend
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import Frame
+from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
+
+Results = list[Tensor]
+"""Output `[heads, n, head_dim]`, log-sum-exp `[heads, n]`, and if asked mass `[kv_heads, 1, chunks]`."""
+
+OnSegment = Callable[[int, int, Sequence[KeysValues]], object]
+"""Called with a layer, the position of a segment, and its keys and values in pieces."""
 
 
 @dataclass(frozen=True)
 class GpuTier:
-    """How many tokens of a layer another GPU attends.
+    """Number of tokens per layer that another GPU attends.
 
     Attributes:
-        resident_tokens: the first ones, kept there.
-        streamed_tokens: the next ones, which cross its link for every pass.
+        resident_tokens: the first ones, kept on that GPU.
+        streamed_tokens: the next ones, which cross its link in every pass.
     """
 
     resident_tokens: int = 0
@@ -40,14 +51,13 @@ class GpuTier:
 
 @dataclass(frozen=True)
 class Tiers:
-    """How many of a layer's first tokens are not streamed to the device; all multiples of the store's page.
+    """Number of tokens per layer in each tier but the streamed one; multiples of the store's page.
 
     Attributes:
         resident_tokens: kept on the device.
-        late_resident_tokens: those of them that are taken there only when the prompt is read, into memory
-            that the prefill has needed.
-        cpu_tokens: attended by the CPU, after the resident ones.
-        gpus: what other GPUs attend, one after the other, after those.
+        late_resident_tokens: those of them that are loaded after the prefill, into memory that it has used.
+        cpu_tokens: attended by the CPU, behind the resident ones.
+        gpus: attended by other GPUs, in this order, behind those.
     """
 
     resident_tokens: int = 0
@@ -59,28 +69,131 @@ class Tiers:
 EVERYTHING_STREAMED = Tiers()
 
 
-class ResidentTier:
-    """The first `capacity` tokens of each layer on a device, in pages as in the store.
+class Tier(ABC):
+    """A range of each layer's tokens, and attention over it.
 
-    Args:
-        capacity, late: tokens in whole pages; the last `late` of them are loaded after the prefill.
+    For each pass the range is announced by `open`. In each layer `start` hands over the queries, and
+    `add_to` adds the attention of the range.
 
     Attributes:
-        tokens: present in every layer.
+        tokens: number of tokens per layer that a pass may attend here.
+        remote: its KV is attended elsewhere and never comes to the device.
     """
 
-    def __init__(self, layout: KVLayout, capacity: int, device: torch.device, late: int = 0) -> None:
-        layout.check_whole(capacity - late, capacity)
+    tokens: int
+    remote = False
+
+    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:  # noqa: B027
+        """Copies what the tier keeps of its range of a layer's prompt, `[kv_heads, tokens, head_dim]`.
+
+        Args:
+            start: position of the range in the sequence.
+        """
+
+    def load(self, start: int) -> None:  # noqa: B027
+        """Loads what the tier keeps of the range from position `start` on, and lacks. Raises CopyFailed."""
+
+    def truncate(self, length: int) -> None:  # noqa: B027
+        """Forgets the tokens from position `length` on. No pass may be running."""
+
+    def open(self, start: int, stop: int) -> None:  # noqa: B027
+        """Announces that a pass will attend these tokens, whole pages. Passes run in this order."""
+
+    def start(
+        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+    ) -> Future[Results] | None:
+        """Starts attention over the range, if it runs elsewhere.
+
+        Args:
+            queries: on the device, `[heads, n, head_dim]`.
+            runs: the range in host memory.
+            chunk: tokens per chunk for attention mass; None: no mass is taken.
+        """
+        return None
+
+    @abstractmethod
+    def add_to(
+        self,
+        total: AttentionSum,
+        layer: int,
+        start: int,
+        stop: int,
+        started: Future[Results] | None,
+        on_segment: OnSegment,
+    ) -> None:
+        """Adds attention over the tokens `start` .. `stop` to `total`.
+
+        Args:
+            started: from `start`.
+            on_segment: called for each segment that is on the device meanwhile.
+        """
+
+    def finish_compute(self) -> None:  # noqa: B027
+        """Blocks the host until all launched work is done."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Forgets the announced passes. No pass may be running."""
+
+
+class TierRange(NamedTuple):
+    """The tokens `start` .. `stop` of each layer, which a pass attends in a tier."""
+
+    tier: Tier
+    start: int
+    stop: int
+
+
+class DeviceTier(Tier):
+    """A tier whose segments are attended on the device, in order."""
+
+    @abstractmethod
+    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
+        """Yields keys and values `[pages, kv_heads, page_size, head_dim]`; each is valid until the next."""
+
+    def add_to(
+        self,
+        total: AttentionSum,
+        layer: int,
+        start: int,
+        stop: int,
+        started: Future[Results] | None,
+        on_segment: OnSegment,
+    ) -> None:
+        total.track_mass(start, stop)
+        at = start
+        for keys, values in self.segments(layer, start, stop):
+            total.attend_tracked(keys, values)
+            on_segment(layer, at, [(keys, values)])
+            at += len(keys) * keys.shape[2]
+
+
+class ResidentTier(DeviceTier):
+    """Tokens of each layer that stay on a device, in pages as in the store.
+
+    Args:
+        engine: over the store and the link to the device.
+        capacity: most tokens per layer, in whole pages.
+        late: how many of them, in whole pages, are loaded after the prefill.
+
+    Attributes:
+        tokens: number of tokens that every layer has now.
+        first: position of the first one in the sequence.
+    """
+
+    def __init__(self, engine: TransferEngine, capacity: int, device: torch.device, late: int = 0) -> None:
+        self._layout = engine.sequence.layout
+        self._layout.check_whole(capacity - late, capacity)
         self.capacity = capacity
         self.tokens = 0
+        self.first = 0
+        self._engine = engine
         self._late = late
-        self._layout = layout
         self._device = device
         self._blocks: list[Tensor] = []  # `[layers, pages, 2, kv_heads, page_size, head_dim]`
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it has now."""
+        """Bytes of memory allocated now."""
         return sum(block.nbytes for block in self._blocks)
 
     def _allocate(self, tokens: int) -> Tensor:
@@ -88,12 +201,11 @@ class ResidentTier:
         self._blocks.append(torch.empty(shape, dtype=self._layout.dtype, device=self._device))
         return self._blocks[-1]
 
-    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Takes the beginning of a layer's KV, `[kv_heads, tokens, head_dim]`, on any device."""
+    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         page = self._layout.page_size
         tokens = min(self.capacity - self._late, keys.shape[1] // page * page)
         if layer == 0:
-            self.tokens = tokens
+            self.first, self.tokens = start, tokens
             self._allocate(tokens)
         pages = self._blocks[0][layer, : tokens // page]
         # To another GPU in one piece: torch would make temporary copies of what has gaps, on both.
@@ -103,39 +215,35 @@ class ResidentTier:
         if near is not pages:
             pages.copy_(near, non_blocking=True)
 
-    def load(self, engine: TransferEngine, first: int = 0) -> None:
-        """Loads the tokens that it lacks from the store, up to its capacity. Raises CopyFailed.
-
-        Args:
-            first: position of its first token in the text.
-        """
+    def load(self, start: int) -> None:
+        if start != self.first:
+            self.first, self.tokens = start, 0
         page = self._layout.page_size
-        end = min(self.capacity, engine.sequence.length // page * page - first)
-        held = page * sum(block.shape[1] for block in self._blocks)
-        if end > held:
-            self._allocate(end - held)
-        start, block_end = self.tokens, 0
+        end = min(self.capacity, self._engine.sequence.length // page * page - start)
+        allocated = page * sum(block.shape[1] for block in self._blocks)
+        if end > allocated:
+            self._allocate(end - allocated)
+        at, block_end = self.tokens, 0
         for block in self._blocks:
             block_start, block_end = block_end, block_end + block.shape[1] * page
             stop = min(end, block_end)
-            if start < stop:
-                pages = block[:, (start - block_start) // page : (stop - block_start) // page]
-                engine.load(pages, first + start)
-                start = self.tokens = stop
+            if at < stop:
+                pages = block[:, (at - block_start) // page : (stop - block_start) // page]
+                self._engine.load(pages, start + at)
+                at = self.tokens = stop
 
-    def truncate(self, tokens: int) -> None:
-        """Forgets what follows the first `tokens` tokens, but for whole pages; the memory stays."""
-        self.tokens = max(0, min(self.tokens, tokens // self._layout.page_size * self._layout.page_size))
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from position `length` on, in whole pages; the memory stays allocated."""
+        page = self._layout.page_size
+        self.tokens = max(0, min(self.tokens, (length - self.first) // page * page))
 
-    def views(self, layer: int, tokens: int) -> list[KeysValues]:
-        """The first `tokens` tokens, `[pages, kv_heads, page_size, head_dim]`, in few pieces."""
-        found, pages = [], tokens // self._layout.page_size
+    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
+        pages = (stop - start) // self._layout.page_size
         for block in self._blocks:
             part = block[layer, :pages]
             pages -= len(part)
             if len(part):
-                found.append((part[:, 0], part[:, 1]))
-        return found
+                yield part[:, 0], part[:, 1]
 
     def release(self) -> None:
         """Frees the memory."""
@@ -143,31 +251,61 @@ class ResidentTier:
         self._blocks.clear()
 
 
+class StreamedTier(DeviceTier):
+    """Tokens of each layer that cross the link in every pass, through the staging ring."""
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._passes: deque[LayerStream] = deque()
+
+    def open(self, start: int, stop: int) -> None:
+        self._passes.append(self._engine.stream(stop, start=start))
+
+    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
+        yield from self._passes[0].segments(layer)
+        if layer == self._engine.sequence.layout.layers - 1:
+            self._passes.popleft()
+
+    def finish_compute(self) -> None:
+        self._engine.finish_compute()
+
+    def abandon(self) -> None:
+        while self._passes:
+            # The newest pass first: otherwise it would be sent the room in the ring that the older one frees.
+            self._passes.pop().close()
+
+
 class Tail:
-    """The newest tokens of the text on the device, and the pending ones of a pass behind them.
+    """The newest tokens of the sequence on the device, and behind them the pending ones of a pass.
 
     Attributes:
-        start: position of the first token in the text.
-        tokens: number of committed ones, the first entries of `buffer`.
+        start: position of the first token in the sequence.
+        tokens: number of committed tokens, the first entries of `buffer`.
     """
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self.start = 0
         self.tokens = 0
-        # A page at most waits to be covered, and a round's tokens come behind it.
+        # Less than two pages wait for a stream to cover them, and the tokens of a pass follow.
         shape = (layout.layers, 2, layout.kv_heads, layout.page_size + 64, layout.head_dim)
-        with torch.inference_mode(False):  # a text may be read in that mode, and decoded again outside of it
+        with torch.inference_mode(False):  # it may be made in that mode and used outside of it
             self.buffer = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device))
+
+    @staticmethod
+    def nbytes(layout: KVLayout, heads: int, queries: int) -> int:
+        """Bytes for a page of committed tokens and a pass of so many, whose queries are kept too."""
+        kept = queries * layout.layers * heads * layout.head_dim * layout.dtype.itemsize
+        return (layout.page_size + queries) * layout.token_bytes + kept
 
     @property
     def end(self) -> int:
-        """Length of the text."""
+        """Length of the sequence."""
         return self.start + self.tokens
 
-    def frame(self, new: NewTokens, backend: AttentionBackend) -> Frame:
-        """Returns the frame of a pass, whose pending tokens go behind the committed ones."""
-        self.buffer = self.buffer.with_room(self.tokens + new.count)
-        return Frame.behind(self.buffer, backend, new, self.tokens)
+    def attention(self, new: NewTokens, backend: AttentionBackend) -> BufferAttention:
+        """Returns the attention of a pass over the tail, with room for its pending tokens."""
+        self.buffer = self.buffer.with_capacity(self.tokens + new.count)
+        return BufferAttention.behind(self.buffer, backend, new, self.tokens)
 
     def committed(self, layer: int) -> KeysValues:
         """Returns a view of the committed tokens of a layer, as one page."""
@@ -175,23 +313,23 @@ class Tail:
         return pages[0], pages[1]
 
     def restart(self, start: int, kv: Tensor) -> None:
-        """Begins at another position, with the committed tokens `[layers, 2, kv_heads, n, head_dim]`."""
+        """Moves to position `start`, with the committed tokens `[layers, 2, kv_heads, n, head_dim]`."""
         self.start, self.tokens = start, kv.shape[3]
-        self.buffer = self.buffer.with_room(self.tokens)
+        self.buffer = self.buffer.with_capacity(self.tokens)
         self.buffer.kv[:, :, :, : self.tokens] = kv
 
     def drop(self, start: int) -> None:
-        """Forgets the tokens before `start`."""
-        gone = start - self.start
-        if gone > 0:
-            # Cloned where they overlap: what stays moves to the front.
-            self.restart(start, self.buffer.kv[:, :, :, gone : self.tokens].clone())
+        """Forgets the tokens before position `start`."""
+        dropped = start - self.start
+        if dropped > 0:
+            # Cloned because source and destination may overlap.
+            self.restart(start, self.buffer.kv[:, :, :, dropped : self.tokens].clone())
 
-    def commit(self, path: Sequence[int]) -> Tensor:
-        """Keeps these pending tokens, in this order; returns a copy `[layers, 2, kv_heads, n, head_dim]`."""
-        chosen = to_device([self.tokens + place for place in path], self.buffer.memory.device)
+    def commit(self, kept: Sequence[int]) -> Tensor:
+        """Commits these pending tokens in this order; returns a copy `[layers, 2, kv_heads, n, head_dim]`."""
+        chosen = to_device([self.tokens + index for index in kept], self.buffer.memory.device)
         kv = self.buffer.kv.index_select(3, chosen)
-        stop = self.tokens + len(path)
+        stop = self.tokens + len(kept)
         self.buffer.kv[:, :, :, self.tokens : stop] = kv
         self.tokens = stop
         return kv

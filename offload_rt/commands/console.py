@@ -1,11 +1,13 @@
-"""What a command writes to stderr."""
+"""Progress, notices and summaries that a command writes to stderr."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
 
 from offload_rt.machine.hardware import GIB
 
@@ -15,11 +17,17 @@ if TYPE_CHECKING:
 
 UNKNOWN_WIDTH = 80
 LASTING = ("load", "load draft", "prefill", "decode")
-"""Phases that report often, and are worth a line only where they last; others are shown at once."""
+"""Phases that report often: they get a line only after a while, other phases at once."""
+BUSY = 1.5
+"""Load average per core from which other work slows a run down."""
+FAR_FROM_PLAN = 2.0
+"""Ratio of measured and predicted time, or its inverse, from which a run is far from its plan."""
+COMPARABLE_TOKENS = 8
+"""Fewest tokens whose time is compared with the plan."""
 
 
 def _columns() -> int:
-    """Width of the terminal that stderr is."""
+    """Returns the width of the terminal behind stderr."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or UNKNOWN_WIDTH
     except (OSError, ValueError):
@@ -31,10 +39,10 @@ def _duration(seconds: float) -> str:
 
 
 class Console:
-    """Lines on stderr and, on a terminal, a progress line that is redrawn in place.
+    """Writes lines to stderr and, on a terminal, a progress line that is redrawn in place.
 
     Attributes:
-        tokens: number of tokens by phase, where known; adds tokens/s to its progress.
+        tokens: number of tokens by phase, where known; adds tokens/s to the progress of the phase.
     """
 
     BAR = 30
@@ -50,25 +58,45 @@ class Console:
         self._first = 0.0
         self._began = self._last = time.monotonic()
         self._noticed: set[str] = set()
+        self._held: list[str] | None = None  # lines to print after the text
+        self._load = os.getloadavg()[0]  # before this program adds to it
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
-        if not self._quiet:
+        if self._held is not None:
+            self._held.append(line)
+        elif not self._quiet:
             self.clear()
             print(line, file=sys.stderr, flush=True)
 
+    @contextmanager
+    def writing_text(self) -> Iterator[None]:
+        """Keeps stderr out of the text that is written to stdout, where both show in one place."""
+        if not _shown_together(sys.stdout, sys.stderr):
+            yield
+            return
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for line in held:
+                self.say(line)
+
     def notice(self, text: str) -> None:
-        """Prints a note, once however often it is given."""
+        """Prints a note once, however often it is given."""
         if text not in self._noticed:
             self._noticed.add(text)
             self.say(f"note       {text}")
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Shows how far a phase is, in units of its own; without a terminal, a line every `LOG_S`."""
+        """Shows how much of a phase is done, in its own units; without a terminal, a line every `LOG_S`."""
+        if self._held is not None:
+            return
         now = time.monotonic()
         share = done / total if total else 1.0
         if phase != self._phase:
-            # A rate needs two reports; a phase without one may report only once, so show it at once.
+            # A rate needs two reports; other phases than `LASTING` may report once, so show them at once.
             self._phase, self._began, self._first = phase, now, share
             self._last = now if phase in LASTING else float("-inf")
         if self._quiet or now - self._last < (self.REDRAW_S if self._live else self.LOG_S):
@@ -83,7 +111,7 @@ class Console:
         self._show(line, share)
 
     def working(self, phase: str, what: str) -> None:
-        """Shows what is under way on a terminal, where nobody tells how far it is."""
+        """Shows on a terminal what is under way, for work that reports no progress."""
         if self._live and not self._quiet:
             self._show(f"{phase:10} {what}")
 
@@ -106,7 +134,7 @@ class Console:
             self._drawn = False
 
     def summary(self, result: GenerationResult) -> None:
-        """Prints what a generation did: times, rounds, memory, notices."""
+        """Prints the statistics of a generation: times, rounds, memory, notices."""
         timings, memory = result.timings, result.memory
         prompt_s = timings.prompt_ms / 1e3
         rate = f" ({timings.prompt_n / prompt_s:,.0f} tokens/s)" if prompt_s else ""
@@ -134,3 +162,32 @@ class Console:
         )
         for text in result.notices:
             self.notice(text)
+
+    def compare_with_plan(self, result: GenerationResult, predicted_ms: float | None) -> None:
+        """Says where decoding took far more or less time than predicted, and names a busy machine."""
+        tokens = result.timings.predicted_n
+        if not predicted_ms or tokens < COMPARABLE_TOKENS:
+            return
+        measured = result.timings.predicted_ms / tokens
+        ratio = measured / predicted_ms
+        if 1 / FAR_FROM_PLAN <= ratio <= FAR_FROM_PLAN:
+            return
+        text = f"decoding took {measured:.1f} ms/token, {ratio:.2g} times the {predicted_ms:.1f} of the plan"
+        cause = self.busy() if ratio > 1 else None
+        self.notice(f"{text}; {cause or 'offload-rt doctor --refresh measures this machine again'}")
+
+    def busy(self) -> str | None:
+        """Returns a note on other work on this machine before the program began; None for little."""
+        cores = len(os.sched_getaffinity(0))
+        if self._load <= BUSY * cores:
+            return None
+        return f"other work slows it down: the load average was {self._load:.1f} on {cores} cores before it"
+
+
+def _shown_together(one: TextIO | None, other: TextIO | None) -> bool:
+    """Returns whether two streams are one file, pipe or terminal, as with 2>&1."""
+    try:
+        first, second = (os.fstat(stream.fileno()) for stream in (one, other) if stream is not None)
+    except (OSError, ValueError):
+        return False
+    return os.path.samestat(first, second)

@@ -1,14 +1,18 @@
-"""`offload-rt datastore build`: texts in which drafts are looked up."""
+"""`offload-rt datastore build`: builds a datastore, in whose texts drafts are looked up."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable
+from offload_rt.files import check_new
 
 EXTENSIONS = ".txt, .md, .py, .rst, .json, .html, .c, .h, .cpp, .js, .ts, .java, .go, .rs"
+ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
+"""Names in a folder that make it a virtual environment."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,21 +20,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     datastore = commands.add_parser(
         "datastore",
         help="texts in which drafts are looked up (REST)",
-        description="Builds a datastore: files of text, in which the end of a text is looked up for a draft.",
+        description="Builds a datastore: texts in which the end of a sequence is looked up for a draft.",
         allow_abbrev=False,
     )
     actions = datastore.add_subparsers(dest="action", metavar="build", required=True)
-    build = actions.add_parser("build", help="from a folder of text files", allow_abbrev=False)
+    build = actions.add_parser(
+        "build",
+        help="from a folder of text files",
+        description="Reads the text files of a folder and of the folders in it, but for hidden folders and"
+        " virtual environments.",
+        allow_abbrev=False,
+    )
     add = build.add_argument
     add("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {EXTENSIONS}")
-    add("--model", metavar="FOLDER|ID", help="whose tokenizer (default: the demo pair's)")
-    place = "default: FOLDER.datastore.safetensors, beside the folder"
+    add("--model", metavar="FOLDER|ID", help="model with the tokenizer to use (default: the demo pair)")
+    place = "file to write; must not exist (default: FOLDER.datastore.safetensors, beside the folder)"
     add("--out", type=Path, metavar="FILE", help=place)
     build.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds it, and says how to use it."""
+    """Builds a datastore, and prints how to use it."""
     from safetensors import SafetensorError
 
     from offload_rt.drafting.datastore import build
@@ -39,26 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder: Path = arguments.folder
     if not folder.is_dir():
-        raise UsageError(f"{folder}: is no folder; name one that holds text files")
+        raise UsageError(f"{folder}: is not a folder; name one that holds text files")
     whole = folder.absolute()
     out: Path = arguments.out or whole.with_name(f"{whole.name}.datastore.safetensors")
-    check_writable("--out", out)
+    check_new("--out", out)
     if out.suffix != ".safetensors":
-        raise UsageError(f"--out {out}: is no name of a datastore; name it {out.name}.safetensors")
+        raise UsageError(f"--out {out}: must end with .safetensors; name it {out.name}.safetensors")
     source = demo_model("target") if arguments.model is None else arguments.model
     tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
     texts = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in EXTENSIONS.split(", ") and path.is_file():
-            try:
-                texts.append(encode(tokenizer, path.read_text(encoding="utf-8")))
-            except UnicodeDecodeError as error:
-                wrong = f"not UTF-8 (byte {error.start}); convert it, or move it away"
-                raise UsageError(f"{path}: {wrong}") from None
-            except OSError as error:
-                raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+    for path in _text_files(folder):
+        try:
+            texts.append(encode(tokenizer, path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError as error:
+            wrong = f"not UTF-8 (byte {error.start}); convert it, or move it away"
+            raise UsageError(f"{path}: {wrong}") from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     if not any(texts):
         raise UsageError(f"{folder}: holds no text in files of {EXTENSIONS}")
     try:
@@ -68,3 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{out}: {tokens:,} tokens of {len(texts)} files")
     print(f"offload-rt generate --set speculation.levels='[\"datastore\"]' --set datastore.path={out} …")
     return 0
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    """Yields the text files of a folder in a fixed order, without hidden folders and virtual environments."""
+    for where, folders, files in os.walk(folder):
+        inside = Path(where)
+        if inside != folder and any((inside / mark).exists() for mark in ENVIRONMENT_MARKS):
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            path = inside / name
+            if path.suffix in EXTENSIONS.split(", ") and path.is_file():
+                yield path

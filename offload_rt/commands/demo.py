@@ -24,10 +24,10 @@ CONFIG = "triforce"
 NEW_TOKENS = 128
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 1
 ENDING_WORDS = 16
-"""How many of the prompt are shown before the text that continues them."""
+"""Last words of the prompt that are shown before the text that continues them."""
 LINK_RATE = 2e9
-"""Bytes per second of the emulated link. Streaming the KV then takes longer than computing, as it does for a
-7B model over PCIe at 25 GB/s; at that rate, the demo model's small KV would not be the bottleneck."""
+"""Bytes per second of the emulated link. Streaming the KV then takes longer than computing, as for a 7B model
+over PCIe at 25 GB/s; at 25 GB/s, the demo model's small KV would not be the bottleneck."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Check what needs no model first: importing the runtime alone takes seconds.
+    # Checked before the runtime is imported, which takes seconds.
     text = prompts.read(arguments)
     from cpu_kv import PacedLink
     from offload_rt.api import LLM
@@ -88,13 +88,15 @@ def run(arguments: argparse.Namespace) -> int:
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report, link=link) as llm:
             context = llm.read(prompt, NEW_TOKENS)
             _compare("over link", context, context.generate(params=greedy), greedy, console)
+        if (busy := console.busy()) is not None:
+            console.notice(f"{busy}; speculation, with its many short passes, loses more than plain decoding")
     return 0
 
 
 def _compare(
     where: str, context: Context, result: GenerationResult, params: SamplingParams, console: Console
 ) -> None:
-    """Decodes the prompt plainly too and prints how the result compares."""
+    """Decodes the prompt plainly too, and prints the comparison."""
     plain = decoded_plainly(context, result, params)
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     console.say(

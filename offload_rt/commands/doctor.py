@@ -1,4 +1,4 @@
-"""`offload-rt doctor`: what this machine can do, as a table; what stands in its way, and the remedy."""
+"""`offload-rt doctor`: prints what this machine can do, as a table, and warnings with their remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABEL_WIDTH = 20
 LINE_WIDTH = 100
 
 Rows = dict[str, str | None]
-"""Values by their labels; None is left out."""
+"""Values by their labels; those that are None are not printed."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,13 +29,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     doctor = commands.add_parser(
         "doctor",
         help="what this machine can do",
-        description="Measures this machine once, tells what it can do, and what stands in its way.",
+        description="Measures this machine once; prints what it can do, and warnings with their remedies.",
         allow_abbrev=False,
     )
     doctor.set_defaults(run=run)
-    doctor.add_argument("--refresh", action="store_true", help="measure again what is kept")
+    doctor.add_argument("--refresh", action="store_true", help="measure again, whatever was measured before")
     add_json(doctor.add_argument, "the report")
-    doctor.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    doctor.add_argument("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tell_measuring(what: str, done: int, total: int) -> None:
-    """A line on stderr."""
+    """Prints a line of progress on stderr."""
     print(f"measuring  {what} ({done + 1} of {total})", file=sys.stderr, flush=True)
 
 
 def table(report: Report) -> Iterator[str]:
-    """The report for people, line by line."""
+    """Yields the lines of the report."""
     yield from _section("Processor and memory", _host_rows(report))
     for gpu, link, card in zip(report.hardware.gpus, report.links, report.cards, strict=False):
         yield ""

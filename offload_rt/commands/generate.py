@@ -1,4 +1,4 @@
-"""`offload-rt generate`: streams text to stdout, progress and a summary to stderr, and results to JSON."""
+"""`offload-rt generate`: streams text to stdout, progress and a summary to stderr, and the result to JSON."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of, unwri
 from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig
 from offload_rt.errors import UsageError, first_line
 from offload_rt.files import check_writable, write_json
+from offload_rt.model.rope import Yarn
 from offload_rt.toml import config_names, load_configs, parse_override
 
 if TYPE_CHECKING:
@@ -53,32 +54,41 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which models run, and where."""
+    """Adds the flags that choose the models and the devices."""
     add = parser.add_argument_group("model").add_argument
-    target = "target model: a folder or a hub id (default: the embedded demo pair)"
+    target = "target model: a folder or a hub ID (default: the embedded demo pair)"
     add("--model", metavar="PATH|ID", help=target)
-    draft = "small model with the target's tokenizer, which drafts (default: none, or the demo's own)"
+    draft = "small draft model with the target's tokenizer (default: none, or the demo's own)"
     add("--draft", metavar="PATH|ID|none", help=draft)
     device = "where models run (default: auto, the GPU if there is one); cuda:0,cuda:1: KV lies on both"
     add("--device", type=_devices, default="auto", metavar="auto|cpu|cuda|cuda:N,…", help=device)
     add_dtype(add)
+    add_rope(add)
 
 
 def _devices(text: str) -> str:
-    """An argument type: what may be devices, whether they are there or not."""
+    """An argument type: names of devices, whether they exist or not."""
     if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device: use auto, cpu, cuda or cuda:0,cuda:1")
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is not a device: use auto, cpu, cuda or cuda:0,cuda:1"
+        )
     return text
 
 
 def add_dtype(add: Add) -> None:
     """Adds `--dtype`."""
-    meaning = "of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)"
+    meaning = "dtype of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)"
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=meaning)
 
 
+def add_rope(add: Add) -> None:
+    """Adds `--rope`."""
+    meaning = "stretch the target's positions by YaRN, e.g. yarn:4 (default: as its config.json says)"
+    add("--rope", type=Yarn.parse, metavar="yarn:FACTOR", help=meaning)
+
+
 def add_json(add: Add, what: str) -> None:
-    """Adds `--json FILE`; a file that cannot be written is refused before any work."""
+    """Adds `--json FILE`; refuses a file that cannot be written before any work."""
 
     def writable(name: str) -> Path:
         check_writable("--json", Path(name))
@@ -90,23 +100,22 @@ def add_json(add: Add, what: str) -> None:
 def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
     add = sampling.add_argument
-    most = "generate at most N (default: 256)"
+    most = "generate at most N tokens (default: 256)"
     add("-n", "--max-new-tokens", type=int, default=256, metavar="N", help=most)
     add_distribution(sampling)
-    add("--seed", type=int, metavar="S", help="repeats a text (default: random, shown in the summary)")
+    add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
     stop = "end the text where STRING begins; may be repeated (default: none)"
     add("--stop", action="append", default=[], metavar="STRING", help=stop)
     add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
 
 
 def add_distribution(sampling: argparse._ArgumentGroup) -> None:
-    """Adds the flags that say from which distribution tokens are drawn."""
+    """Adds the flags of the distribution that tokens are drawn from."""
     add = sampling.add_argument
-    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (default: 0)")
-    top_p = "draw from the fewest likely tokens that have probability P together (default: 1, all)"
-    add("--top-p", type=float, default=1.0, metavar="P", help=top_p)
-    top_k = "draw from the K likeliest tokens (default: 0, all)"
-    add("--top-k", type=int, default=0, metavar="K", help=top_k)
+    add("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: 0)")
+    top_p = "draw from the fewest likeliest tokens whose probabilities sum to P (default: 1, all)"
+    add("--top-p", type=float, metavar="P", help=top_p)
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: 0, all)")
 
 
 ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"
@@ -149,20 +158,31 @@ def _add_configuration(generate: argparse.ArgumentParser) -> None:
 
 
 def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
-    """What the flags of `add_distribution` say, and how many tokens."""
+    """Returns sampling parameters from the flags of `add_distribution`, and `others`."""
     from offload_rt.results import SamplingParams
 
-    return SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        max_tokens=arguments.max_new_tokens,
-        **others,
-    )
+    return SamplingParams(**_given(arguments), max_tokens=arguments.max_new_tokens, **others)
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values that the user gave to flags of `add_distribution`."""
+    named = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _tell_model_sampling(llm: LLM, arguments: argparse.Namespace, console: Console) -> None:
+    """Says that the model suggests sampling, where the user gave no flag and so decodes greedily."""
+    suggested = llm.model_sampling
+    if suggested is None or _given(arguments):
+        return
+    flags = f"--temperature {suggested.temperature:g}"
+    flags += f" --top-p {suggested.top_p:g}" if suggested.top_p < 1 else ""
+    flags += f" --top-k {suggested.top_k}" if suggested.top_k else ""
+    console.notice(f"decoding is greedy; the model's generation_config.json suggests sampling: {flags}")
 
 
 def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int) -> LLM:
-    """The models of `add_model` in a configuration; it tells `console` how far it is."""
+    """Opens the models of `add_model` in a configuration; reports its progress to `console`."""
     from offload_rt.api import LLM
 
     return LLM(
@@ -171,6 +191,7 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
         config=arguments.config,
         device=arguments.device,
         dtype=arguments.dtype,
+        rope=arguments.rope,
         overrides=dict(arguments.overrides),
         on_progress=console.progress,
         on_notice=console.notice,
@@ -179,7 +200,7 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Before the runtime is imported: that alone takes seconds.
+    # Checked before the runtime is imported, which takes seconds.
     load_configs(arguments.config, dict(arguments.overrides))
     text = prompts.read(arguments)
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
@@ -189,6 +210,7 @@ def run(arguments: argparse.Namespace) -> int:
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
+        _tell_model_sampling(llm, arguments, console)
         # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
         context = llm.read(prompt, params.max_tokens)
         events = context.stream(params=params)
@@ -198,27 +220,28 @@ def run(arguments: argparse.Namespace) -> int:
         report = result.to_json()
         try:
             console.summary(result)
+            console.compare_with_plan(result, llm.predicted_ms)
             if arguments.compare_plain and not status and failure is None:
                 report["plain"] = _compare(context, result, params, console)
         except KeyboardInterrupt as interrupt:
             console.say("compared   interrupted")
             status = status_of(interrupt)
-        finally:  # before the runtime closes: on a broken link, closing may fail too
+        finally:  # before the runtime closes, as closing may fail on a broken link
             if arguments.json is not None:
                 write_json("--json", arguments.json, report)
         if failure is not None:
             tokens = len(result.tokens)
-            raise UsageError(f"{failure}; the text ends after {tokens} tokens, which stand") from failure
+            raise UsageError(f"{failure}; the text ends after {tokens} tokens, which are valid") from failure
     return status
 
 
 class MachineError(UsageError):
-    """What the machine refused at run time, with its remedy."""
+    """A failure of the machine at run time, with its remedy."""
 
 
 @contextmanager
 def machine_errors_in_a_line() -> Iterator[None]:
-    """Turns what the machine refuses into a `MachineError`."""
+    """Turns failures of the machine into `MachineError`."""
     import torch
 
     from cpu_kv import CopyFailed
@@ -238,11 +261,18 @@ def write_text(
     """Streams the text to stdout.
 
     Args:
-        as_tokens: its token ids instead, with spaces between them.
+        as_tokens: write token IDs instead, separated by spaces.
 
     Returns:
-        The exit code, and the error that cut the text short, if any; what was written by then stands.
+        The exit code, and the error that ended the text early, if any; the text written by then is valid.
     """
+    with console.writing_text():
+        return _write_events(events, params, console, as_tokens)
+
+
+def _write_events(
+    events: TokenStream, params: SamplingParams, console: Console, as_tokens: bool
+) -> tuple[int, UsageError | None]:
     status = written = 0
     failure: UsageError | None = None
     stdout_works = True
@@ -253,9 +283,7 @@ def write_text(
                 console.clear()
                 _write(piece, console)
                 written += len(piece)
-                # On a terminal the text itself is the progress.
-                if not sys.stdout.isatty():
-                    console.progress("decode", made, params.max_tokens)
+                console.progress("decode", made, params.max_tokens)
     except KeyboardInterrupt as interrupt:
         status = status_of(interrupt)
     except MachineError as error:
@@ -272,21 +300,21 @@ def write_text(
     if stdout_works:
         result = events.result
         assert result is not None
-        # Text held back when an interruption came is part of the result.
+        # Text that was held back when an interrupt came is part of the result.
         whole = " ".join(map(str, result.tokens)) if as_tokens else result.text
         _write(whole[written:] + "\n", console)
     return status, failure
 
 
 def _write(text: str, console: Console) -> None:
-    """Writes to stdout at once; a character that its encoding lacks must not end the text."""
+    """Writes to stdout and flushes it; replaces characters that its encoding lacks."""
     try:
         sys.stdout.write(text)
     except UnicodeEncodeError as error:
         assert isinstance(sys.stdout, io.TextIOWrapper)
         console.notice(
-            f"stdout is {error.encoding}, which lacks {error.object[error.start]!a}: what it lacks is written"
-            " as '?'; set PYTHONUTF8=1 for UTF-8"
+            f"stdout is {error.encoding}, which lacks {error.object[error.start]!a}: missing characters are"
+            " written as '?'; set PYTHONUTF8=1 for UTF-8"
         )
         sys.stdout.reconfigure(errors="replace")
         sys.stdout.write(text)
@@ -294,7 +322,7 @@ def _write(text: str, console: Console) -> None:
 
 
 def decoded_plainly(context: Context, result: GenerationResult, params: SamplingParams) -> GenerationResult:
-    """Continues the prompt of `result` again, by plain decoding over the KV that is there."""
+    """Continues the prompt of `result` again, by plain decoding over the same KV."""
     context.rewind(result.prompt_tokens)
     return context.generate(params=params, config="plain")
 
@@ -302,7 +330,7 @@ def decoded_plainly(context: Context, result: GenerationResult, params: Sampling
 def _compare(
     context: Context, result: GenerationResult, params: SamplingParams, console: Console
 ) -> dict[str, object]:
-    """Decodes the text plainly too; the JSON's `plain`: our time per token against plain decoding's."""
+    """Decodes plainly too, and prints the comparison; returns it as the `plain` of the JSON result."""
     plain = decoded_plainly(context, result, params)
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     ratio = plain_ms / ms if ms else 0.0
@@ -313,12 +341,12 @@ def _compare(
 
 
 def ms_per_token(result: GenerationResult) -> float:
-    """What a token took to decode."""
+    """Returns the mean time per decoded token, in ms."""
     return result.timings.predicted_ms / max(result.timings.predicted_n, 1)
 
 
 def tokens_verdict(result: GenerationResult, plain: GenerationResult, params: SamplingParams) -> str:
-    """How the tokens compare with those of plain decoding: equal at temperature 0."""
+    """Returns how the tokens compare with those of plain decoding; they are equal at temperature 0."""
     if params.temperature > 0:
         return "same output distribution, samples may differ"
     return "tokens equal" if result.tokens == plain.tokens else "TOKENS DIFFER"

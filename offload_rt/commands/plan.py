@@ -1,4 +1,4 @@
-"""`offload-rt plan`: what goes where and how fast it will be, before anything is loaded."""
+"""`offload-rt plan`: predicts placement, memory and speed; loads no model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.doctor import tell_measuring
-from offload_rt.commands.generate import add_dtype, add_json, add_overrides
-from offload_rt.config import AUTO, possible, uses_small_model
+from offload_rt.commands.generate import add_dtype, add_json, add_overrides, add_rope
+from offload_rt.commands.prompts import token_count
+from offload_rt.config import AUTO
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
@@ -21,20 +22,22 @@ if TYPE_CHECKING:
 
 NO_DRAFT = "none"
 FIGURES = {
-    "--link": ("GB/s", "of each card, each way (default: 25)"),
-    "--dram": ("GB/s", "host memory (default: 70)"),
-    "--ram": ("GiB", "host memory (default: 96)"),
-    "--cpu-attention": ("GB/s", "KV that the CPU attends (default: 0.7 of the memory's)"),
-    "--vram": ("GiB", "of a card to use (default: all)"),
+    "--link": ("GB/s", "rate of each GPU's link, each way (default: 25)"),
+    "--dram": ("GB/s", "rate of host memory (default: 70)"),
+    "--ram": ("GiB", "size of host memory (default: 96)"),
+    "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: 0.7 of the memory's)"),
+    "--vram": ("GiB", "memory of each GPU to use (default: all)"),
 }
-"""Of a machine, by flag: units and meanings."""
+"""Figures of a machine, by flag: units and meanings."""
+NEW_TOKENS = 256
+DUAL_CHUNK_TOKENS = 262_144
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to the command line."""
     plan = commands.add_parser(
         "plan",
-        help="what fits where, and how fast it will be",
+        help="predict whether it fits, and how fast it will be",
         description="Predicts placement, memory and times of a generation; loads no model.",
         allow_abbrev=False,
     )
@@ -42,12 +45,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add = plan.add_argument_group("model").add_argument
     add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
-    drafts = "small model that may draft, e.g. jf68m (default: none)"
+    drafts = "small draft model, e.g. jf68m (default: none)"
     add("--draft", metavar="FOLDER|ID|SHAPE|none", help=drafts)
     add_dtype(add)
-    tokens = "tokens of the prompt, e.g. 100000 or 96k"
-    add("--context", type=_tokens, required=True, metavar="N", help=tokens)
-    add("--new-tokens", type=int, default=256, metavar="N", help="tokens to generate (default: 256)")
+    add_rope(add)
+    tokens = "prompt and new tokens together, e.g. 100000, 96k or 1M; the prompt alone where both are given"
+    add("--context", type=token_count, required=True, metavar="N", help=tokens)
+    new = f"tokens to generate (default: {NEW_TOKENS} of the context, at most half of it)"
+    add("--new-tokens", type=token_count, metavar="N", help=new)
 
     configuration = plan.add_argument_group("configuration")
     add = configuration.add_argument
@@ -55,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--config", default=AUTO, metavar="NAME|FILE", help=composition)
     chosen = "speculation.gamma2 is chosen by the plan where it is 0"
     add_overrides(configuration, f"sets any configuration key (default: the config's values); {chosen}")
-    same, small = "of tokens the target drafts itself", "of the small model's tokens"
+    same, small = "acceptance of tokens that the target drafts", "acceptance of the small model's tokens"
     for flag, default, help in (
         ("--acceptance", SAME_MODEL_ACCEPTANCE, same),
         ("--draft-acceptance", SMALL_MODEL_ACCEPTANCE, small),
@@ -64,44 +69,41 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
-    cards = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine)"
+    cards = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine's GPU)"
     add("--gpu", metavar="NAME", help=cards)
-    add("--gpus", type=int, metavar="N", help="how many: the first computes, all keep KV (default: 1)")
+    add("--gpus", type=int, metavar="N", help="number of GPUs: the first computes, all hold KV (default: 1)")
     for flag, (unit, help) in FIGURES.items():
         add(flag, type=float, metavar=unit, help=help)
     add_json(plan.add_argument, "the plan")
 
 
-def _tokens(text: str) -> int:
-    """A number of tokens; "96k" is 96 × 1,024."""
-    number, unit = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 100000 or 96k")
-    return unit * int(number)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    # What needs no model is checked before torch is imported: that alone takes seconds.
+    # Checked before torch is imported, which takes seconds.
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
     configs = load_configs(arguments.config, overrides)
     hardware = _hardware(arguments)
 
     import torch
 
+    from offload_rt.levels.base import needs_draft_model, possible
     from offload_rt.model.loading import DEMO, choose_dtype
+    from offload_rt.model.shape import DEMO_DRAFT, find_shape
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import comparison, plan, ranked
-    from offload_rt.planning.shapes import DEMO_DRAFT, find_shape
 
+    context, new_tokens = arguments.context, arguments.new_tokens
+    if new_tokens is None and context > 1:
+        new_tokens = min(NEW_TOKENS, context // 2)
+        context -= new_tokens
     dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
-    target = find_shape(arguments.model, dtype)
+    target = find_shape(arguments.model, dtype, arguments.rope)
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
-    if not uses_small_model(configs):
+    if not needs_draft_model(configs):
         draft = NO_DRAFT
     small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
     requests = [
         PlanRequest(
-            *(target, small, config, arguments.context, arguments.new_tokens, hardware),
+            *(target, small, config, context, new_tokens or 1, hardware),
             same_model_acceptance=arguments.acceptance,
             small_model_acceptance=arguments.draft_acceptance,
         )
@@ -111,6 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
     lines = list(_report(planned, planned.check()))
+    if target.ignored and context > DUAL_CHUNK_TOKENS:
+        lines.append(f"note       {target.ignored}")
     if others:
         lines.insert(1, f"config     {comparison(plans)}")
     elif small is not None and len(planned.request.levels) > 1:
@@ -122,33 +126,33 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
-    """The machine that the flags describe, or this one."""
+    """Returns the machine that the flags describe, or this one."""
     names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", *FIGURES)]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.gpu == NO_GPU and (of_cards := sorted({"gpus", "link", "vram"} & given.keys())):
-        raise UsageError(f"--{of_cards[0]} describes a card, and --gpu {NO_GPU} has none: leave it out")
+        raise UsageError(f"--{of_cards[0]} describes a GPU, and --gpu {NO_GPU} has none: leave it out")
     if arguments.gpu is not None:
         return named_hardware(arguments.gpu, **given)
     count = given.pop("gpus", None)
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
-        raise UsageError(f"{flag} describes a machine: name its card with --gpu NAME, or --gpu none")
+        raise UsageError(f"{flag} describes another machine: name its GPU with --gpu NAME, or --gpu none")
     from offload_rt.machine.doctor import inspect
 
     hardware = inspect(on_progress=tell_measuring).hardware
     if count is not None and not 1 <= count <= len(hardware.gpus):
         raise UsageError(
-            f"--gpus {count}: this machine has {len(hardware.gpus)}; name others with --gpu NAME"
+            f"--gpus {count}: this machine has {len(hardware.gpus)}; describe another one with --gpu NAME"
         )
     return replace(hardware, gpus=hardware.gpus[: count or 1])
 
 
 def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
-    """Lines for people."""
+    """Yields the lines of the report."""
     request, placement = plan.request, plan.placement
     draft = f" and {request.draft.name}" if request.draft is not None else ""
     dtype = str(request.target.dtype).removeprefix("torch.")
-    new = f"{request.context:,} tokens of context, {request.new_tokens:,} new"
+    new = f"prompt of {request.context:,} tokens, {request.new_tokens:,} new"
     yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {request.config.name}"
     shares = {
         "resident on GPUs": placement.resident_bytes,
@@ -179,7 +183,7 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
 
 
 def _memory(where: str, parts: dict[str, int], available: int) -> str:
-    """The sum and the parts, the largest first."""
+    """Returns a line on the memory of one place: the sum and its two largest parts."""
     from offload_rt.planning.placement import largest
 
     return f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {largest(parts, 2)}"

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: a flag, a file, stdin, or the built-in text."""
+"""Reads the prompt: from flags, files, stdin, or the built-in text."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from importlib import resources
 from pathlib import Path
 
 from offload_rt.commands.console import Console
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, first_line
 
 BUILT_IN = "Moby-Dick, chapters 1 to 48"
 BUILT_IN_TOKENS = 32768
-"""How much of the built-in prompt is kept without --max-prompt-tokens."""
+"""Tokens of the built-in prompt that are kept without --max-prompt-tokens."""
+TOKENS = "--prompt-tokens"
+UNITS = {"k": 2**10, "m": 2**20}
+"""Tokens per unit of a token count, by its letter."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `read` and `tokens` look at."""
-    add = parser.add_argument_group(f"prompt (default: {BUILT_IN})").add_argument
-    ids = "token ids, with spaces or commas or as a JSON list; token ids are written too"
+    title = f"prompt (default: {BUILT_IN}; several are joined in order)"
+    add = parser.add_argument_group(title).add_argument
+    ids = "token IDs, separated by spaces or commas, or a JSON list; the output is token IDs too"
     for flag, metavar, meaning in (
         ("--prompt", "TEXT", "the text itself"),
         ("--prompt-file", "FILE", "a UTF-8 text file, such as a book"),
-        ("--prompt-tokens", "FILE", ids),
+        (TOKENS, "FILE", ids),
     ):
 
         def given(value: str, flag: str = flag) -> tuple[str, str]:
@@ -35,51 +39,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
         meaning += " (default: none)"
         add(flag, type=given, action="append", dest="prompts", default=[], metavar=metavar, help=meaning)
-    add("stdin", nargs="?", metavar="-", help="read a text from stdin")
+    add("stdin", nargs="?", metavar="-", help="read a text from stdin; it follows the other prompts")
     limit = f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)"
-    add("--max-prompt-tokens", type=positive, metavar="N", help=limit)
+    add("--max-prompt-tokens", type=token_count, metavar="N", help=limit)
 
 
 def positive(text: str) -> int:
-    """A flag's whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    """An argument type: an integer of at least 1."""
+    if not re.fullmatch("[0-9]{1,18}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not an integer of at least 1")
     return int(text)
 
 
+def token_count(text: str) -> int:
+    """An argument type: a number of tokens, as 100000, 100,000, 1e5, 96k (96 × 1,024) or 1M (1,024²)."""
+    match = re.fullmatch(
+        r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([km]?)", text.lower()
+    )
+    count = float(match[1].replace(",", "")) * UNITS.get(match[2], 1) if match else 0.0
+    if count < 1 or count != int(count):
+        wrong = f"{reprlib.repr(text)} is not a number of tokens, like 100000, 96k or 1M"
+        raise argparse.ArgumentTypeError(wrong)
+    return int(count)
+
+
 def read(arguments: argparse.Namespace) -> str | list[int]:
-    """The prompt the user gave, or the built-in one: a text, or token ids.
+    """Returns the prompts that the user gave, joined, or the built-in one: a text, or token IDs.
 
     Raises:
-        UsageError: more than one prompt, an empty one, or one that cannot be read.
+        UsageError: texts together with token IDs, an empty prompt, or one that cannot be read.
     """
     if arguments.stdin not in (None, "-"):
-        raise UsageError(f"unexpected argument {arguments.stdin!r}; a prompt is given with --prompt TEXT")
+        unexpected = reprlib.repr(arguments.stdin)
+        raise UsageError(f"unexpected argument {unexpected}; give a prompt with --prompt TEXT")
     named = [*arguments.prompts, *([("-", "-")] if arguments.stdin else [])]
-    if len(named) > 1:
-        raise UsageError(f"{' and '.join(flag for flag, _ in named)}: give one prompt only")
     if not named:
         return built_in()
-    ((flag, value),) = named
-    files = {"--prompt-file": f"prompt file {value}", "--prompt-tokens": f"token file {value}", "-": "stdin"}
-    source = files.get(flag, flag)
+    prompts = [_read_one(flag, value) for flag, value in named]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if texts and ids:
+        text = next(flag for flag, _ in named if flag != TOKENS)
+        raise UsageError(f"{TOKENS} and {text}: token IDs cannot be joined with a text; give one kind")
+    return _joined(texts) if texts else [token for prompt in ids for token in prompt]
+
+
+def _read_one(flag: str, value: str) -> str | list[int]:
+    sources = {"--prompt-file": f"prompt file {value}", TOKENS: f"token file {value}", "-": "stdin"}
+    source = sources.get(flag, flag)
     text = _text(source, _bytes(source, flag, value))
-    return _token_ids(source, text) if flag == "--prompt-tokens" else text
+    return _token_ids(source, text) if flag == TOKENS else text
+
+
+def _joined(texts: list[str]) -> str:
+    """Joins texts; each begins on a new line."""
+    *before, last = texts
+    return "".join(text if text.endswith("\n") else f"{text}\n" for text in before) + last
 
 
 def built_in() -> str:
-    """A novel in the public domain, as far as a prompt of 128K tokens needs it."""
+    """Returns a novel in the public domain, as much of it as a prompt of 128K tokens needs."""
     return gzip.decompress((resources.files("offload_rt.demo") / "moby-dick.txt.gz").read_bytes()).decode()
 
 
 def file_text(source: str, path: Path) -> str:
-    """What a text file holds; errors call it `source`."""
+    """Returns the content of a text file; error messages call it `source`."""
     return _text(source, _bytes(source, "", str(path)))
 
 
 def _bytes(source: str, flag: str, value: str) -> bytes:
     if flag == "--prompt":
-        return os.fsencode(value)  # what of it is not UTF-8 has arrived as lone surrogates
+        return os.fsencode(value)  # bytes that are not UTF-8 have arrived as lone surrogates
     try:
         if flag != "-":
             return Path(value).read_bytes()
@@ -95,10 +125,10 @@ def _text(source: str, data: bytes) -> str:
     if not data:
         raise UsageError(f"{source}: the prompt is empty; give at least one character")
     if data.startswith(b"%PDF-"):
-        raise UsageError(f"{source}: is a PDF; give its text instead, e.g. what pdftotext makes of it")
+        raise UsageError(f"{source}: is a PDF; give its text instead, e.g. the output of pdftotext")
     if b"\0" in data:
         at = data.index(b"\0")
-        raise UsageError(f"{source}: byte {at} is zero, as in no text; give a text file in UTF-8")
+        raise UsageError(f"{source}: byte {at} is zero, so it is not a text; give a text file in UTF-8")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -108,20 +138,21 @@ def _text(source: str, data: bytes) -> str:
 def _token_ids(source: str, text: str) -> list[int]:
     try:
         entries = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
-    except ValueError as error:
-        raise UsageError(f"{source}: begins like a JSON list and is none ({error})") from None
+    except (ValueError, RecursionError) as error:
+        wrong = f"starts with [ but is not a JSON list ({first_line(error)})"
+        raise UsageError(f"{source}: {wrong}") from None
     for number, entry in enumerate(entries, 1):
         if not re.fullmatch("[0-9]{1,18}", str(entry)):
             raise UsageError(
-                f"{source}: entry {number} is {reprlib.repr(entry)}; give whole numbers of at least 0"
+                f"{source}: entry {number} is {reprlib.repr(entry)}; give integers of at least 0"
             )
     if not entries:
-        raise UsageError(f"{source}: the prompt is empty; give at least one token id")
+        raise UsageError(f"{source}: the prompt is empty; give at least one token ID")
     return [int(entry) for entry in entries]
 
 
 def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Console) -> list[int]:
-    """Token ids of the prompt for the model that the arguments name: the last of them, up to the limit.
+    """Returns the prompt as token IDs of the model that the arguments name, the last ones up to the limit.
 
     Raises:
         UsageError: the prompt is a text, and the model has no tokenizer.
@@ -138,8 +169,8 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
         tokens = prompt
     elif tokenizer is None:
         raise UsageError(
-            f"model {arguments.model} has no tokenizer, so a text cannot be its prompt; give token ids with"
-            " --prompt-tokens FILE"
+            f"model {arguments.model} has no tokenizer and cannot read a text; give token IDs with"
+            f" {TOKENS} FILE"
         )
     else:
         console.working("encode", f"{len(prompt):,} characters")

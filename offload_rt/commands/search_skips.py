@@ -1,8 +1,8 @@
 """`offload-rt search-skips`: finds the blocks to skip while the target drafts for itself.
 
 Draft & Verify (arXiv 2309.08168) finds them by Bayesian optimisation; this search adds them greedily. The
-speed of a machine drifts with heat and other work, so a plan is timed right beside the one that it would
-replace, and at the end the plans are timed in turn.
+speed of a machine drifts with heat and other work, so each layer plan is timed right after the one that it
+would replace, and at the end the best plans are timed in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from offload_rt.commands.generate import (
 )
 from offload_rt.config import AUTO, Config
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_whole
+from offload_rt.files import check_new, write_whole
 from offload_rt.model.layer_plan import EXACT, blocks_of, skipping
 from offload_rt.toml import load_config, to_toml
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from offload_rt.results import SamplingParams
 
 PLAIN = "plain"
-"""In place of a layer plan: decoding without drafts."""
+"""Stands for decoding without drafts, where a layer plan is expected."""
 Rate = Callable[[str, int], float]
 """Returns tokens per second with a layer plan and the seed of a sample."""
 FINALISTS = 3
 ROUNDS = 5
-"""Number of times that the finalists are timed."""
+"""Times that each finalist is timed."""
 SHORTEST = 256
-"""Tokens of the shortest sample text from which anything is concluded."""
+"""Fewest tokens of a sample text."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,9 +55,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "search-skips",
         help="find the layers to skip while drafting (Draft & Verify)",
-        description="Measures on a sample text how fast the target drafts for itself without some of its"
-        " attention and MLP blocks, and writes the fastest composition as a configuration. Ctrl-C keeps the"
-        " best so far.",
+        description="Measures on a sample text how fast generation is when the target drafts for itself"
+        " without some of its attention and MLP blocks, and writes the fastest configuration. Ctrl-C keeps"
+        " the best one so far.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     base = _checked(arguments)
     text = prompts.read(arguments)
     from offload_rt.model.loading import DEMO
-    from offload_rt.planning.shapes import find_shape
+    from offload_rt.model.shape import find_shape
 
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
     console = Console(quiet=False)
@@ -133,16 +133,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _checked(arguments: argparse.Namespace) -> Config:
     """Returns the configuration, in which the target drafts for itself; checks all that needs no model."""
-    check_writable("--out", arguments.out)
-    if arguments.out.exists():
-        raise UsageError(f"--out {arguments.out}: exists; name another file, or remove it")
+    check_new("--out", arguments.out)
     named = "name one in which the target drafts for itself, such as retrieval, trees or triforce"
     if arguments.config == AUTO:
-        raise UsageError(f"--config {AUTO}: stands for several; {named}")
+        raise UsageError(f"--config {AUTO}: stands for several configurations; {named}")
     base = load_config(arguments.config, dict(arguments.overrides))
     levels = base.speculation.levels
     if not levels or levels[-1].model != "target":
-        raise UsageError(f"--config {arguments.config}: has no layers of the target to skip; {named}")
+        raise UsageError(f"--config {arguments.config}: has no level in which the target drafts; {named}")
     return base
 
 

@@ -1,4 +1,4 @@
-"""What a drafter is: anything that proposes tokens together with what they were drawn from."""
+"""The drafter interface: proposes tokens together with the probabilities that they were drawn from."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from offload_rt.model.scheduler import LevelStats, Work
 from offload_rt.rejection_sampling import Draft
 
 Outcome = tuple[int, ...]
-"""What a verification may yield: tokens behind the text."""
+"""Tokens that a verification may yield behind the sequence."""
 
 
 @dataclass(frozen=True)
 class HiddenState:
-    """What a model made of a text.
+    """A model's hidden state after the last token of a sequence.
 
     Attributes:
-        length: tokens of the text.
+        length: tokens of the sequence.
         hidden: `[hidden_size]`, after the last of them and the model's last layer.
     """
 
@@ -90,54 +90,54 @@ class Round:
 
 
 class Proposal:
-    """A draft in the making. The base is one that was made at once."""
+    """A draft that is drawn step by step. The base class holds one that was made at once."""
 
     def __init__(self, made: Draft | None = None) -> None:
         # An empty one is its own: on a device, tokens are remembered there.
         self._made = Draft() if made is None else made
 
     def step(self) -> Work[bool]:
-        """Draws some more of it, known to the host; False when it is complete (and nothing was drawn)."""
+        """Draws some more tokens and brings them to the host; returns False once the draft is complete."""
         yield from ()
         return False
 
     def complete(self) -> Work[Draft]:
-        """Draws the rest; the host need not wait for its tokens."""
+        """Draws the rest; its tokens may stay on the device."""
         while (yield from self.step()):
             pass
         return self.draft()
 
     def draft(self) -> Draft:
-        """What has been drawn so far."""
+        """Returns the tokens that have been drawn so far."""
         return self._made
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        """What a verification of it may yield, the likeliest first; its tokens are known by now.
+        """Returns what a verification of it may yield, the likeliest first.
+
+        Its tokens are on the host by now.
 
         The base tells none: what was made at once took no time that could be hidden.
 
         Args:
             most: how many at most.
-            acceptance: chance that the verifier accepts a drafted token, by what has been seen of the text.
+            acceptance: chance that the verifier accepts a drafted token, by what has been seen of the
+                sequence.
         """
         yield from ()
         return []
 
 
 class Drafter:
-    """Proposes continuations of a text. The base proposes nothing: its verifier decodes plainly.
+    """Proposes continuations of a sequence. The base proposes nothing: its verifier decodes plainly.
 
-    `observe` tells what the full cache has verified; a text given to `proposal` may reach beyond that with
-    tokens that are speculation themselves (the middle of a hierarchy).
+    `observe` tells what the full cache has verified; a sequence given to `proposal` may reach beyond that
+    with tokens that are speculation themselves (the middle of a hierarchy).
 
     Attributes:
         wants_hidden: rounds that verify its drafts, or are told to `observe`, should carry hidden states.
-        expected_acceptance: share of its tokens that a verifier usually accepts, before anything has been
-            seen.
     """
 
     wants_hidden = False
-    expected_acceptance = 0.0
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -145,7 +145,7 @@ class Drafter:
         return []
 
     def prefill(self, view: TokenView) -> Work[None]:
-        """The text begins with this prompt; the caches derived from the full one are built already."""
+        """Prefills the drafter. Derived caches are already built."""
         yield from ()
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
@@ -153,8 +153,4 @@ class Drafter:
         return Proposal()
 
     def observe(self, view: TokenView, round: Round) -> None:
-        """All of `view` is verified, its end by `round`; the full cache lacks the last token alone."""
-
-    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
-        """Cost of a proposal at nominal rates, for a text of `length`, at the usual acceptance below."""
-        return 0.0
+        """Called after each verified round. The full cache lacks only the last token of `view`."""

@@ -1,22 +1,25 @@
-"""A datastore of texts in which the end of a text is looked up (REST, arXiv 2311.08252).
+"""A datastore of texts in which the end of a sequence is looked up (REST, arXiv 2311.08252).
 
 One safetensors file: all tokens, and the order of all suffixes, so that the occurrences of any sequence are
-neighbours. It is mapped into memory, not read; what a look-up touches is a few pages.
+neighbours. It is mapped into memory and read once, to check it; a look-up touches a few pages.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from offload_rt.config import DATASTORE, LONGEST_MATCH
+from offload_rt.config import LONGEST_MATCH
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.sources import Source
 from offload_rt.errors import UsageError
@@ -25,52 +28,49 @@ from offload_rt.tensor_files import read_tensors, write_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KIND = "offload-rt datastore 1"
+KIND = "offload-rt datastore 2"
 END = -1
-"""A token between two texts: no match and no continuation crosses it."""
+"""Token between two texts: neither a match nor a continuation crosses it."""
 
 
 class Datastore(Source):
-    """Looks up the longest end of a text that occurs in the store.
+    """Looks up the longest end of a sequence that occurs in the store.
 
     Args:
-        longest: tokens of the end that are compared, at most `LONGEST_MATCH`.
-        occurrences: how many are looked at, spread evenly over all of the longest end.
+        longest: most tokens of the end that are compared, at most `LONGEST_MATCH`.
+        occurrences: number of occurrences looked at, spread evenly over all of the longest end.
 
     Raises:
-        UsageError: the file is not there, torn, or no datastore.
+        UsageError: the file does not exist, is damaged, or is no datastore.
     """
 
-    name = DATASTORE
+    name = "datastore"
 
     def __init__(self, path: Path, longest: int, occurrences: int) -> None:
         super().__init__()
         self.path = path
         self._longest, self._occurrences = longest, occurrences
-        stored, about = read_tensors(path, "datastore", KIND, f"build one: {BUILD}")
-        self._tokens, self._order = stored["tokens"], stored["order"]
-        self._fingerprint: str = about["fingerprint"]
-        self._largest = int(about["largest"])  # id; not looked for in all tokens whenever a store is opened
+        self._tokens, self._order, self._fingerprint, self._largest = _opened(path, _version(path))
 
     def check(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None) -> None:
-        """Raises UsageError where its ids are not those of a model's tokenizer, or beyond its vocabulary."""
+        """Raises UsageError where its token IDs are not those of a model's tokenizer and vocabulary."""
         if tokenizer is None:
             raise UsageError(f"datastore {self.path}: needs the model's tokenizer, and there is none")
         wrong = ""
         if fingerprint(tokenizer) != self._fingerprint:
             wrong = "was built with another tokenizer than the model's"
         elif vocabulary is not None and self._largest >= vocabulary:
-            wrong = f"holds ids beyond the model's vocabulary of {vocabulary}"
+            wrong = f"holds token IDs beyond the model's vocabulary of {vocabulary}"
         if wrong:
             raise UsageError(f"datastore {self.path}: {wrong}; build it again: {BUILD}")
 
     def extend(self, view: TokenView) -> None:
-        """Nothing depends on the text."""
+        """Does nothing: the store does not depend on the sequence."""
 
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
-        """Of the longest end that something follows."""
+        """Returns continuations of the longest end of `view` that something follows."""
         asked = view.part(max(0, len(view) - self._longest))
-        # What occurs with more tokens in front occurs with fewer.
+        # A longer end occurs only where the shorter ones do.
         sizes = range(1, len(asked) + 1)
         longest = bisect_left(sizes, True, key=lambda size: not self._span(asked[-size:]))
         for size in range(longest, 0, -1):
@@ -87,7 +87,7 @@ class Datastore(Source):
         return tokens[: tokens.index(END)] if END in tokens else tokens
 
     def _span(self, asked: list[int]) -> range:
-        """Where the suffixes that begin with `asked` lie in the order."""
+        """Returns the range of suffixes, in their order, that begin with `asked`."""
 
         def begins(at: int) -> list[int]:
             start = int(self._order[at])
@@ -102,24 +102,52 @@ class Datastore(Source):
 BUILD = "offload-rt datastore build FOLDER"
 
 
+def _version(path: Path) -> tuple[int, ...]:
+    """Returns numbers that differ when a file was replaced or changed."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return ()
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, version: tuple[int, ...]) -> tuple[Tensor, Tensor, str, int]:
+    """Maps a file into memory and checks it; every sequence opens it anew, so the last ones are kept.
+
+    Returns:
+        Its tokens `[n]`, the order of their suffixes `[n]`, the tokenizer's fingerprint and the largest ID.
+    """
+    stored, about = read_tensors(path, "datastore", KIND, f"build one: {BUILD}")
+    if set(stored) != {"tokens", "order"} or about.get("checksum") != _checksum(stored):
+        raise UsageError(f"datastore {path}: is damaged (its checksum differs); build it again: {BUILD}")
+    return stored["tokens"], stored["order"], about.get("fingerprint", ""), int(stored["tokens"].max())
+
+
+def _checksum(stored: Mapping[str, Tensor]) -> str:
+    """Returns the CRC-32 of tokens and order, at about a gigabyte per second."""
+    value = 0
+    for name in ("tokens", "order"):
+        value = zlib.crc32(stored[name].numpy().data, value)
+    return f"{value:08x}"
+
+
 def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, path: Path) -> int:
-    """Writes a datastore of tokenized texts, as a whole or not at all; returns its tokens.
+    """Writes a datastore of tokenized texts, as a whole or not at all; returns the number of its tokens.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
     tokens = torch.tensor([token for text in texts for token in (*text, END)], dtype=torch.int32)
     stored = {"tokens": tokens, "order": suffix_order(tokens)}
-    largest = max((max(text, default=END) for text in texts), default=END)
-    about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "largest": str(largest)}
+    about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "checksum": _checksum(stored)}
     write_tensors(path, stored, about)
     return len(tokens) - len(texts)
 
 
 def suffix_order(tokens: Tensor) -> Tensor:
-    """Starts of all suffixes of `tokens` `[n]` in rising order, by `LONGEST_MATCH` tokens at least.
+    """Returns the starts of all suffixes of `tokens` `[n]`, sorted by at least `LONGEST_MATCH` tokens.
 
-    By doubling (Manber and Myers 1990): ranks by so many tokens are keys for twice as many.
+    Prefix doubling (Manber and Myers 1990): ranks by some number of tokens are keys for twice as many.
     """
     ranks = tokens.long() - tokens.min() + 1  # 0: behind the end
     width = 1
@@ -137,6 +165,6 @@ def suffix_order(tokens: Tensor) -> Tensor:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what its ids mean."""
+    """Returns a digest of a tokenizer's vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What speculation is expected to yield before anything has been measured."""
+"""Expected acceptance and yield of speculation, before anything has been measured."""
 
 from __future__ import annotations
 

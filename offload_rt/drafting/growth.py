@@ -20,7 +20,7 @@ from offload_rt.drafting.base import Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.parts import Output
+from offload_rt.model.passes import PassOutput
 from offload_rt.model.scheduler import Read, Work
 from offload_rt.rejection_sampling import Draft, Tokens
 from offload_rt.sampling import choices
@@ -44,9 +44,10 @@ class Growth(Proposal, ABC):
         self._parents: list[int] = []
         self._levels: list[Tokens] = []
         self._probs: list[Tensor] = []
-        self._newest = range(ROOT, 0)  # nodes of the last level; at first the text's last token
+        self._newest = range(ROOT, 0)  # nodes of the last level; at first the sequence's last token
         self._nan: Tensor | None = None  # 0-d bool: met in the logits after them
-        self._entries: list[int] = []  # in the cache: of the text's last token, and of nodes in their order
+        # In the cache: the entry of the sequence's last token, and those of nodes in their order.
+        self._entries: list[int] = []
         self._changes = -1  # of the cache's held tokens when the entries were right
 
     def draft(self) -> Draft:
@@ -66,17 +67,17 @@ class Growth(Proposal, ABC):
 
     @abstractmethod
     def _deepen(self) -> Work[bool]:
-        """Draws another level, which may stay on the device; False when the draft is complete."""
+        """Draws another level, which may stay on the device; returns False once the draft is complete."""
 
     def foresee(self) -> Work[Tensor]:
-        """Takes the newest level, at first the text, into the cache; the logits after each of its nodes.
+        """Returns the logits after each node of the newest level, at first after the sequence.
 
         What the cache lacks above it goes through the model in front of it.
         """
-        held = self._verifier.cache.held
+        held = self._verifier.cache.speculative
         text, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
-        if text and newest is not None and self._verifier.first_order is not None:  # for the text alone
+        if text and newest is not None and self._verifier.first_plan is not None:  # for the sequence alone
             yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, first=True)
             text = []
         start, behind = len(held), len(held) + len(text)
@@ -98,26 +99,28 @@ class Growth(Proposal, ABC):
         first: bool = False,
     ) -> Work[Tensor]:
         """A pass whose tokens stay in the cache; the logits of the last `rows`."""
-        output: Output = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
+        output: PassOutput = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
         self._verifier.cache.commit(range(len(parents)))
         return output.logits
 
     def _find(self) -> tuple[list[int], list[int]]:
-        """Finds text and nodes in the cache after others have used it, which forgets the rest.
+        """Finds the sequence and nodes in the cache after other drafts have used it.
+
+        The cache forgets everything else.
 
         Returns:
-            Tokens that it lacks: the end of the text, and nodes that it held before.
+            Tokens that it lacks: the end of the sequence, and nodes that it held before.
         """
         cache = self._verifier.cache
         text = self._view.part(cache.verified_length)
-        # At first logits are wanted after the text's last token: it goes through the model again.
-        kept = cache.held.match(text if self._entries else text[:-1])
+        # At first logits are wanted after the sequence's last token: it goes through the model again.
+        kept = cache.speculative.match(text if self._entries else text[:-1])
         lacking = text[len(kept) :]
         before = [token for level in self._levels[:-1] for token in level.known]
-        found = kept[-1:]  # entries of the text's last token and of nodes
+        found = kept[-1:]  # entries of the sequence's last token and of nodes
         if not lacking:
             for parent, token in zip(self._parents, before, strict=False):
-                entry = cache.held.child(found[1 + parent], token)
+                entry = cache.speculative.child(found[1 + parent], token)
                 if entry is None:
                     break
                 found.append(entry)
@@ -127,7 +130,7 @@ class Growth(Proposal, ABC):
         return lacking, before[len(nodes) :]
 
     def _offered(self, logits: Tensor, most: int) -> Tensor:
-        """What children of the newest level are drawn from, a row a node.
+        """Returns what the children of each newest node are drawn from, one row a node.
 
         Returns:
             Probabilities `[nodes, vocabulary]`; where all is greedy the tokens themselves, `[nodes, most]`.
@@ -212,7 +215,7 @@ class LevelGrowth(Growth):
         return True
 
     def _ended(self) -> bool:
-        """Whether the text is known to end with each of the newest nodes: no use to draft beyond."""
+        """Returns whether every newest node is a stop token, so that nothing need be drafted behind it."""
         if not self._levels or not self._levels[-1].arrived:
             return False
         stop_tokens = self._verifier.sampling.stop_tokens

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.config import HEAD, HeadConfig
-from offload_rt.costs import Cost
+from offload_rt.config import HeadConfig
 from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
-from offload_rt.drafting.expectations import HEAD_ACCEPTANCE
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.verifier import Order, Sampling
+from offload_rt.drafting.verifier import Sampling
 from offload_rt.host import to_device
 from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel, NotANumber
 
 
@@ -37,7 +35,7 @@ class HeadStates:
     """
 
     def __init__(self, known: HiddenState) -> None:
-        self.held = SpeculativeTokens()
+        self.speculative = SpeculativeTokens()
         self.verified_length = known.length
         self.states = known.hidden[None]
         self.pending = self.states[:0]
@@ -50,18 +48,18 @@ class HeadStates:
         raise RuntimeError("a head has no attention")
 
     def commit(self, kept: Sequence[int]) -> None:
-        self._new.hold(self.held, kept)
+        self._new.commit_to(self.speculative, kept)
         self.states = torch.cat([self.states, self.pending[to_device(kept, self.states.device)]])
 
     def keep(self, entries: Sequence[int]) -> None:
         rows = to_device([0, *(1 + entry for entry in entries)], self.states.device)
         self.states = self.states[rows]
-        self.held.keep(entries)
+        self.speculative.keep(entries)
 
     def settle(self) -> None:
-        self.verified_length += len(self.held)
+        self.verified_length += len(self.speculative)
         self.states = self.states[-1:]
-        self.held.clear()
+        self.speculative.clear()
 
 
 class HeadModel:
@@ -75,8 +73,8 @@ class HeadModel:
         self.dtype = target.dtype
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        """One pass of new tokens of several texts: generation by generation, of all texts together."""
+    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+        """Runs new tokens of several sequences, one generation of the trees after another."""
         caches = [cast(HeadStates, part.cache) for part in parts]
         embedded = self.target.embed(torch.cat([part.ids(self.device) for part in parts]))[0]
         held = sum(len(cache.states) for cache in caches)
@@ -91,17 +89,17 @@ class HeadModel:
         wanted = [own[-part.rows :] for part, own in zip(parts, states, strict=True)]
         logits = self.target.logits(torch.cat(wanted)[None]).split([part.rows for part in parts])
         return [
-            Output(row, own if part.hidden else None)
+            PassOutput(row, own if part.hidden else None)
             for part, row, own in zip(parts, logits, wanted, strict=True)
         ]
 
-    def raise_nan(self, part: Part) -> NoReturn:
+    def raise_nan(self, part: PassInput) -> NoReturn:
         raise NotANumber(
             f"{self.name}: its logits are NaN with {self.dtype}; try a wider dtype, or train it anew"
         )
 
 
-def _generations(parts: Sequence[Part], held: int) -> list[tuple[list[int], list[int]]]:
+def _generations(parts: Sequence[PassInput], held: int) -> list[tuple[list[int], list[int]]]:
     """The tokens of a pass whose parents are held, then their children, and so on; and the parents' rows.
 
     Args:
@@ -110,7 +108,7 @@ def _generations(parts: Sequence[Part], held: int) -> list[tuple[list[int], list
     generations: dict[int, tuple[list[int], list[int]]] = {}
     behind = first = 0
     for part in parts:
-        size = len(part.cache.held)
+        size = len(part.cache.speculative)
         for at, (parent, sees) in enumerate(zip(part.new.parents, part.new.sees, strict=True)):
             tokens, above = generations.setdefault((sees >> size).bit_count(), ([], []))
             tokens.append(first + at)
@@ -127,11 +125,8 @@ class HeadDrafter(ModelDrafter):
     state and before the draft (a guessed outcome) go through the head too.
     """
 
-    expected_acceptance = HEAD_ACCEPTANCE
-
-    def __init__(self, model: HeadModel, sampling: Sampling, cost: Cost) -> None:
-        nothing = HeadStates(HiddenState(0, torch.empty(0)))
-        super().__init__(HEAD, model, nothing, Drafter(), sampling, Order(None, cost))
+    def __init__(self, model: HeadModel, sampling: Sampling) -> None:
+        super().__init__("head", model, HeadStates(HiddenState(0, torch.empty(0))), Drafter(), sampling)
         self.wants_hidden = True
         self._verified: HiddenState | None = None
 
@@ -150,7 +145,7 @@ class HeadDrafter(ModelDrafter):
 
 
 class Heads:
-    """Those of one target, by their files; each is read once."""
+    """The heads of one target by their files; each file is read once."""
 
     def __init__(self) -> None:
         self._read: dict[Path, HeadModel] = {}

@@ -26,7 +26,6 @@ class MergedDrafter(Drafter):
         self._drafter = drafter
         self._source = source
         self.wants_hidden = drafter.wants_hidden
-        self.expected_acceptance = drafter.expected_acceptance
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -42,9 +41,6 @@ class MergedDrafter(Drafter):
     def observe(self, view: TokenView, round: Round) -> None:
         self._source.observe(view, round)
         self._drafter.observe(view, round)
-
-    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
-        return self._drafter.nominal_draft_ms(length, shape)
 
 
 class MergedProposal(Proposal):
@@ -76,7 +72,7 @@ class MergedProposal(Proposal):
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:
-    """`draft` with a chain of certain tokens below the text, as far as they are not in it."""
+    """`draft` with a chain of certain tokens below the sequence, as far as they are not in it."""
     tokens, parents = list(draft.tokens.known), list(draft.tree.parents)
     nodes: dict[tuple[int, int], int] = {}
     for node, place in enumerate(zip(parents, tokens, strict=True)):

@@ -1,8 +1,8 @@
-"""A model that drafts for a dearer one: by itself, or with a cheaper drafter below it.
+"""A model that drafts for a more expensive one: by itself, or with a cheaper drafter below it.
 
-A verifier is a drafter for a dearer one. A small model that draws a chain of γ tokens is the classic draft
-model; a target over a retrieved cache that verifies what the small model drafts, round by round until enough
-tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
+A verifier is a drafter for a more expensive one. A small model that draws a chain of γ tokens is the classic
+draft model; a target over a retrieved cache that verifies what the small model drafts, round by round until
+enough tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
-from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.growth import BestFirst, LevelGrowth
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -27,19 +26,18 @@ from offload_rt.trees import forest
 
 @dataclass(eq=False)
 class ModelDrafter(Verifier, Drafter):
-    """A model over a bounded cache that proposes to a dearer verifier.
+    """A model over a bounded cache that proposes to a more expensive verifier.
 
     What it reports is its own distribution as a verifier: its tokens have it, however they were drafted. How
     many are proposed depends only on tokens already proposed, which leaves each one's distribution as
     reported (a stopping time).
 
     Attributes:
-        below: shape of the drafts that the level below proposes to each of its rounds; of no depth where
-            there is no such level.
+        shape_below: shape of the drafts that the level below proposes to each of its rounds; of depth 0
+            where there is no such level.
     """
 
-    below: DraftShape = CHAIN
-    expected_acceptance = SAME_MODEL_ACCEPTANCE
+    shape_below: DraftShape = CHAIN
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +49,7 @@ class ModelDrafter(Verifier, Drafter):
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         if not shape.depth:
             return Proposal()
-        if self.below.depth:
+        if self.shape_below.depth:
             return Rounds(self, view, shape)
         kind = BestFirst if shape.kind == "grown" else LevelGrowth
         return kind(self, view, shape)
@@ -60,14 +58,6 @@ class ModelDrafter(Verifier, Drafter):
         # A cache derived from the full one has adopted the verified KV already, and may hold what was
         # drafted ahead behind it.
         self.drafter.observe(view, round)
-
-    def nominal_draft_ms(self, length: int, shape: DraftShape) -> float:
-        if self.below.depth:
-            rounds = shape.size / self.expected_tokens(self.below.depth)
-            return rounds * self.nominal_round_ms(length, self.below)
-        orders = (self.first_order or self.order, self.order)
-        first, other = (order.cost(length, shape.per_pass) for order in orders)
-        return first + (shape.depth - 1) * other if shape.depth else 0.0
 
 
 class SmallModelDrafter(ModelDrafter):
@@ -78,19 +68,19 @@ class SmallModelDrafter(ModelDrafter):
     """
 
     LEAD = 2
-    expected_acceptance = SMALL_MODEL_ACCEPTANCE
     cache: StreamingCache
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known = 0  # length of the text when it was verified last
+        self._known = 0  # length of the sequence when it was verified last
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
         self.roll_back(view)
-        # What follows the text that was known then was drafted in another order of layers: it is forgotten.
-        final = len(view) if self.first_order is None else self._known
-        self.cache.keep(range(min(len(self.cache.held), final - self.cache.verified_length)))
+        # What follows the sequence that was known then was drafted in another order of layers: it is
+        # forgotten.
+        final = len(view) if self.first_plan is None else self._known
+        self.cache.keep(range(min(len(self.cache.speculative), final - self.cache.verified_length)))
         self.cache.settle()
         self._known = len(view)
 
@@ -109,12 +99,12 @@ class SmallModelDrafter(ModelDrafter):
             yield from self._read(view.part(at, min(at + cache.window, end)))
 
     def _read(self, tokens: Sequence[int]) -> Work[None]:
-        """Takes tokens of the text into the cache, for good, without sampling."""
+        """Takes tokens of the sequence into the cache, for good, without sampling."""
         forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1)
         output = yield forward
         (nan,) = yield Read([output.logits.isnan().any()], self.stats)
         if nan:
-            self.model.raise_nan(forward.part)
+            self.model.raise_nan(forward.input)
         self.cache.commit(range(len(tokens)))
         self.cache.settle()
 
@@ -140,7 +130,7 @@ class Rounds(Proposal):
                 return False
             chain, self._newest = [], self._view
             self._chains.append(chain)
-        below = self._verifier.below
+        below = self._verifier.shape_below
         depth = min(below.depth, self._depth - len(chain) - 1)
         round = yield from self._verifier.round(self._newest, below.deep(depth))
         chain += round.tokens

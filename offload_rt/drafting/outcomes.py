@@ -1,4 +1,4 @@
-"""What a verification may yield, guessed before it is over."""
+"""Guesses what a verification may yield, before it is over."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LIKELY = Sampler(temperature=1.0)  # how sure a greedy draft was of its tokens
 
 
 def doubt_scale(doubts: Sequence[float], acceptance: float) -> float:
-    """What to multiply doubts by, so that on average as many tokens are rejected as `acceptance` says."""
+    """Returns the factor for doubts by which as many tokens are rejected on average as `acceptance` says."""
     return (1.0 - acceptance) * len(doubts) / max(sum(doubts), 1e-6) if doubts else 0.0
 
 
 def chain_outcomes(
     drafter: Verifier, tokens: Sequence[int], logits: Tensor, most: int, acceptance: float
 ) -> Work[list[Outcome]]:
-    """What a verification of a chain may yield, by the probabilities of the model that drafted it.
+    """Returns what a verification of a chain may yield, by the probabilities of the model that drafted it.
 
     All tokens accepted and the likeliest one behind them, or rejected at one of them and the likeliest other
     token in its place. A token is doubted by what its distribution leaves to others, so that as many are

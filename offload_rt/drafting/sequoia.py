@@ -45,7 +45,7 @@ class Plan:
         return 1.0 + float(self._values[min(depth, len(self._takes))][self._nodes])
 
     def levels(self, depth: int) -> list[list[int]]:
-        """By depth, how many children each node has; of each level the eldest children of all come first."""
+        """Returns for each depth the number of children of each node, eldest children of a level first."""
         levels: list[list[int]] = []
         below = [self._nodes]  # how many nodes lie below each
         for left in range(min(depth, len(self._takes)), 0, -1):
@@ -70,7 +70,7 @@ class Plan:
         return rest, torch.stack(takes[::-1])
 
     def _shares(self, nodes: int, depth: int) -> list[int]:
-        """How many nodes lie below each child of one that has `nodes` below it."""
+        """Returns the number of nodes below each child of a node that has `nodes` below it."""
         shares = []
         for take in self._takes[depth - 1]:
             taken = int(take[nodes])
@@ -87,5 +87,5 @@ def _plan(rates: tuple[int, ...], nodes: int) -> Plan:
 
 
 def plan(rates: Sequence[float], nodes: int) -> Plan:
-    """As `Plan`, for rates near these, none of them 0: what is never drafted is never seen again."""
+    """Returns the plan for rates near these, none of them 0: what is never drafted is never measured."""
     return _plan(tuple(max(1, round(GRID * rate)) for rate in rates), nodes)

@@ -1,4 +1,4 @@
-"""Shapes of drafts: how deep, how wide, and who decides."""
+"""Shapes of drafts: their depth and width, and the rule that chooses them."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What to propose below a text.
+    """Shape of the draft tree that is proposed behind a sequence.
 
     - `chain`: one token after the other.
     - `sequences`: independent chains side by side (TriForce, section 5.4).
     - `tree`: fixed numbers of children at each depth, drawn without replacement.
     - `sequoia`: the tree that yields most of all with so many nodes, by how often children of each rank were
       accepted (see `sequoia.py`).
-    - `auto`: a chain or a grown tree, chosen round by round (see `pace.ShapeChoice`).
+    - `auto`: a chain or a grown tree, chosen round by round (see `SpeculationController`).
     - `grown`: best first, where the draft's own probabilities promise most, a batch of nodes a pass
       (as EAGLE-2, arXiv 2406.16858, and SpecExec, arXiv 2406.02532).
 
@@ -102,7 +102,7 @@ class DraftShape:
 
     @cached_property
     def levels(self) -> list[list[int]]:
-        """By depth, how many children each node has; of each level the eldest children of all come first."""
+        """For each depth the number of children of each node; eldest children of a level come first."""
         if self.kind == "sequoia":
             return _planned(self.rates, self.nodes).levels(self.depth)
         levels: list[list[int]] = []
@@ -129,7 +129,7 @@ class DraftShape:
         return prod(map(self.width, range(self.depth))) if self.depth else 0
 
     def candidates(self) -> list[DraftShape]:
-        """Shapes to choose among as it runs: itself, where its depth is given."""
+        """Returns the shapes to choose among while decoding: itself, where its depth is given."""
         if self.depth:
             return [self]
         if self.kind == AUTO:
@@ -141,7 +141,7 @@ class DraftShape:
         return [shallowest, *(shape for shape in deeper if shape.size <= MOST_CHOSEN)]
 
     def expected_tokens(self, rates: Sequence[float]) -> float:
-        """What a verification of it yields where children of each rank are accepted so often.
+        """Returns the tokens that a verification yields, given the acceptance rate by sibling rank.
 
         But for `sequoia` a guess: siblings save `SECOND_CHOICE` of the rejections that they stand beside.
         """

@@ -1,4 +1,4 @@
-"""Drafting without a model: what followed the end of the text where it occurred before.
+"""Drafting without a model: what followed the end of the sequence where it occurred before.
 
 Found, not drawn: such a draft is deterministic and reports no probabilities.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from time import perf_counter
 
-from offload_rt.config import LOOKUP, SUFFIX
+from offload_rt import clock
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
-from offload_rt.drafting.expectations import LOOKUP_ACCEPTANCE
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.model.scheduler import LevelStats, Work
 from offload_rt.rejection_sampling import Draft, Tokens
@@ -20,25 +18,24 @@ from offload_rt.trees import ROOT, Tree
 
 
 class Source(Drafter, ABC):
-    """Proposes what a look-up of the text's end finds.
+    """Proposes what a look-up of the sequence's end finds.
 
     Attributes:
         name: the level's, as in the config.
     """
 
     name: str
-    expected_acceptance = LOOKUP_ACCEPTANCE
 
     def __init__(self) -> None:
         self.stats = LevelStats(self.name)
 
     @abstractmethod
     def extend(self, view: TokenView) -> None:
-        """All of `view` is verified, and longer than it was."""
+        """Indexes the tokens of `view`, all verified, that are new since the last call."""
 
     @abstractmethod
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
-        """What followed occurrences of the longest end of `view` that occurs, `depth` tokens at most."""
+        """Returns what followed earlier occurrences of the longest end of `view`, `depth` tokens at most."""
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -49,28 +46,28 @@ class Source(Drafter, ABC):
         self.extend(view)  # which is the prompt's time, not the level's
 
     def observe(self, view: TokenView, round: Round) -> None:
-        started = perf_counter()
+        started = clock.now()
         self.extend(view)
-        self.stats.ms += 1e3 * (perf_counter() - started)
+        self.stats.ms += 1e3 * (clock.now() - started)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         if not shape.depth:
             return Proposal()
-        started = perf_counter()
+        started = clock.now()
         draft = heaviest(self.find(view, shape.depth), shape)
         self.stats.passes += 1
-        self.stats.ms += 1e3 * (perf_counter() - started)
+        self.stats.ms += 1e3 * (clock.now() - started)
         return Proposal(draft)
 
 
 class NGrams(Source):
-    """Prompt look-up: the newest earlier occurrence of the text's last n-gram, the longest that occurs.
+    """Prompt look-up: the newest earlier occurrence of the sequence's last n-gram, the longest that occurs.
 
-    Keeps, for each n, where each n-gram of the verified text last ended, so that a look-up costs the same
+    Keeps, for each n, where each n-gram of the verified sequence last ended, so that a look-up costs the same
     at any length.
     """
 
-    name = LOOKUP
+    name = "lookup"
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         super().__init__()
@@ -97,18 +94,18 @@ class NGrams(Source):
 
 
 class SuffixAutomaton(Source):
-    """An earlier occurrence of the longest end of the text that occurs in it, however long.
+    """An earlier occurrence of the longest end of the sequence that occurs in it, however long.
 
-    The automaton of all substrings of the verified text (Blumer et al. 1985), built as the text grows. A
-    state stands for substrings that end at the same places; its link for the longest of their ends that
-    also ends elsewhere. A token costs the same at any length, on average. (The use: SuffixDecoding, arXiv
-    2411.04975; SAM decoding, arXiv 2411.10666.)
+    The automaton of all substrings of the verified sequence (Blumer et al. 1985), built as the sequence
+    grows. A state stands for substrings that end at the same places; its link for the longest of their ends
+    that also ends elsewhere. A token costs the same at any length, on average. (The use: SuffixDecoding,
+    arXiv 2411.04975; SAM decoding, arXiv 2411.10666.)
 
     Args:
         shortest: what is shorter is no occurrence.
     """
 
-    name = SUFFIX
+    name = "suffix"
 
     def __init__(self, shortest: int) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class SuffixAutomaton(Source):
         self._end = [0]  # where one of its occurrences ends
         self._last = 0
         self._text = 0  # tokens taken
-        self._found = (0, 0)  # state of the text's longest end that occurred before, and where that ended
+        self._found = (0, 0)  # state of the sequence's longest end that occurred before, and where that ended
 
     def extend(self, view: TokenView) -> None:
         for token in view.part(self._text):

@@ -1,4 +1,4 @@
-"""A verifier turns any draft into tokens that have its model's output distribution over its cache."""
+"""Verifier: turns any draft into tokens that have its model's output distribution over its cache."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import NoReturn, Protocol
 from torch import Tensor
 
 from offload_rt.caches.base import Cache, NewTokens
-from offload_rt.costs import Cost
 from offload_rt.drafting.base import Drafter, Round, TokenView
-from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
 from offload_rt.rejection_sampling import Draft, Tokens, Verdict, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
@@ -23,10 +21,10 @@ from offload_rt.sampling import Draws, Sampler, choices
 
 @dataclass
 class Sampling:
-    """How all levels of a composition draw their tokens.
+    """Sampling settings that all levels of a composition share.
 
     Attributes:
-        stop_tokens: the text ends with the first of these: no use to draft beyond one.
+        stop_tokens: the sequence ends with the first of these: no use to draft beyond one.
     """
 
     sampler: Sampler
@@ -56,31 +54,18 @@ def lossless(draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws) -
     return verify(draft, probs, draws), probs[:, :1]
 
 
-@dataclass(frozen=True)
-class Order:
-    """An order of layers, and what passes in it cost.
-
-    Attributes:
-        plan: None: as the model does it.
-        cost: at nominal rates.
-    """
-
-    plan: LayerPlan | None
-    cost: Cost
-
-
 @dataclass(eq=False)
 class Verifier:
     """A model over a cache, with a drafter that proposes to it.
 
-    The cache may lag behind the text it is given: what it lacks goes through the model in front of the
+    The cache may lag behind the sequence it is given: what it lacks goes through the model in front of the
     draft. It may also hold tokens that turned out otherwise: those are rolled back first.
 
     Attributes:
         name: of the level.
-        order: of layers.
-        first_order: that of a draft's first pass, over the newest verified tokens: the exact one calibrates a
-            verifier whose own is not (EasySpec's bonus calibration); None: the same.
+        plan: order of layers; None: as the model runs them.
+        first_plan: order of layers of a draft's first pass, over the newest verified tokens: all layers in
+            turn calibrate a verifier whose own plan is rougher (EasySpec's bonus calibration); None: `plan`.
         rule: accepts and rejects drafted tokens. Any other than `lossless` changes the output; benchmarks
             hold the acceptance rate of random weights with one.
     """
@@ -90,8 +75,8 @@ class Verifier:
     cache: Cache
     drafter: Drafter
     sampling: Sampling
-    order: Order
-    first_order: Order | None = None
+    plan: LayerPlan | None = None
+    first_plan: LayerPlan | None = None
     rule: AcceptanceRule = field(default=lossless, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -107,21 +92,21 @@ class Verifier:
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
         output = yield verification
-        return (yield from self.verdict(draft, verification.part, output))
+        return (yield from self.verdict(draft, verification.input, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
-        """Rolls the cache back; the pass over what it lacks of the text, and over `draft`."""
-        missing, held = self.roll_back(view), len(self.cache.held)
+        """Rolls the cache back and returns the pass over the tokens that it lacks, and over `draft`."""
+        missing, held = self.roll_back(view), len(self.cache.speculative)
         behind = held + len(missing)
         parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
         hidden = self.drafter.wants_hidden
         return self.forward(parents, missing, draft.tokens, rows=1 + len(draft), hidden=hidden)
 
     def roll_back(self, view: TokenView) -> list[int]:
-        """Lets the cache forget what is not on the way to the text's last token; returns what it lacks."""
+        """Drops speculative entries that are not in the sequence; returns the tokens that the cache lacks."""
         cache = self.cache
-        kept = cache.held.match(view.part(cache.verified_length, len(view) - 1))
-        if len(kept) != len(cache.held):
+        kept = cache.speculative.match(view.part(cache.verified_length, len(view) - 1))
+        if len(kept) != len(cache.speculative):
             cache.keep(kept)
         return view.part(cache.verified_length + len(kept))
 
@@ -140,15 +125,13 @@ class Verifier:
         Args:
             first: in the order of layers of a draft's first pass.
         """
-        new = NewTokens.below(self.cache.held, parents, known, drawn)
-        length = self.cache.verified_length + max(new.depths)
-        order = self.first_order if first and self.first_order else self.order
-        self.stats.nominal_ms += order.cost(length, new.count)
+        new = NewTokens.below(self.cache.speculative, parents, known, drawn)
+        plan = self.first_plan if first and self.first_plan else self.plan
         self.stats.passes += 1
-        return Forward(self.model, Part(self.cache, new, rows, hidden), order.plan, self.stats)
+        return Forward(self.model, PassInput(self.cache, new, rows, hidden), plan, self.stats)
 
-    def verdict(self, draft: Draft, part: Part, output: Output) -> Work[Round]:
-        """Decides what of `draft`, the last tokens of `part`, stands; commits its KV. The host waits once."""
+    def verdict(self, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
+        """Accepts or rejects `draft`, the last tokens of `part`, and commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
         verdict, probe = self.rule(draft, logits, probs, self.sampling.draws)
@@ -178,23 +161,12 @@ class Verifier:
         )
 
     def trace_nan(self, view: TokenView, drawn: Draft) -> NoReturn:
-        """Says why tokens that were drawn below `view` come from NaN logits; they are known by now.
+        """Names the cause of NaN logits that tokens below `view` were drawn from; they are on the host by
+        now.
 
         Raises:
             NotANumber: naming the weight or the layer.
         """
         self.cache.keep([])
         known = Draft(Tokens(drawn.tokens.known), drawn.tree)
-        self.model.raise_nan(self.verification(view, known).part)
-
-    def nominal_round_ms(self, length: int, shape: DraftShape) -> float:
-        """Cost of a round with such a draft, at nominal rates and the usual acceptance below."""
-        return self.nominal_pass_ms(length, shape.size) + self.drafter.nominal_draft_ms(length, shape)
-
-    def nominal_pass_ms(self, length: int, nodes: int) -> float:
-        """Cost of verifying so many drafted tokens."""
-        return self.order.cost(length, nodes + 1)
-
-    def expected_tokens(self, count: int) -> float:
-        """What a round that verifies a chain of `count` tokens usually yields."""
-        return expected_tokens(self.drafter.expected_acceptance, count)
+        self.model.raise_nan(self.verification(view, known).input)

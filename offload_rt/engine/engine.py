@@ -1,4 +1,4 @@
-"""Owns what texts share (models, store, link, pass thread), opens sequences and steps any number of them."""
+"""Owns models, store, link and pass thread; opens sequences and steps any number of them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from functools import cached_property
 from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.fused import use_triton
+from offload_rt.attention.backends import choose_backend, use_triton
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
-from offload_rt.config import HEAD, Config, possible
+from offload_rt.config import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import kept_means, levels_of, possible
 from offload_rt.machine.advice import without_kernel
 from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.memory import available_memory
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread
+from offload_rt.model.shape import ModelShape, shape_of
 from offload_rt.planning.placement import (
     PlanRequest,
     available,
@@ -34,7 +36,7 @@ from offload_rt.planning.placement import (
     shared,
 )
 from offload_rt.planning.planner import Plan, comparison, ranked
-from offload_rt.planning.shapes import ModelShape, from_config
+from offload_rt.planning.prices import behind_a_link
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
@@ -42,7 +44,7 @@ ProgressReport = Callable[[str, int, int], None]
 
 
 class Engine:
-    """A target model, perhaps a draft model, and any number of texts that they continue.
+    """A target model, perhaps a draft model, and any number of sequences that they continue.
 
     Calls from several threads take turns.
 
@@ -50,12 +52,12 @@ class Engine:
         link: what moves KV to the device; None: what the target's device calls for.
         on_progress: told how far a prefill is, and what is measured of a machine for its first plan.
         on_notice: told, in a line, what a user should know.
-        other_links: to other GPUs, which keep and attend a share of the KV of each text.
+        other_links: to other GPUs, which keep and attend a share of the KV of each sequence.
 
     Attributes:
-        configs: among which the planner chooses for each text; without levels that cannot be had.
-        timeline: records what runs when; it may be set before a text is opened.
-        lock: of the thread that opens, steps or ends texts.
+        configs: among which the planner chooses for each sequence; without levels that cannot be had.
+        timeline: records what runs when; it may be set before a sequence is opened.
+        lock: of the thread that opens, steps or ends sequences.
     """
 
     def __init__(
@@ -118,31 +120,32 @@ class Engine:
         Raises:
             UsageError: none would be left, or a head cannot be had.
         """
-        if HEAD in config.speculation.names:
-            self._heads.of(config.head, self.target)
+        for level in levels_of(config):
+            level.load(self.target, self._heads)
         left = available(config, self.draft is not None)
         if left != config:
             self._on_notice(f"no draft model: {' → '.join(left.speculation.names)} drafts alone")
         return left
 
     def open(
-        self, tokens: Sequence[int], new_tokens: int, tiers: Tiers | None = None, texts: int = 1
+        self, tokens: Sequence[int], new_tokens: int, tiers: Tiers | None = None, sequences: int = 1
     ) -> TokenSequence:
-        """Reads a text, which may then be continued. Others may be under way.
+        """Opens a sequence and reads its prompt. Other sequences may be open.
 
         Args:
             new_tokens: how many more it is planned for.
             tiers: which tokens of each layer are not streamed; None: as planned.
-            texts: how many, this one and those that are opened after it, share what is free of a GPU.
+            sequences: how many, this one and those that are opened after it, share what is free of a GPU.
         """
         with self.lock:
             self.check_room([(len(tokens), new_tokens)])
-            runner = self.target.for_text(len(tokens), new_tokens)
-            config = self.configs[0]
+            runner = self.target.for_length(len(tokens), new_tokens)
             if tiers is None:
-                config, tiers = self._plan(len(tokens), new_tokens, texts)
+                request, tiers = self.plan(len(tokens), new_tokens, sequences)
+            else:
+                request = self._request(self.configs[0], len(tokens), new_tokens, self._assumed_hardware)
             shared = replace(self._shared, timeline=self.timeline)
-            sequence = TokenSequence(shared, config, runner, len(tokens) + new_tokens, tiers)
+            sequence = TokenSequence(shared, request, runner, len(tokens) + new_tokens, tiers)
             self._sequences.append(sequence)
             try:
                 self.read(sequence, tokens)
@@ -152,14 +155,14 @@ class Engine:
             return sequence
 
     def read(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
-        """Appends tokens to a text. Where that fails, the text is as it was."""
+        """Appends tokens to a sequence. Where that fails, the sequence is as it was."""
         report = self._on_progress
         with self.lock:
             self.stop(sequence)
             sequence.read(tokens, None if report is None else lambda done, of: report("prefill", done, of))
 
     def begin(self, sequence: TokenSequence, config: Config | None, continuation: Continuation) -> None:
-        """Begins a continuation of a text.
+        """Begins a continuation of a sequence.
 
         Args:
             config: None: the one that it was planned with.
@@ -170,7 +173,7 @@ class Engine:
             sequence.begin(sequence.planned if config is None else config, continuation)
 
     def rewind(self, sequence: TokenSequence, length: int) -> None:
-        """Forgets the tokens of a text from position `length` on."""
+        """Forgets the tokens of a sequence from position `length` on."""
         with self.lock:
             self.stop(sequence)
             sequence.rewind(length)
@@ -182,14 +185,14 @@ class Engine:
             return BatchRunner([decode_step(sequence) for sequence in sequences], self._thread).run()
 
     def stop(self, sequence: TokenSequence) -> None:
-        """Ends what was begun for a text that nobody will ask for more of. Idempotent."""
+        """Aborts what was begun for the next round of a sequence. Idempotent."""
         with self.lock:
             if sequence in self._sequences:
                 self._end_pass(sequence)
                 sequence.stop()
 
     def close_sequence(self, sequence: TokenSequence) -> None:
-        """Gives the memory of a text back. Idempotent."""
+        """Gives the memory of a sequence back. Idempotent."""
         with self.lock:
             if sequence in self._sequences:
                 self._sequences.remove(sequence)
@@ -202,23 +205,29 @@ class Engine:
             sequence.full.cancel()
             self._thread.join()
 
-    def _plan(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> tuple[Config, Tiers]:
-        """Composition, sizes and shares for such a text; the planner keeps what the config gives."""
+    def plan(self, prompt: int, new_tokens: int, sequences: int = 1) -> tuple[PlanRequest, Tiers]:
+        """Plans a sequence of so many tokens; the planner keeps what the config gives.
+
+        Args:
+            sequences: how many sequences share what is free of a GPU.
+
+        Returns:
+            What runs, with the composition and the sizes that were chosen, and where its KV lies.
+        """
         on_gpu = self.target.device.type == "cuda"
-        config = self.configs[0]
+        request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
         if on_gpu or len(self.configs) > 1:
-            planned = self._fastest(prompt_tokens, new_tokens, texts)
-            config = planned.request.config
+            planned = self._fastest(request.context, request.new_tokens, sequences)
+            request = replace(request, config=planned.request.config)
         if self._link.in_place:
-            return config, EVERYTHING_STREAMED
-        offload = config.offload
+            return request, EVERYTHING_STREAMED
+        offload, page = request.config.offload, request.config.store.page
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
-        page = config.store.page
         gpus: tuple[GpuTier, ...] = ()
         late = 0
         if on_gpu:
             planned.check()
-            placement = planned.placement
+            request, placement = planned.request, planned.placement
             gpus = tuple(
                 GpuTier(-(-gpu.resident_tokens // page) * page, gpu.streamed_tokens // page * page)
                 for gpu in placement.gpus
@@ -228,37 +237,50 @@ class Engine:
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page
         elif self._other_links:  # links of no known rate share evenly
-            pages = max(0, prompt_tokens - resident - cpu) // page // (1 + len(self._other_links))
+            pages = max(0, request.context - resident - cpu) // page // (1 + len(self._other_links))
             gpus = (GpuTier(0, pages * page),) * len(self._other_links)
-        return config, Tiers(resident, cpu, gpus, late)
+        return request, Tiers(resident, cpu, gpus, late)
+
+    def _request(
+        self, config: Config, prompt_tokens: int, new_tokens: int, hardware: Hardware
+    ) -> PlanRequest:
+        remote = len(self.target.remote_mlps)
+        shapes = self._shapes
+        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, mlps_elsewhere=remote)
+
+    @cached_property
+    def _assumed_hardware(self) -> Hardware:
+        """The machine by which drafts are priced where nothing was measured for a plan."""
+        others = len(self._other_links)
+        if self._link.in_place:
+            return named_hardware(NO_GPU)
+        if self.target.device.type == "cuda":
+            return named_hardware("rtx4090", 1 + others)
+        rate = self._link.bytes_per_second
+        return behind_a_link(None if rate is None else rate / 1e9, others)
 
     @cached_property
     def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
         target, draft = (
-            None if model is None else from_config(model.module.config, model.dtype, model.name)
+            None if model is None else shape_of(model.module, model.dtype, model.name)
             for model in (self.target, self.draft)
         )
         assert target is not None
         return target, draft
 
-    def _fastest(self, prompt_tokens: int, new_tokens: int, texts: int = 1) -> Plan:
-        """The fastest plan for such a text; tells which composition that is, where there is a choice."""
+    def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int = 1) -> Plan:
+        """Returns the fastest plan for such a sequence; a notice names the composition that was chosen."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
-        loaded += self._shared.pool.free_bytes  # kept for this text, or let go before it takes others
+        loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
         elsewhere = self.target.remote_mlps  # on the first of the other GPUs
         there = sum(block.weight_bytes for block in elsewhere)
         others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
-        if texts > 1:
+        if sequences > 1:
             held = loaded - there, *(size for _, size in others)
-            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(texts), held)))
-        plans = ranked(
-            PlanRequest(
-                *(*self._shapes, config, prompt_tokens, new_tokens, hardware), mlps_elsewhere=len(elsewhere)
-            )
-            for config in self.configs
-        )
+            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(sequences), held)))
+        plans = ranked(self._request(config, prompt_tokens, new_tokens, hardware) for config in self.configs)
         chosen = plans[0].request.config.name
         if len(plans) > 1 and plans[0].fits and chosen != self._chosen:
             self._on_notice(f"config auto: {comparison(plans)}")
@@ -266,7 +288,7 @@ class Engine:
         return plans[0]
 
     def check_room(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Refuses texts of which one has more tokens than the model has positions, or all than memory holds.
+        """Refuses sequences that exceed the model's positions, or together the memory.
 
         Args:
             sizes: tokens of each prompt, and new ones.
@@ -278,7 +300,7 @@ class Engine:
         layout = self.store.layout
         token_bytes = layout.token_bytes
         page = layout.page_size
-        token_bytes += max(layout.means_bytes(page, *config.kept_means) for config in self.configs) // page
+        token_bytes += max(layout.means_bytes(page, *kept_means(config)) for config in self.configs) // page
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.
@@ -291,14 +313,14 @@ class Engine:
             )
         needed = total * token_bytes
         if needed > available:
-            fits = "the longest context that fits is" if len(sizes) == 1 else "of all texts together fit"
+            fits = "the longest context that fits is" if len(sizes) == 1 else "of all sequences together fit"
             raise UsageError(
                 f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
                 f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
             )
 
     def check_growth(self, sequence: TokenSequence, tokens: int) -> None:
-        """Refuses so many more tokens of an open text where they cannot be."""
+        """Refuses so many more tokens of an open sequence where they exceed positions or memory."""
         check_positions(self.target, len(sequence.tokens), tokens)
         sequence.check_length(len(sequence.tokens) + tokens)
         self.check_room([(0, max(0, len(sequence.tokens) + tokens - sequence.full.sequence.reserved_tokens))])

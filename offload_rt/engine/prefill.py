@@ -36,7 +36,7 @@ def prefill(
     of them, and a GPU attends to it about as long as that takes.
 
     Args:
-        tokens: without the text's last token, whose pass is the first verification.
+        tokens: without the sequence's last token, whose pass is the first verification.
         chunk: queries at a time.
         progress: called with (token-layers done, token-layers in all).
         outputs: of an empty cache, also compute what the last layer puts out. Decoding needs its KV alone,

@@ -1,15 +1,15 @@
-"""One text being continued: its tokens, its KV, its caches, its composition; nothing of other texts."""
+"""One sequence: its tokens, KV, caches and composition."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
-from time import perf_counter
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
 from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
+from offload_rt import clock
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
@@ -17,22 +17,26 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
-from offload_rt.config import TARGET_RETRIEVED, Config
+from offload_rt.config import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
-from offload_rt.drafting.compose import Parts, compose
 from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.prefill import Progress, prefill
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import Resources, kept_means, levels_of
+from offload_rt.levels.compose import compose
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import run_alone
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.prices import Prices
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What all texts of an engine share.
+    """Resources that all sequences of an engine share.
 
     Attributes:
         link: to the device where the target is.
@@ -52,7 +56,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a text is continued.
+    """Settings of one continuation of a sequence.
 
     Attributes:
         max_tokens: how many may be generated.
@@ -63,11 +67,12 @@ class Continuation:
 
 
 class TokenSequence:
-    """Owns what a text needs, from its first token to `close`.
+    """A sequence of tokens with its KV, caches and composition, from its first token to `close`.
 
     Args:
-        config: by which the text is read; its keys for prefill and store hold from here on.
-        target: the runner for texts of this length.
+        request: what is to run: the config by which the sequence is read, whose keys for prefill and store
+            hold from here on, and the machine by which drafts are priced.
+        target: the runner for sequences of this length.
         room: tokens that there should be room for.
         tiers: which tokens of each layer are not streamed to the device.
 
@@ -76,25 +81,26 @@ class TokenSequence:
         tokens: those that were read, and those that were generated behind them.
         start: how many there were when the newest continuation began.
         verifier: the composition; the target over its full cache.
-        ready: a draft that was begun for the text as it is now.
+        ready: a draft that was begun for the sequence as it is now.
         rounds: times of the rounds so far.
         read_tokens: tokens that were read since the continuation before.
         read_ms: time in which they were read and small caches filled.
     """
 
     verifier: Verifier
-    pace: SpeculationController
+    controller: SpeculationController
 
     def __init__(
         self,
         shared: Shared,
-        config: Config,
+        request: PlanRequest,
         target: CausalModel,
         room: int,
         tiers: Tiers = EVERYTHING_STREAMED,
     ) -> None:
-        self.config = config
+        self.config = config = request.config
         self.planned = config  # stays, whatever it is recomposed to
+        self._request = request
         self.tokens: list[int] = []
         self.start = 0
         self.read_tokens = 0
@@ -108,7 +114,7 @@ class TokenSequence:
         self._ended = False
         self._consumed = True  # what was read has been counted for a continuation
         self._caches: list[BoundedCache] = []
-        self._kv = shared.store.new_sequence(*config.kept_means)
+        self._kv = shared.store.new_sequence(*kept_means(config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
@@ -142,8 +148,7 @@ class TokenSequence:
         self.config, self._continuation = config, continuation
         self._release_caches()
         self.full.derived.clear()
-        self.full.scores = None
-        parts = Parts(
+        made = Resources(
             config,
             self.target,
             shared.draft,
@@ -153,16 +158,16 @@ class TokenSequence:
             shared.pool,
             shared.heads,
         )
-        self._caches = parts.caches
-        self.verifier = compose(parts)
+        self._caches = made.caches
+        self.verifier = compose(made)
         shared.pool.drop_free()
-        shapes = config.speculation.shapes
-        # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-        ahead = 0 if shared.link.in_place or not shapes else config.offload.ahead
+        levels, shapes = levels_of(config), config.speculation.shapes
         self.controller = SpeculationController(
-            self.verifier,
-            shapes[-1] if shapes else None,
-            ahead=ahead,
+            Prices(replace(self._request, config=config), self.tiers),
+            shapes[-1].candidates() if shapes else [CHAIN],
+            levels[-1].acceptance() if levels else 0.0,
+            # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
+            ahead=0 if shared.link.in_place or not shapes else config.offload.ahead,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
             clock=continuation.sampling.sampler.greedy,
@@ -177,12 +182,12 @@ class TokenSequence:
         self._caches = []
 
     def read(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """Appends tokens. The full cache takes all but the text's last one, which opens the next round.
+        """Appends tokens. The full cache takes all but the sequence's last one, which opens the next round.
 
-        Where that fails, the text is as it was.
+        Where that fails, the sequence is as it was.
         """
         before = len(self.tokens)
-        started = perf_counter()
+        started = clock.now()
         self.rewind(before)
         self.tokens += tokens
         try:
@@ -193,10 +198,10 @@ class TokenSequence:
         if self._consumed:
             self.read_tokens, self.read_ms, self._consumed = 0, 0.0, False
         self.read_tokens += len(tokens)
-        self.read_ms += 1e3 * (perf_counter() - started)
+        self.read_ms += 1e3 * (clock.now() - started)
 
     def _read(self, progress: Progress | None = None) -> None:
-        """Lets the full cache take what it lacks of the text, but for the last token."""
+        """Prefills the tokens that the full cache lacks, but for the last one."""
         missing = self.tokens[self.full.verified_length : -1]
         if missing:
             prefill(self.target, self.full, missing, self.planned.prefill.chunk, progress)
@@ -212,18 +217,19 @@ class TokenSequence:
 
     @torch.inference_mode()
     def begin(self, config: Config, continuation: Continuation) -> None:
-        """Begins a continuation of the text, by a composition over its full cache.
+        """Begins a continuation of the sequence, by a composition over its full cache.
 
         Counters of transfers are those of this continuation from here on; the keys of `config` for prefill
         and store come too late.
 
         Raises:
-            UsageError: `config` retrieves by means that were not kept when the text was read, or in chunks
+            UsageError: `config` retrieves by means that were not kept when the sequence was read, or in
+                chunks
                 that its pages do not hold whole; or see `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
         config = self._retrievable(config)
-        started = perf_counter()
+        started = clock.now()
         if self._consumed:
             self.read_tokens, self.read_ms = 0, 0.0
         self._consumed = True
@@ -236,19 +242,19 @@ class TokenSequence:
             engine.counters = TransferCounters()
         self._compose(config, continuation)
         self.take_prompt()
-        self.read_ms += 1e3 * (perf_counter() - started)
+        self.read_ms += 1e3 * (clock.now() - started)
 
     def take_prompt(self) -> None:
-        """Lets the drafts' caches fill themselves: the full one has the text but for its last token."""
+        """Fills the caches of the drafting levels; the full cache lacks only the last token."""
         if self.full.verified_length:
             self.full.build_derived()
         run_alone(self.verifier.drafter.prefill(self.view))
         self.controller.begin(len(self.tokens))
 
     def check_length(self, length: int) -> None:
-        """Raises UsageError where a text of so many tokens would need KV by other rotary frequencies."""
-        if self.tokens and self._shared.target.for_text(length, 0) is not self.target:
-            self._shared.target.for_text(len(self.tokens), max(0, length - len(self.tokens)))
+        """Raises UsageError where a sequence of so many tokens would need KV by other rotary frequencies."""
+        if self.tokens and self._shared.target.for_length(length, 0) is not self.target:
+            self._shared.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
             raise UsageError(
                 f"a text of {length} tokens of {self.target.name} has other rotary frequencies (longrope) "
                 "than those that this one was read by: read it anew"
@@ -256,19 +262,19 @@ class TokenSequence:
 
     @property
     def view(self) -> TokenView:
-        """The text so far."""
+        """All tokens so far."""
         return TokenView(self.tokens)
 
     @property
     def counters(self) -> TransferCounters:
-        """What crossed all links, since the prompt was read or the text begun again."""
+        """Bytes that crossed all links in this continuation, and waits for them."""
         return TransferCounters(
             *map(sum, zip(*(astuple(engine.counters) for engine in self._engines), strict=True))
         )
 
     @property
     def placement(self) -> dict[str, int]:
-        """How many tokens of each layer lie where; the last page is on the device until it is full."""
+        """Number of tokens of each layer by tier; the last page is on the device until it is full."""
         page, tiers = self._kv.layout.page_size, self.tiers
         left = max(0, len(self.tokens) - 1) // page * page
         placed = {}
@@ -284,17 +290,17 @@ class TokenSequence:
 
     @property
     def stop_tokens(self) -> Collection[int]:
-        """The text ends with the first of these, wherever in a draft it occurs."""
+        """Tokens that end the sequence, wherever in a draft one occurs."""
         return self._continuation.sampling.stop_tokens
 
     @property
     def room(self) -> int:
-        """How many more tokens may be generated."""
+        """Number of tokens that may still be generated."""
         return self._continuation.max_tokens - (len(self.tokens) - self.start)
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete."""
+        """The sequence is complete."""
         return self._ended or self.room <= 0
 
     def extend(self, round: Round, times: RoundTimes) -> None:
@@ -310,33 +316,17 @@ class TokenSequence:
             self._ended = True
 
     def stop(self) -> None:
-        """Ends what was begun for a pass that nobody will ask for; no pass of this text may be running."""
+        """Aborts prefetching for the next pass. No pass may be running."""
         self.full.abandon()
 
     def _retrievable(self, config: Config) -> Config:
-        """`config` as it can retrieve from this text; UsageError where it cannot."""
+        """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config
         if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
             config = config.having("offload.refresh_from", self.planned.offload.refresh_from)
-        (chunks, pages), (kept_chunks, kept_pages) = config.kept_means, self.planned.kept_means
-        if chunks not in (None, kept_chunks):
-            raise UsageError(
-                f"config {config.name}: retrieval.select mean_keys needs mean keys of chunks of {chunks} "
-                "tokens, and the text was read without: read it with an LLM of this config, or set "
-                "retrieval.select=attention"
-            )
-        if pages and not kept_pages:
-            raise UsageError(
-                f"config {config.name}: retrieval.rest needs means of pages, and the text was read "
-                "without: read it with an LLM of this config, or set retrieval.rest=false"
-            )
-        chunk, page = config.retrieval.chunk, self._kv.layout.page_size
-        if TARGET_RETRIEVED in config.speculation.names and page % chunk:
-            raise UsageError(
-                f"config {config.name}: retrieval.chunk = {chunk} must divide the store's page of {page} "
-                "tokens, by which the text was read"
-            )
+        for level in levels_of(config):
+            level.check_read(self.planned, self._kv.layout.page_size)
         return config
 
     def close(self) -> None:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv.pinned import PageLocking
-from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.fused import use_triton
+from offload_rt.attention.backends import choose_backend, use_triton
 from offload_rt.machine.memory import available_memory, memory_limit
 from offload_rt.native import SWITCH, load_kernel
 

@@ -23,7 +23,7 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Gpu, Host
 from offload_rt.machine.inventory import Card, link_now
-from offload_rt.model.parts import Part
+from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[str, int, int], None]
@@ -81,8 +81,8 @@ class HostKV:
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
         # With the attention mass by which chunks are chosen, as most configurations want it.
         total = AttentionSum(self._backend, asked, _KV_HEADS, _HEAD_DIM**-0.5, _CHUNK)
-        total.expect(0, len(self._pages) * _PAGE)
-        total.attend_expected(self._pages[:, 0], self._pages[:, 1])
+        total.track_mass(0, len(self._pages) * _PAGE)
+        total.attend_tracked(self._pages[:, 0], self._pages[:, 1])
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """GB/s at rising numbers of queries; they take turns, so that a disturbance hits them all."""
@@ -151,12 +151,12 @@ def _small_step(device: torch.device) -> Callable[[], None]:
     model, backend = CausalModel(module.to(device, dtype), "a small model"), choose_backend(device)
     layout, frequencies = model.kv_layout(), model.rotary_frequencies
     cache = StreamingCache(layout, frequencies, sinks=4, window=_ENTRIES - 4, backend=backend)
-    model.forward([Part(cache, NewTokens.chain(_ENTRIES), 1)])
+    model.forward([PassInput(cache, NewTokens.chain(_ENTRIES), 1)])
     cache.commit(range(_ENTRIES))
     cache.settle()
 
     def step() -> None:
-        (output,) = model.forward([Part(cache, NewTokens.chain(1), 1)])
+        (output,) = model.forward([PassInput(cache, NewTokens.chain(1), 1)])
         to_host(output.logits)  # what a device does counts
         cache.commit([0])
         cache.keep([])

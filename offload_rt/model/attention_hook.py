@@ -1,8 +1,8 @@
-"""A function in transformers' attention registry that reaches our caches, and the models it cannot serve.
+"""Our function in transformers' attention registry, and the refusal of models that it cannot serve.
 
-A model's attention goes through it from the time that a runner opens the model until the last runner of it
-is closed. The pass arrives as a keyword, so there is no global state; without one, as in the model's own
-`forward` and `generate`, the function is transformers' `sdpa` attention.
+A model uses it from the first runner that opens the model until the last one that restores it. The pass
+arrives as a keyword argument, so there is no global state; without it, as in the model's own `forward` and
+`generate`, the function is transformers' `sdpa` attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ATTENTION_NAME = "offload_rt"
 
 
 class AttentionPass(Protocol):
-    """What attends for the layers of one forward pass: a cache, or one layer of a prefill."""
+    """Computes attention for the layers of one forward pass: a cache, or a prefill."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor: ...
 
@@ -40,10 +40,10 @@ def _attention(
     attention_pass: AttentionPass | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over an `AttentionPass`; `[1, heads, tokens, head_dim]` in."""
+    """Implements transformers' attention interface, `[1, heads, tokens, head_dim]`, by an `AttentionPass`."""
     if attention_pass is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **extra)
-    # What would change the result and is not asked for by name must not be dropped in silence.
+    # Arguments that would change the result must not be ignored silently.
     extra["sliding_window"] = _window(module.config, extra.get("sliding_window"))
     unknown = [word for name, word in _CHANGES_ATTENTION.items() if extra.get(name) is not None]
     if attention_mask is not None:
@@ -68,17 +68,17 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)  # of the model
 
 
 def _window(config: Any, window: int | None) -> int | None:
-    """A sliding window, in tokens; None where the model has no positions for a longer text."""
+    """Returns a sliding window in tokens; None if it covers all positions of the model."""
     return window if window is not None and window < config.max_position_embeddings else None
 
 
 _FOUND: WeakKeyDictionary[PreTrainedModel, list[tuple[str | None, bool]]] = WeakKeyDictionary()
-"""Attention and training mode that each opening of a model found: the first one, those of its owner."""
+"""Attention and training mode found at each opening of a model; the first entry is its owner's."""
 _LOCK = threading.Lock()
 
 
 def open_model(model: PreTrainedModel) -> None:
-    """Puts the model in evaluation mode, with our attention, until `restore_model` was called as often."""
+    """Puts the model in evaluation mode with our attention, until `restore_model` was called as often."""
     with _LOCK:
         _FOUND.setdefault(model, []).append((model.config._attn_implementation, model.training))
         model.config._attn_implementation = ATTENTION_NAME
@@ -86,23 +86,25 @@ def open_model(model: PreTrainedModel) -> None:
 
 
 def restore_model(model: PreTrainedModel) -> None:
-    """Undoes one `open_model`; the last one leaves the model as its owner gave it."""
+    """Undoes one `open_model`; the last call leaves the model as its owner gave it.
+
+    Counted, as several runners may share a model and any of them may be closed first.
+    """
     with _LOCK:
-        # Whichever opening ends first: what the first one found comes back last.
         model.config._attn_implementation, training = _FOUND[model].pop()
         model.train(training)
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """Its architecture, by the name of its class."""
+    """Returns the name of the model's architecture, that of its class."""
     return type(model).__name__
 
 
 def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
-    """Refuses, by name, what is not plain full attention with rotary positions.
+    """Refuses models without plain full attention and rotary positions.
 
     Raises:
-        UsageError: naming the architecture and what about it does not fit.
+        UsageError: names the architecture and what is not supported.
     """
     kind = kind_of(model)
     config = model.config.get_text_config()
@@ -125,11 +127,11 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     if missing:
         raise UsageError(f"{name}: {kind} is not supported: it has no {', '.join(missing)}")
     rope = getattr(_module(model, "model.rotary_emb"), "rope_type", "default")
-    # Of models with several types of layers, which have a dict, none has LongRoPE yet.
+    # Models with several types of layers have a dict; none of them has LongRoPE yet.
     changing = {"dynamic"} & {rope} if isinstance(rope, str) else {"dynamic", "longrope"} & {*rope.values()}
     if changing:
         raise UsageError(
-            f"{name}: {kind} changes its rotary frequencies with the length of the text "
+            f"{name}: {kind} changes its rotary frequencies with the length of the sequence "
             f"({', '.join(changing)}), which is not supported: KV in the store never changes"
         )
     if not isinstance(rope, str) and "full_attention" not in rope:

@@ -1,13 +1,13 @@
-"""Passes over bounded caches as CUDA graphs: one launch for what are hundreds.
+"""CUDA graphs for passes over bounded caches: one launch instead of hundreds.
 
-A pass of so many new tokens over a bounded cache runs the same operations on the same memory every time, but
-for a few numbers: the tokens, their positions, how many entries the cache has, and which of the speculative
-ones each token sees. Those stand in one tensor on the device, and the rest is captured once and replayed: a
-tree as well as a chain. The cache is told of every pass as always, so whatever it does in `begin` (choose its
-entries anew, grow, turn to another buffer) happens before a replay.
+Passes with the same number of new tokens over a bounded cache run the same operations on the same memory.
+They differ in a few integers: the tokens, their positions, the number of entries, and the bit masks of what
+each token sees. These are one tensor on the device, and the other work is captured once and replayed, for
+trees as well as chains. `begin` of the cache is called as always, so that it may refresh its entries, grow or
+switch to another buffer before a replay.
 
-A graph belongs to a buffer, not to the cache or the text that uses it. What is expected to recur is recorded
-before a text's first pass (`prepare`), once for all texts that use the buffer after one another.
+A graph belongs to a buffer, not to the cache or the sequence that uses it. Passes that will recur are
+recorded before a sequence's first pass (`prepare`), once for all sequences that use the buffer in turn.
 """
 
 from __future__ import annotations
@@ -26,28 +26,34 @@ from cpu_kv.mapped import computed_copy
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.base import NewTokens
-from offload_rt.caches.bounded import FIXED_SPECULATION, NUMBERS, WORDS, BoundedCache, fixed_frame
+from offload_rt.caches.bounded import (
+    CACHE_INPUTS,
+    MASK_WORDS,
+    MAX_RECORDED_SPECULATION,
+    BoundedCache,
+    fixed_shape_attention,
+)
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
 from offload_rt.model.architecture import Rotary
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 
 Results = tuple[Tensor, Tensor]
 Step = Callable[[], Results]
 Capture = Callable[[Step], tuple[Callable[[], object], Results]]
-"""Records a step, which reads and writes tensors that stay where they are.
+"""Records a step that reads and writes tensors at fixed addresses.
 
-Returns what runs it again, and the tensors in which its results stand then. The step may run now, any number
-of times or never. Raises RuntimeError where it cannot be recorded.
+Returns a function that replays it, and the tensors that hold its results afterwards. May run the step any
+number of times, or never. Raises RuntimeError if it cannot be recorded.
 """
 
 
 class CudaCapture:
-    """Captures CUDA graphs, all in one private memory pool: they never run at the same time."""
+    """Captures CUDA graphs in one private memory pool, as they never run at the same time."""
 
-    WARM_UP = 2  # libraries set themselves up at first use, which cannot be captured
+    WARM_UP = 2  # libraries initialise themselves at first use, which cannot be captured
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,7 +62,7 @@ class CudaCapture:
 
     def __call__(self, step: Step) -> tuple[Callable[[], object], Results]:
         # Not `torch.cuda.graph`: it waits for the whole device, and leaves the thread on the capture stream
-        # where a capture fails.
+        # if the capture fails.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph, out = torch.cuda.CUDAGraph(), None
@@ -64,24 +70,24 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 for _ in range(self.WARM_UP):
                     step()
-                # Of this thread alone: another one may be in the middle of a pass over the full cache.
+                # In this thread alone, as another one may be running a pass over the full cache.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     out = step()
                 finally:
                     self._end(graph)
         finally:
-            current.wait_stream(self._stream)  # the warm-up has written where the next pass does
+            current.wait_stream(self._stream)  # the warm-up has written to the memory of the next pass
         assert out is not None
         return graph.replay, out
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture. One that has become invalid raises RuntimeError."""
+        """Ends a capture. Raises RuntimeError if it has become invalid."""
         try:
             graph.capture_end()
         except RuntimeError:
-            # torch leaves allocation to the pool open then, and from there on would never give back memory
-            # that several streams have used. Its filter for host memory refers to the graph, which stays.
+            # torch would keep allocating from the pool, and never free memory that several streams have used.
+            # Its filter for host memory refers to the graph, so the graph is kept alive.
             _INVALID.append(graph)
             for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
                 with suppress(RuntimeError):
@@ -92,11 +98,11 @@ class CudaCapture:
 _INVALID: list[torch.cuda.CUDAGraph] = []
 
 _Key = tuple[int, LayerPlan | None, Rotary]
-"""New tokens, order of layers, and rotary frequencies, which very long texts have others of."""
+"""Number of new tokens, order of layers, and rotary frequencies."""
 
 
-Pass = Callable[[Tensor, Part], Output]
-"""A recorded pass of one text's part, which has begun in its cache, with the numbers that are its own."""
+Pass = Callable[[Tensor, PassInput], PassOutput]
+"""Runs a recorded pass that was begun in its cache, given the integers that are its own."""
 
 
 def recorded(
@@ -107,62 +113,62 @@ def recorded(
     numbers: Tensor,
     capture: Capture,
 ) -> Pass:
-    """Passes over a buffer of a bounded cache.
+    """Records passes over a buffer of a bounded cache.
 
     Args:
-        numbers: tokens, positions, and what the cache says of a pass (`BoundedCache.numbers`).
+        numbers: ids, positions, and `BoundedCache.graph_inputs` of a pass, int64 on the device.
     """
     count, plan, _ = key
     inputs = numbers.clone()
-    ids, positions, of_cache = inputs.tensor_split([count, 2 * count])
+    ids, positions, cache_inputs = inputs.tensor_split([count, 2 * count])
 
     def step() -> tuple[Tensor, Tensor]:
-        frame = fixed_frame(buffer, backend, count, of_cache)
-        hidden = model.compute(frame, ids, positions, plan, range(count))
+        attention = fixed_shape_attention(buffer, backend, count, cache_inputs)
+        hidden = model.compute(attention, ids, positions, plan, range(count))
         return model.logits(hidden), hidden[0]
 
     replay, (logits, hidden) = capture(step)
 
-    def run(numbers: Tensor, part: Part) -> Output:
-        # By kernels: `copy_` and `clone` would use a copy engine, which has bulk copies to make.
+    def run(numbers: Tensor, given: PassInput) -> PassOutput:
+        # By kernels: `copy_` and `clone` would wait for bulk copies in a copy engine.
         computed_copy(numbers, out=inputs)
         replay()
-        # Copied: the next replay writes there.
-        states = computed_copy(hidden[-part.rows :]) if part.hidden else None
-        return Output(computed_copy(logits[-part.rows :]), states)
+        # Copied, as the next replay overwrites them.
+        states = computed_copy(hidden[-given.rows :]) if given.hidden else None
+        return PassOutput(computed_copy(logits[-given.rows :]), states)
 
     return run
 
 
 @dataclass
 class _BufferGraphs:
-    """What is known of the passes over one buffer."""
+    """The passes seen and recorded over one buffer."""
 
     seen: Counter[_Key] = field(default_factory=Counter)
     graphs: OrderedDict[_Key, Pass] = field(default_factory=OrderedDict)
 
 
 class GraphedModel(CausalModel):
-    """A model whose recurring short passes over bounded caches are recorded and replayed.
+    """A model that records and replays recurring short passes over bounded caches.
 
-    Long passes, those of several texts, those over the full cache and those over very much speculation run
-    as they come, and everything does where nothing can be captured: on a CPU, or after a capture has failed.
+    Long passes and passes of several sequences, over the full cache, or over much speculation are not
+    recorded. Nothing is on a CPU or after a capture has failed.
 
     Args:
-        on_notice: told, once, why nothing is captured.
-        capture: how to record; None: as CUDA graphs on a GPU, not at all on a CPU.
+        on_notice: called once with the reason if capturing fails.
+        capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
 
     Attributes:
-        pass_running: returns whether a pass over the full cache runs in another thread. A capture would hold
-            it up, so none is made meanwhile.
+        pass_running: returns whether a pass over the full cache runs in another thread. Nothing is captured
+            meanwhile, as that would hold it up.
     """
 
     LONGEST = 32
-    """New tokens in a pass: more than any γ that pays."""
+    """Most new tokens of a recorded pass: more than any useful γ."""
     RARE = 2
-    """A capture costs several passes: a shape that came no more often than this is not worth one."""
+    """A pass is recorded after occurring more often than this, as a capture costs several passes."""
     MOST = 64
-    """Graphs of one buffer; the one that was unused for longest goes."""
+    """Most graphs per buffer; the least recently used one is dropped."""
 
     def __init__(
         self,
@@ -180,37 +186,37 @@ class GraphedModel(CausalModel):
         self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        part, cache = parts[0], parts[0].cache
-        told = len(cache.held) + part.new.count <= FIXED_SPECULATION
-        alone = len(parts) == 1 and part.new.count <= self.LONGEST and told
+    def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+        one, cache = inputs[0], inputs[0].cache
+        fits = len(cache.speculative) + one.new.count <= MAX_RECORDED_SPECULATION
+        alone = len(inputs) == 1 and one.new.count <= self.LONGEST and fits
         if self._capture is None or not alone or not isinstance(cache, BoundedCache) or not cache.recordable:
-            return super().forward(parts, plan)
-        cache.begin(part.new)
-        numbers = to_device([*part.positions, *cache.numbers(part.new)], self.device)
-        numbers = torch.cat([part.ids(self.device), numbers])
+            return super().forward(inputs, plan)
+        cache.begin(one.new)
+        numbers = to_device([*one.positions, *cache.graph_inputs(one.new)], self.device)
+        numbers = torch.cat([one.ids(self.device), numbers])
         known = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
-        key = (part.new.count, plan, self._rotary)
+        key = (one.new.count, plan, self._rotary)
         known.seen[key] += 1
         if key in known.graphs or (known.seen[key] > self.RARE and not self.pass_running()):
             graph = self._graph(cache.buffer, cache.backend, key, numbers)
             if graph is not None:
-                return [graph(numbers, part)]
-        return super().forward(parts, plan)
+                return [graph(numbers, one)]
+        return super().forward(inputs, plan)
 
     @torch.inference_mode()
     def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
         for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(
-                    [0] * (2 * count + NUMBERS) + NewTokens.chain(count).words(WORDS), self.device
+                    [0] * (2 * count + CACHE_INPUTS) + NewTokens.chain(count).words(MASK_WORDS), self.device
                 )
                 for buffer in cache.buffers:
                     self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)
                     buffer.clear()
 
     def _graph(self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor) -> Pass | None:
-        """Recorded now, if it was not before; None where nothing can be."""
+        """Returns a recorded pass, recording it if necessary; None if nothing can be recorded."""
         graphs = self._of_buffer.setdefault(buffer, _BufferGraphs()).graphs
         if key in graphs:
             graphs.move_to_end(key)

@@ -1,8 +1,8 @@
-"""Draft heads: small blocks that go on from a target's hidden states, and the files that hold them.
+"""Draft heads: small blocks that continue from a target's hidden states, and their files.
 
-A head is one block, applied again and again, in the manner of EAGLE (arXiv 2401.15077), Hydra (2402.05109)
-and ReDrafter (2403.09919): the hidden state before a token and the token's embedding give the state after it.
-The embedding, and the norm and output head that turn states into logits, are the target's own; it has no KV.
+A head is one block, applied repeatedly, as in EAGLE (arXiv 2401.15077), Hydra (2402.05109) and ReDrafter
+(2403.09919): the hidden state before a token and the token's embedding give the state after it. Embedding,
+norm and output head are the target's own, and the head has no KV.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ KIND = "offload-rt head 1"
 DEMO_HEAD = DEMO_FOLDER / "head" / "head.safetensors"
 TRAIN = "train one: python -m tools.demo_training.train_head, in a checkout"
 PROBE = "target"
-"""In the file: hidden states of the target it was trained for, see `CausalModel.probe`."""
-LIKENESS = 0.98
-"""Least cosine similarity of one model's probes in different dtypes."""
+"""Key in the file: hidden states of the target that it was trained for, see `CausalModel.probe`."""
+MIN_SIMILARITY = 0.98
+"""Least cosine similarity between probes of one model in different dtypes."""
 
 
 class Head(nn.Module):
@@ -42,7 +42,7 @@ class Head(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """States after tokens, `[…, hidden]`, from the tokens' embeddings and the states before them."""
+        """Computes the states after tokens from embeddings and the states before them, `[…, hidden]`."""
         joined: Tensor = self.join(torch.cat([self.token_norm(embedded), self.state_norm(states)], -1))
         normed = self.mlp_norm(joined)
         added: Tensor = self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
@@ -54,20 +54,20 @@ class Head(nn.Module):
 
 
 def save_head(head: Head, target: CausalModel, path: Path) -> None:
-    """Writes a head in bfloat16, as a whole or not at all.
+    """Writes a head in bfloat16; the file appears complete or not at all.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError, SafetensorError: the file cannot be written.
     """
     weights = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in head.state_dict().items()}
     write_tensors(path, weights | {PROBE: target.probe().float().cpu()}, {"kind": KIND, "model": target.name})
 
 
 def load_head(path: Path, target: CausalModel) -> Head:
-    """A head in the target's dtype, on its device.
+    """Loads a head in the target's dtype, on its device.
 
     Raises:
-        UsageError: the file is not there, torn, no head, one of other sizes, or one for another model.
+        UsageError: the file is missing, corrupt, not a head, or a head for another model or other sizes.
     """
     weights, about = read_tensors(path, "head", KIND, TRAIN)
     probe = weights.pop(PROBE, torch.empty(0))
@@ -77,11 +77,11 @@ def load_head(path: Path, target: CausalModel) -> Head:
             f"head {path}: {trained}, whose hidden states here are {list(probe.shape)}, and those of "
             f"{target.name} are {list(own.shape)}: name one for it with head.path, or {TRAIN}"
         )
-    likeness = float(torch.cosine_similarity(probe, own).min())
-    if not likeness >= LIKENESS:
+    similarity = float(torch.cosine_similarity(probe, own).min())
+    if not similarity >= MIN_SIMILARITY:
         raise UsageError(
             f"head {path}: {trained}, and {target.name} is another model (cosine similarity of hidden "
-            f"states {likeness:.2f}): name one for it with head.path, or {TRAIN}"
+            f"states {similarity:.2f}): name one for it with head.path, or {TRAIN}"
         )
     head = Head(target.hidden_size, weights.get("gate.weight", own).shape[:1].numel())
     if other := head.state_dict().keys() ^ weights.keys():

@@ -1,4 +1,4 @@
-"""Orders of layers: every layer in turn, in groups that share an input, or with blocks left out."""
+"""Layer plans: all layers in turn, groups of layers that share an input, or layers with blocks left out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ EXACT = "all"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How hidden states go through a model's layers.
+    """The order in which hidden states go through a model's layers.
 
     In a group every attention block takes the input of the group's first layer, so that the attention blocks
-    can run side by side; the MLP blocks follow in order, each after its layer's attention has been added
-    (EasySpec, arXiv 2502.02493). A group of one is an ordinary layer. Which layers form a group is said here
-    alone.
+    can run in parallel; the MLP blocks follow in order, each after its layer's attention has been added
+    (EasySpec, arXiv 2502.02493). A group of one is an ordinary layer.
 
     Attributes:
         groups: layers in order.
@@ -30,24 +29,24 @@ class LayerPlan:
     no_mlp: frozenset[int] = frozenset()
 
     def exact(self, layer: int) -> bool:
-        """Whether a layer that is a group of its own runs as the model does it."""
+        """Returns whether no block of the layer is left out."""
         return layer not in self.no_attention and layer not in self.no_mlp
 
     @classmethod
     def whole(cls, layers: int) -> LayerPlan:
-        """All layers in turn, none left out."""
+        """Returns the plan of all layers in turn."""
         return cls(tuple((layer,) for layer in range(layers)))
 
     @classmethod
     def parse(cls, text: str, layers: int) -> LayerPlan | None:
-        """The plan that `text` describes for a model of so many layers; None for `all`.
+        """Parses a layer plan for a model of `layers` layers; returns None for `all`.
 
         `groups:N`: the first and the last layer alone, groups of `N` between them, aligned so that full ones
         come first from layer `N` on, as in EasySpec (32 layers and N = 4: 1-3, 4-7, ..., 28-30).
         `skip:5,7a,9m`: without layer 5, the attention of layer 7 and the MLP of layer 9.
 
         Raises:
-            UsageError: for anything else, or a layer that does not exist.
+            UsageError: the text is anything else, or names a layer that does not exist.
         """
         kind, _, given = text.partition(":")
         if text == EXACT:
@@ -82,12 +81,12 @@ class LayerPlan:
 
 
 def blocks_of(layers: int) -> list[str]:
-    """The blocks that `skip:` can name: 0a and 0m are the attention and the MLP of layer 0."""
+    """Returns all blocks that `skip:` can name: 0a and 0m are the attention and the MLP of layer 0."""
     return [f"{layer}{kind}" for layer in range(layers) for kind in "am"]
 
 
 def skipping(blocks: Collection[str]) -> str:
-    """What `LayerPlan.parse` reads as a plan without these of `blocks_of`."""
+    """Returns the text of a plan without these of `blocks_of`, for `LayerPlan.parse`."""
     layers = sorted({int(block[:-1]) for block in blocks})
     kinds = {layer: "".join(kind for kind in "am" if f"{layer}{kind}" in blocks) for layer in layers}
     named = [f"{layer}{kind if kind != 'am' else ''}" for layer, kind in kinds.items()]

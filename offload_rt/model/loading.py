@@ -1,4 +1,4 @@
-"""From a folder, a hub id or the embedded pair to a model and its tokenizer; refusals name the cause."""
+"""Loads models and tokenizers from a folder, a hub ID or the embedded pair; refusals name the cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import safetensors
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -24,7 +23,9 @@ from transformers.utils import logging as transformers_logging
 from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
-from offload_rt.model.remote_mlp import spread
+from offload_rt.model.checkpoint_config import located, model_config
+from offload_rt.model.remote_mlp import place_mlps
+from offload_rt.model.rope import Yarn
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 DEMO = "demo"
@@ -32,18 +33,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DEVICES = ("auto", "cpu", "cuda")
 _CARD = re.compile(r"cuda:(\d+)")
 _BODY = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
-"""Weights that a text goes through. Files may hold others: a vision tower, a reward head."""
+"""Weights that a text model uses. Files may hold others: a vision tower, a reward head."""
+_INTEGERS = ("I", "U", "BOOL")
+"""First letters of the integer dtypes of safetensors."""
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device; a GPU by its number, which some functions of torch need.
+    """Returns the device `auto`, `cpu`, `cuda` or `cuda:N`; a GPU with its index, which some functions need.
 
     Raises:
-        UsageError: for another name, or a GPU that is not there.
+        UsageError: another name, or a GPU that is not there.
     """
     card = _CARD.fullmatch(name)
     if name not in DEVICES and card is None:
-        raise UsageError(f"device {name!r} is not known: use one of {', '.join(DEVICES)}, cuda:N")
+        raise UsageError(f"device {name!r} is unknown: use one of {', '.join(DEVICES)}, cuda:N")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -57,38 +60,38 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_devices(names: str) -> tuple[torch.device, ...]:
-    """The device that computes, and further GPUs that keep and attend KV: `cuda:0,cuda:1`.
+    """Returns the device that computes, and further GPUs that hold KV and attend to it: `cuda:0,cuda:1`.
 
     Raises:
-        UsageError: see `choose_device`; or devices that do not go together.
+        UsageError: see `choose_device`; or the devices cannot be combined.
     """
     first, *others = devices = tuple(map(choose_device, names.split(",")))
     if others and any(device.type == "cpu" for device in devices):
-        raise UsageError(f"device {names}: only GPUs work together; write cuda:0,cuda:1")
+        raise UsageError(f"device {names}: only GPUs can be combined; write cuda:0,cuda:1")
     if len(set(devices)) < len(devices):
         raise UsageError(f"device {names}: names a GPU twice; leave one out")
     if first.type == "cuda" and first.index != torch.cuda.current_device():
         raise UsageError(
-            f"device {names}: models run on cuda:{torch.cuda.current_device()}; name that one first, and let "
-            "CUDA_VISIBLE_DEVICES say which card it is"
+            f"device {names}: models run on cuda:{torch.cuda.current_device()}; name that one first, and "
+            "choose the GPU with CUDA_VISIBLE_DEVICES"
         )
     return devices
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """`auto` or a dtype's name; None means the checkpoint's own (`auto` on a GPU).
+    """Returns the dtype of that name; None means the checkpoint's own (`auto` on a GPU).
 
     `auto` on a CPU is float32: few CPUs multiply 16-bit numbers faster.
     """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else None
     if name not in DTYPES:
-        raise UsageError(f"dtype {name!r} is not known: use auto, {', '.join(DTYPES)}")
+        raise UsageError(f"dtype {name!r} is unknown: use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def demo_model(part: str) -> Path:
-    """Folder of the embedded `target` or `draft`."""
+    """Returns the folder of the embedded `target` or `draft`."""
     folder = DEMO_FOLDER / part
     if not (folder / "config.json").is_file():
         raise UsageError(
@@ -98,18 +101,20 @@ def demo_model(part: str) -> Path:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; None where there is none (the model then works with token ids).
+    """Loads a model's tokenizer; returns None where there is none (the model then takes token IDs).
 
     Raises:
         UsageError: it cannot be read, or there is no such model.
     """
-    model_config(source)  # what is wrong with the whole folder or id is not the tokenizer's fault
+    model_config(source)  # first, so that a missing model is not reported as a broken tokenizer
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("*token*")):
         return None
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for one thing
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            located(source), trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises many types for one thing
         wrong = f"its tokenizer cannot be read ({first_line(error)}); download it again"
         raise UsageError(f"model {source}: {wrong}") from error
     return tokenizer
@@ -121,9 +126,9 @@ def check_same_tokens(
     draft: PreTrainedTokenizerBase | None,
     draft_name: str,
 ) -> None:
-    """Refuses a draft in whose tokenizer a token of the target has another number.
+    """Refuses a draft in whose tokenizer a token of the target has another ID.
 
-    The output would follow the target's law all the same, but no draft would ever be accepted.
+    The output would still have the target's distribution, but hardly a draft would be accepted.
 
     Raises:
         UsageError: naming the token.
@@ -139,35 +144,6 @@ def check_same_tokens(
             )
 
 
-def model_config(source: str | Path) -> PretrainedConfig:
-    """A model's config from a local folder or a hub id; no weights.
-
-    Raises:
-        UsageError: no such folder, no config in it, or one that transformers cannot read.
-    """
-    where = str(source)
-    if not isinstance(source, str | Path):
-        wrong = "is no folder and no hub id; LLM.from_models takes loaded models"
-        raise UsageError(f"model {where[:60]!r} {wrong}")
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UsageError(f"model {where}: there is no config.json in it")
-    elif folder.exists():
-        raise UsageError(f"model {where}: is a file; name the folder that holds config.json and the weights")
-    elif folder.is_absolute() or where.startswith(("./", "../", "~")) or where.count("/") > 1:
-        raise UsageError(f"model {where}: there is no such folder")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds for one thing: this config is of no use
-        fetched = "there is no such folder here, and no model of that id can be had"
-        broken = folder.exists()
-        wrong = "its config.json cannot be read" if broken else fetched
-        remedy = "; download it again" if broken else ""
-        raise UsageError(f"model {where}: {wrong}: {first_line(error)}{remedy}") from error
-    return config
-
-
 def load_model(
     source: str | Path,
     device: torch.device,
@@ -175,26 +151,32 @@ def load_model(
     on_progress: Callable[[str, int, int], None] | None = None,
     phase: str = "load",
     elsewhere: tuple[torch.device, int] | None = None,
+    rope: Yarn | None = None,
 ) -> PreTrainedModel:
-    """Weights from a local folder or a hub id, on `device`.
+    """Loads a model from a local folder or a hub ID onto `device`.
 
     Args:
-        on_progress: told the phase, how many of the weights are read, and how many there are.
-        elsewhere: another card, and how many MLP blocks are there.
+        on_progress: called with the phase, the number of weights read so far, and the number of all. An
+            exception that it raises passes through.
+        elsewhere: another GPU, and the number of MLP blocks that it holds.
+        rope: scaling of the rotary frequencies beyond what the config says.
 
     Raises:
-        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture.
+        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture, quantized
+            weights.
     """
-    where = str(source)
-    config = model_config(source)
+    name = str(source)
+    config = model_config(source, rope)
+    _refuse_quantized(config, name)
     if Path(source).exists():
         _check_weights(Path(source))
     wanted: Any = dtype if dtype is not None else "auto"
-    loader: Any = AutoModelForCausalLM.from_pretrained  # what it returns hangs on its arguments
+    loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on its arguments
+    progress = _LoadingProgress(partial(on_progress, phase) if on_progress else None)
     try:
-        with _told_by_transformers(partial(on_progress, phase) if on_progress else None):
+        with _quiet_transformers(progress):
             model, report = loader(
-                source,
+                located(source),
                 config=config,
                 dtype=wanted,
                 attn_implementation="sdpa",
@@ -202,35 +184,55 @@ def load_model(
                 ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
                 trust_remote_code=False,
             )
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise UsageError(f"model {where}: its weights do not fit into memory: {first_line(error)}") from error
     except Exception as error:
+        if progress.failure is not None:
+            raise progress.failure from None
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            wrong = f"its weights do not fit into memory: {first_line(error)}"
+            raise UsageError(f"model {name}: {wrong}") from error
         kind = ", ".join(config.architectures or [config.model_type])
-        raise UsageError(f"model {where} ({kind}): cannot be loaded: {first_line(error)}") from error
-    _check_report(where, report)
+        raise UsageError(f"model {name} ({kind}): cannot be loaded: {first_line(error)}") from error
+    _check_report(name, report)
     gib = sum(p.nbytes for p in model.parameters()) / GIB
     try:
-        placed: PreTrainedModel = spread(model, device, *elsewhere or (device, 0))
+        placed: PreTrainedModel = place_mlps(model, device, *elsewhere or (device, 0))
     except torch.OutOfMemoryError as error:
-        there = "the GPUs" if elsewhere else "the GPU"
-        raise UsageError(f"model {where}: {gib:.1f} GiB of weights do not fit on {there}") from error
+        where = "the GPUs" if elsewhere else "the GPU"
+        raise UsageError(f"model {name}: {gib:.1f} GiB of weights do not fit on {where}") from error
     placed.eval()
     return placed
 
 
-@contextmanager
-def _told_by_transformers(on_progress: Callable[[int, int], None] | None) -> Iterator[None]:
-    """transformers logs errors alone and draws no bars within; that of its weights goes to `on_progress`."""
+class _LoadingProgress:
+    """Reports how many weights are loaded; keeps the exception of a report, which passes through."""
 
-    def bar(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if on_progress is None or options.get("desc") != "Loading weights":
+    def __init__(self, report: Callable[[int, int], None] | None) -> None:
+        self.failure: Exception | None = None
+        self._report = report
+
+    def bar(self, factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Takes the place of a progress bar of transformers."""
+        if self._report is None or options.get("desc") != "Loading weights":
             return factory(*arguments, **options)
-        return _counted(list(arguments[0]), on_progress)
+        return self._counted(list(arguments[0]), self._report)
 
+    def _counted(self, items: Sequence[Any], report: Callable[[int, int], None]) -> Iterator[Any]:
+        for done, item in enumerate(items, 1):
+            yield item
+            try:
+                report(done, len(items))
+            except Exception as error:
+                self.failure = error
+                raise
+
+
+@contextmanager
+def _quiet_transformers(progress: _LoadingProgress) -> Iterator[None]:
+    """Lets transformers log errors only and draw no progress bars; that of its weights goes to `progress`."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hook = transformers_logging.set_tqdm_hook(bar)
+    hook = transformers_logging.set_tqdm_hook(progress.bar)
     try:
         yield
     finally:
@@ -240,14 +242,20 @@ def _told_by_transformers(on_progress: Callable[[int, int], None] | None) -> Ite
             transformers_logging.enable_progress_bar()
 
 
-def _counted(items: Sequence[Any], on_progress: Callable[[int, int], None]) -> Iterator[Any]:
-    for done, item in enumerate(items, 1):
-        yield item
-        on_progress(done, len(items))
+def _refuse_quantized(config: PretrainedConfig, name: str) -> None:
+    """Raises UsageError for a checkpoint of quantized weights."""
+    quantization: Any = getattr(config, "quantization_config", None)
+    if quantization:
+        stated = quantization if isinstance(quantization, dict) else vars(quantization)
+        method = getattr(stated.get("quant_method"), "value", stated.get("quant_method")) or "unknown method"
+        raise UsageError(
+            f"model {name}: its weights are quantized ({method}), which is not supported; give a checkpoint"
+            " in bfloat16 or float16"
+        )
 
 
 def _check_report(where: str, report: Mapping[str, Any]) -> None:
-    """Refuses a model whose files hold other weights than its config describes."""
+    """Refuses a model whose files hold weights that its config does not describe."""
     differ = f"model {where}: its config.json does not describe its weights"
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
@@ -271,13 +279,21 @@ def _check_report(where: str, report: Mapping[str, Any]) -> None:
 
 
 def _check_weights(folder: Path) -> None:
+    """Refuses a folder without weights, with a corrupt file, or with integer weights."""
     shards = sorted(folder.glob("*.safetensors"))
     if not shards and not list(folder.glob("pytorch_model*.bin")):
         raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")
     for shard in shards:
         try:
             with safetensors.safe_open(shard, framework="pt") as opened:
-                opened.keys()
+                names = [name for name in opened.keys() if _BODY.match(name)]  # noqa: SIM118
+                dtypes = {name: str(opened.get_slice(name).get_dtype()) for name in names}
         except Exception as error:  # safetensors raises its own error types, OSError and ValueError
             wrong = f"{shard.name} is truncated or corrupt ({first_line(error)}); download it again"
             raise UsageError(f"model {folder}: {wrong}") from error
+        for name, dtype in dtypes.items():
+            if name.endswith(".weight") and dtype.startswith(_INTEGERS):
+                raise UsageError(
+                    f"model {folder}: {name} in {shard.name} is of the integer type {dtype}, and config.json"
+                    " does not say how it is quantized; give a checkpoint in bfloat16 or float16"
+                )

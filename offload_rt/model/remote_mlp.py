@@ -1,4 +1,4 @@
-"""MLP blocks of a model whose weights are on another GPU."""
+"""MLP blocks whose weights are on another GPU than the rest of their model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from offload_rt.errors import UsageError
 
 
 class RemoteMlp(torch.nn.Module):
-    """A block whose weights are on another GPU: hidden states go there, what it makes of them comes back.
+    """An MLP block on another GPU: hidden states go there and its output comes back.
 
-    Each stream of `home` has one of its own there: a pass that waits for its link holds up no draft.
+    Each stream of `home` has its own stream on that GPU, so that a pass that waits for its link does not hold
+    up a draft.
     """
 
     def __init__(self, block: torch.nn.Module, home: torch.device, gpu: torch.device) -> None:
@@ -42,18 +43,15 @@ class RemoteMlp(torch.nn.Module):
 def _peer_copies(
     stream: torch.cuda.Stream, home: torch.device, gpu: torch.device
 ) -> tuple[PeerCopies, PeerCopies]:
-    """The copies there and back of all blocks of all models, in a stream of the first GPU.
-
-    Each stream has buffers of its own: a draft must not wait for a pass that waits for its link.
-    """
+    """Returns the copies there and back for a stream of the first GPU, shared by all blocks and models."""
     return PeerCopies(home, gpu), PeerCopies(gpu, home)
 
 
-def spread(model: PreTrainedModel, home: torch.device, gpu: torch.device, count: int) -> PreTrainedModel:
-    """Puts the model on `home`, and the MLP blocks of its first `count` layers on `gpu`.
+def place_mlps(model: PreTrainedModel, home: torch.device, gpu: torch.device, count: int) -> PreTrainedModel:
+    """Moves the model to `home`, and the MLP blocks of its first `count` layers to `gpu`.
 
     Raises:
-        UsageError: its layers have no such block.
+        UsageError: its layers have no attribute `mlp`.
     """
     layers = model.model.layers[:count]
     try:
@@ -61,7 +59,7 @@ def spread(model: PreTrainedModel, home: torch.device, gpu: torch.device, count:
     except AttributeError:
         raise UsageError(f"{type(model).__name__}: its layers have no `mlp` to put on {gpu}") from None
     for layer in layers:
-        layer.mlp = torch.nn.Identity()  # while all that stays goes to its place
+        layer.mlp = torch.nn.Identity()  # while the rest of the model moves
     torch.nn.Module.to(model, home)
     for layer, block in zip(layers, blocks, strict=True):
         layer.mlp = RemoteMlp(block, home, gpu)

@@ -1,8 +1,8 @@
-"""A transformers model, run over one of our caches.
+"""Runs a transformers model over our caches.
 
-The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder
-layers, norm, head) in an order of layers. Tokens of several texts go through together, one after the other
-and without padding: they share the reading of the weights, and attention is each text's own.
+The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder layers,
+norm, head) by a layer plan. Tokens of several sequences are concatenated without padding: they share the
+reading of the weights, and each sequence has attention of its own.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from offload_rt.model.attention_hook import (
     restore_model,
 )
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import AttendTogether, Output, Part
+from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.remote_mlp import RemoteMlp
 
 
 class NotANumber(UsageError):
-    """Logits contain NaN; the message names the weight, or the first layer, that they come from."""
+    """Raised for NaN logits; the message names the weight or the first layer that they come from."""
 
 
 class CausalModel:
-    """A causal language model whose attention goes through our caches, until `restore`.
+    """A causal language model whose attention runs over our caches, until `restore`.
 
     Args:
-        model: a loaded transformers model of plain full attention.
-        name: what to call it in messages.
+        model: a loaded transformers model with plain full attention.
+        name: its name in messages.
 
     Raises:
-        UsageError: for an architecture that does not fit, naming what does not.
+        UsageError: the architecture is not supported; names what is not.
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
@@ -58,8 +58,8 @@ class CausalModel:
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.hidden_size: int = config.hidden_size
-        self._entries: int = config.vocab_size  # of its embedding
-        self.vocabulary = self._entries  # of logits: a draft's becomes its target's, padding included
+        self._entries: int = config.vocab_size  # of the embedding
+        self.vocabulary = self._entries  # of the logits: a draft model gets its target's, padding included
         self.max_positions: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -67,7 +67,7 @@ class CausalModel:
         self._blocks: list[Any] = list(self._body.layers)
         self._in_turn = LayerPlan.whole(self.layers)
         self._rotary = Rotary(self._body.rotary_emb)
-        self._of_long_texts: Self | None = None
+        self._long_context: Self | None = None
         open_model(model)
         self._open = True
         try:
@@ -77,7 +77,7 @@ class CausalModel:
             raise
 
     def restore(self) -> None:
-        """Leaves the transformers model as it was given, once all its runners are closed. Idempotent."""
+        """Leaves the transformers model as it was given, once all its runners are restored. Idempotent."""
         if self._open:
             self._open = False
             restore_model(self.module)
@@ -88,51 +88,51 @@ class CausalModel:
 
     @property
     def remote_mlps(self) -> list[RemoteMlp]:
-        """Its MLP blocks whose weights are on another GPU."""
+        """MLP blocks whose weights are on another GPU."""
         return [module for module in self.module.modules() if isinstance(module, RemoteMlp)]
 
     def left_out_bytes(self, plan: LayerPlan) -> int:
-        """Of the weights of the blocks that `plan` leaves out."""
+        """Returns the bytes of weights in the blocks that `plan` leaves out."""
         left_out = [self._blocks[layer].self_attn for layer in plan.no_attention]
         left_out += [self._blocks[layer].mlp for layer in plan.no_mlp]
         return sum(p.nbytes for block in left_out for p in block.parameters())
 
     def kv_layout(self, page_size: int = 1) -> KVLayout:
-        """How its KV lies in memory, in pages of so many tokens."""
+        """Returns the layout of its KV in pages of `page_size` tokens."""
         return KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, page_size)
 
     @property
     def rotary_frequencies(self) -> Tensor:
-        """`[rotated / 2]`, radians a position; `rotated` is at most `head_dim`."""
+        """Frequencies in radians per position, `[rotated / 2]`; `rotated` is at most `head_dim`."""
         return self._rotary.frequencies
 
-    def for_text(self, prompt_tokens: int, new_tokens: int) -> Self:
-        """The runner of such a text: this one, or, beyond the original context of LongRoPE, another.
+    def for_length(self, prompt_tokens: int, new_tokens: int) -> Self:
+        """Returns the runner for a sequence: this one, or another beyond the original context of LongRoPE.
 
         Raises:
-            UsageError: the text would grow beyond that context.
+            UsageError: the sequence would grow across that length.
         """
-        border = self._rotary.border
-        if border is None or prompt_tokens + new_tokens <= border:
+        limit = self._rotary.original_context
+        if limit is None or prompt_tokens + new_tokens <= limit:
             return self
-        if prompt_tokens <= border:
+        if prompt_tokens <= limit:
             raise UsageError(
-                f"{prompt_tokens} prompt tokens and {new_tokens} new ones cross {border} tokens, from where "
+                f"{prompt_tokens} prompt tokens and {new_tokens} new ones cross {limit} tokens, from where "
                 f"on {self.name} has other rotary frequencies (longrope), and KV in the store never changes: "
-                f"stay within {border} tokens, or give a prompt of more"
+                f"stay within {limit} tokens, or give a prompt of more"
             )
-        if self._of_long_texts is None:
-            self._of_long_texts = copy.copy(self)
-            self._of_long_texts._rotary = self._rotary.beyond_the_border()
-        return self._of_long_texts
+        if self._long_context is None:
+            self._long_context = copy.copy(self)
+            self._long_context._rotary = self._rotary.long_context()
+        return self._long_context
 
-    def longest(self, prompt_tokens: int) -> int:
-        """Number of tokens that a text may grow to that begins with so many."""
-        border = self._rotary.border
-        return self.max_positions if border is None or prompt_tokens > border else border
+    def max_length(self, prompt_tokens: int) -> int:
+        """Returns the number of tokens that a sequence with such a prompt may grow to."""
+        limit = self._rotary.original_context
+        return self.max_positions if limit is None or prompt_tokens > limit else limit
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids `[tokens]` to hidden states `[1, tokens, hidden_size]`."""
+        """Embeds token ids `[tokens]` as hidden states `[1, tokens, hidden_size]`."""
         if self._entries < self.vocabulary:
             tokens = tokens.clamp(max=self._entries - 1)
         return scale_embeddings(self._body.embed_tokens(tokens[None]), self._config)
@@ -140,7 +140,7 @@ class CausalModel:
     def run_layer(
         self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
     ) -> Tensor:
-        """Hidden states `[1, tokens, hidden_size]` through one decoder layer."""
+        """Runs hidden states `[1, tokens, hidden_size]` through one decoder layer."""
         return self._run(LayerPlan(((layer,),)), hidden, positions, attention_pass)
 
     def _run(
@@ -153,7 +153,7 @@ class CausalModel:
         by_blocks: bool = False,
     ) -> Tensor:
         position_ids = positions[None]
-        given = {
+        arguments = {
             "attention_mask": None,
             "position_ids": position_ids,
             "position_embeddings": self._rotary(hidden, position_ids),
@@ -163,20 +163,20 @@ class CausalModel:
             raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
         for group in plan.groups:
             if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
-                hidden = self._blocks[group[0]](hidden, **given)
+                hidden = self._blocks[group[0]](hidden, **arguments)
             else:
-                hidden = self._run_group(group, hidden, given, plan)
+                hidden = self._run_group(group, hidden, arguments, plan)
         return hidden
 
     def _run_group(
-        self, group: tuple[int, ...], hidden: Tensor, given: dict[str, Any], plan: LayerPlan
+        self, group: tuple[int, ...], hidden: Tensor, arguments: dict[str, Any], plan: LayerPlan
     ) -> Tensor:
-        """The attention blocks of a group over its input, then its MLP blocks in order; see `LayerPlan`."""
+        """Runs the attention blocks of a group over its input, then its MLP blocks in order."""
         attended: dict[int, Tensor] = {}
         for layer in group:
             if layer not in plan.no_attention:
                 block = self._blocks[layer]
-                attended[layer] = block.self_attn(block.input_layernorm(hidden), **given)[0]
+                attended[layer] = block.self_attn(block.input_layernorm(hidden), **arguments)[0]
         for layer in group:
             block = self._blocks[layer]
             if layer in attended:
@@ -186,11 +186,14 @@ class CausalModel:
         return hidden
 
     def layer_plan(self, text: str) -> LayerPlan | None:
-        """The order of layers that `text` describes, checked against this model; None: all in turn.
+        """Parses a layer plan for this model; None: all layers in turn.
+
+        Args:
+            text: as in the config, see `LayerPlan.parse`.
 
         Raises:
-            UsageError: it is not one of this model, or the model's layers are not built of blocks in the
-                usual way, so that they cannot be grouped or left out.
+            UsageError: it does not fit the model, or the model's layers are more than attention and MLP
+                blocks, so that they cannot be grouped or left out.
         """
         plan = LayerPlan.parse(text, self.layers)
         if plan is not None:
@@ -199,7 +202,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
-        """Compares a layer that is run block by block with the whole one."""
+        """Checks that a layer run block by block gives the same as the whole layer."""
         first = LayerPlan(((0,),))
         whole = self._probed(_Probe(self), first)
         try:
@@ -213,44 +216,47 @@ class CausalModel:
             )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states `[1, tokens, hidden_size]` to logits `[tokens, vocabulary]`."""
+        """Returns the logits `[tokens, vocabulary]` of final hidden states `[1, tokens, hidden_size]`."""
         logits = scale_logits(self.module.lm_head(self._body.norm(hidden))[0], self._config)
         if self._entries != self.vocabulary:
             logits = torch.nn.functional.pad(logits, (0, self.vocabulary - self._entries), value=-torch.inf)
         return logits
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]:
-        """One pass of new tokens of several texts; their KV is pending in the caches afterwards.
+    def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+        """Runs one pass of new tokens of several sequences; their KV is pending in the caches afterwards.
 
-        Nothing here waits for the device. Who reads what is drawn from the logits looks for NaN then, and
-        asks `raise_nan` where it comes from.
+        The host does not wait for the device. A caller that finds NaN in the logits calls `raise_nan`.
 
         Args:
-            plan: the order of layers; None: all of them, as the model does it.
+            plan: the order of layers; None: all in turn.
         """
-        together, alone = AttendTogether(parts), parts[0].cache if len(parts) == 1 else None
+        batch, alone = BatchedAttention(inputs), inputs[0].cache if len(inputs) == 1 else None
         if alone is not None:
-            alone.begin(parts[0].new)
+            alone.begin(inputs[0].new)
         else:
-            together.begin()
-        ids = torch.cat([part.ids(self.device) for part in parts])
-        positions = to_device([at for part in parts for at in part.positions], self.device)
+            batch.begin()
+        ids = torch.cat([one.ids(self.device) for one in inputs])
+        positions = to_device([at for one in inputs for at in one.positions], self.device)
         rows: list[int] = []
         start = 0
-        for part in parts:
-            start += part.new.count
-            rows += range(start - part.rows, start)
-        hidden = self.compute(together if alone is None else alone, ids, positions, plan, rows)
-        counts = [part.rows for part in parts]
-        split = self.logits(hidden).split(counts), hidden[0].split(counts), together.errors
+        for one in inputs:
+            start += one.new.count
+            rows += range(start - one.rows, start)
+        hidden = self.compute(batch if alone is None else alone, ids, positions, plan, rows)
+        counts = [one.rows for one in inputs]
+        split = self.logits(hidden).split(counts), hidden[0].split(counts), batch.errors
         return [
-            Output(logits, states if part.hidden else None, error)
-            for part, logits, states, error in zip(parts, *split, strict=True)
+            PassOutput(logits, states if one.hidden else None, error)
+            for one, logits, states, error in zip(inputs, *split, strict=True)
         ]
 
     def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
-        """Passes of so many new tokens over `cache`, which is empty yet, will recur in a text to come."""
+        """Prepares for recurring passes over `cache`, which is still empty.
+
+        Args:
+            counts: numbers of new tokens of these passes.
+        """
 
     def compute(
         self,
@@ -260,7 +266,11 @@ class CausalModel:
         plan: LayerPlan | None,
         rows: Sequence[int],
     ) -> Tensor:
-        """The part of a pass that is the device's alone, after `begin`: hidden states of the `rows`."""
+        """Computes the hidden states of `rows`, `[1, rows, hidden_size]`; the part of a pass after `begin`.
+
+        Args:
+            ids, positions: of all new tokens, `[tokens]`.
+        """
         hidden = self._run(plan or self._in_turn, self.embed(ids), positions, attention_pass)
         if len(rows) == hidden.shape[1]:
             return hidden
@@ -269,21 +279,25 @@ class CausalModel:
         return hidden[:, to_device(rows, self.device)]
 
     @torch.inference_mode()
-    def raise_nan(self, part: Part) -> NoReturn:
-        """Says why this part's logits are NaN, by running it again over its cache as it was before.
+    def raise_nan(self, given: PassInput) -> NoReturn:
+        """Finds where the NaN logits of a pass come from, by running it again layer by layer.
 
         Raises:
-            NotANumber: naming the weight or the layer.
+            NotANumber: names the weight or the layer.
         """
         self._check_weights()
-        hidden, positions = self.embed(part.ids(self.device)), to_device(part.positions, self.device)
-        part.cache.begin(part.new)
+        hidden, positions = self.embed(given.ids(self.device)), to_device(given.positions, self.device)
+        given.cache.begin(given.new)
         for layer in range(self.layers):
-            hidden = self.run_layer(layer, hidden, positions, part.cache)
+            hidden = self.run_layer(layer, hidden, positions, given.cache)
             if not bool(hidden.isfinite().all()):
+                wider = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}.get(self.dtype)
+                remedy = (
+                    f"try --dtype {wider}" if wider else "it overflows even in float32, so check its files"
+                )
                 raise NotANumber(
-                    f"{self.name}: logits are NaN; the first NaN or inf is in the output of layer {layer}. "
-                    f"With {self.dtype} try a wider dtype (--dtype float32 or bfloat16)"
+                    f"{self.name}: logits are NaN; the first NaN or inf is in the output of layer {layer};"
+                    f" {remedy}"
                 )
         raise NotANumber(
             f"{self.name}: logits are NaN, but no layer's output is; look at the final norm and head"
@@ -291,11 +305,11 @@ class CausalModel:
 
     @torch.inference_mode()
     def probe(self) -> Tensor:
-        """Hidden states `[5, hidden_size]` after five fixed tokens: they tell one model from another."""
+        """Returns hidden states `[5, hidden_size]` after five fixed tokens, which identify the model."""
         return self._probed(_Probe(self), self._in_turn)[0]
 
     def _probed(self, probe: _Probe, plan: LayerPlan, *, by_blocks: bool = False) -> Tensor:
-        """Hidden states after the probe's tokens, `[1, tokens, hidden_size]`."""
+        """Returns hidden states after the probe's tokens, `[1, tokens, hidden_size]`."""
         positions = torch.arange(len(probe.tokens), device=self.device)
         return self._run(plan, self.embed(probe.tokens), positions, probe, by_blocks=by_blocks)
 
@@ -309,8 +323,8 @@ class CausalModel:
     def _check_against_its_own_forward(self) -> None:
         """Compares the runner with the model's own forward pass on a few tokens.
 
-        What a model does between its modules (other factors, capped logits, norms …) is declared nowhere
-        for certain; running both is the only honest test that the runner fits.
+        A config need not declare everything that a model does between its modules (factors, capped logits,
+        norms …), so running both is the only reliable check.
         """
         probe = _Probe(self)
         try:
@@ -328,7 +342,7 @@ class CausalModel:
             )
         if not bool(expected.isfinite().all()):
             self._check_weights()
-            return  # reported where it matters, by layer, at the first real pass
+            return  # `raise_nan` reports the layer at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         scale = float(expected.abs().max())
         if probe.calls != self.layers or float((found - expected).abs().max()) > tolerance * max(scale, 1.0):
@@ -339,7 +353,7 @@ class CausalModel:
 
 
 class _Probe:
-    """Attention of a few tokens over themselves."""
+    """Causal attention of five tokens over themselves."""
 
     def __init__(self, model: CausalModel) -> None:
         self.kv_heads = model.kv_heads

@@ -1,9 +1,9 @@
-"""What texts ask of models, and the one place where it is answered, for many texts at once.
+"""Batching: runs the work of many sequences in step, and combines their passes.
 
-The work of a text (propose, verify, draft ahead) is a generator that yields requests: a pass of a model, a
-read of results, a pass that runs in the background. `BatchRunner` advances any number of them in step: passes
-that are asked of one model at one moment are one pass, and all reads are one wait. So the code of a text
-reads as if it were alone, and a batch needs no code of its own.
+The work of a sequence (propose, verify, draft ahead) is a generator that yields requests: for a pass of a
+model, for results on the host, for a pass in the background. `BatchRunner` advances any number of them in
+step: requests for passes of one model become one pass, and all reads become one wait of the host. So the code
+of a sequence is written as if it were alone, and a batch needs no code of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from time import perf_counter
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
@@ -21,10 +20,11 @@ from torch import Tensor
 
 from cpu_kv import CopyFailed
 from cpu_kv.streams import device_streams
+from offload_rt import clock
 from offload_rt.caches.full import FullCache
 from offload_rt.host import to_host
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.parts import Output, Part
+from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.timeline import Timeline
 
 T = TypeVar("T")
@@ -32,29 +32,28 @@ R = TypeVar("R")
 
 
 class Model(Protocol):
-    """What is asked of a model (see `model.CausalModel`)."""
+    """The interface of a model that the scheduler uses, see `CausalModel`."""
 
     device: torch.device
     dtype: torch.dtype
 
-    def forward(self, parts: Sequence[Part], plan: LayerPlan | None = None) -> list[Output]: ...
+    def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]: ...
 
-    def raise_nan(self, part: Part) -> NoReturn: ...
+    def raise_nan(self, given: PassInput) -> NoReturn: ...
 
 
 @dataclass
 class LevelStats:
-    """What one level of a composition did.
+    """Statistics of one level of a composition.
 
     Attributes:
-        name: level, as in the config (`draft:streaming`, `target:retrieved`, `target:full`).
-        passes: of its model.
-        proposed: tokens that the level below proposed to it.
-        accepted: how many of them it accepted.
-        ms: time in its passes and reads, without those of the levels below; of a pass over several texts an
-            equal share. On a GPU the host's time: what the device still has to do counts where it is read.
-        nominal_ms: the same by the shapes of its passes, at nominal rates (`costs.py`).
-        host_reads: how often the host waited for its results.
+        name: the level as in the config (`draft:streaming`, `target:retrieved`, `target:full`).
+        passes: number of passes of its model.
+        proposed: number of tokens that the level below proposed to it.
+        accepted: number of these that it accepted.
+        ms: host time in its passes and reads, without the levels below; an equal share of a pass of several
+            sequences. Work that a GPU has not finished counts where it is read.
+        host_reads: number of times the host waited for its results.
     """
 
     name: str
@@ -62,64 +61,63 @@ class LevelStats:
     proposed: int = 0
     accepted: int = 0
     ms: float = 0.0
-    nominal_ms: float = 0.0
     host_reads: int = 0
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Asks for a pass; the answer is an `Output`."""
+    """Requests a pass; the answer is a `PassOutput`."""
 
     model: Model
-    part: Part
+    input: PassInput
     plan: LayerPlan | None
     stats: LevelStats
 
 
 @dataclass(frozen=True)
 class Read:
-    """Asks for tensors on the host; the answer is a list of them."""
+    """Requests tensors on the host; the answer is a list of them."""
 
     tensors: Sequence[Tensor]
     stats: LevelStats
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Asks for a pass over the full cache to run in the background; the answer is a `Running`."""
+class StartPass:
+    """Requests a pass over the full cache in the background; the answer is a `BackgroundPass`."""
 
     forward: Forward
     full: FullCache
 
 
 @dataclass(frozen=True)
-class Finish:
-    """Asks for the result of a background pass; the answer is an `Output`."""
+class AwaitPass:
+    """Requests the result of a background pass; the answer is a `PassOutput`."""
 
-    running: Running
+    running: BackgroundPass
 
 
-Outputs = dict[int, Output]
-"""By the number of a text's work."""
+Outputs = dict[int, PassOutput]
+"""Outputs by the number of the sequence in the batch."""
 
 Passed = tuple[Outputs, float]
-"""Outputs of a background pass, and when it ended, in seconds of `time.perf_counter`."""
+"""Outputs of a background pass, and when it ended, in seconds of `clock.now`."""
 
 
 @dataclass(eq=False)
-class Running:
-    """A pass in the background, perhaps of several texts.
+class BackgroundPass:
+    """A pass in the background, of one or several sequences.
 
     Attributes:
-        passed: what it computed, once it is over.
-        number: of this text's work.
-        texts: whose pass it is.
-        started: seconds of `time.perf_counter`.
+        passed: its outputs.
+        number: number of this sequence in the batch.
+        sequences: number of sequences in the pass.
+        started: seconds of `clock.now`.
     """
 
     passed: Future[Passed]
     number: int
-    texts: int
+    sequences: int
     started: float
 
     @property
@@ -128,20 +126,19 @@ class Running:
 
     @property
     def ms(self) -> float:
-        """How long it took, once it is over."""
+        """Duration in ms; waits for the end of the pass."""
         _, ended = self.passed.result()
         return 1e3 * (ended - self.started)
 
 
-Request = Forward | Read | Begin | Finish
+Request = Forward | Read | StartPass | AwaitPass
 Work = Generator[Request, Any, T]
 
 
 class PassThread:
-    """The thread in which passes over full caches run, with a stream of high priority on a GPU.
+    """The thread that runs passes over full caches, on a GPU in a stream of high priority.
 
-    Compute that was enqueued before `start` comes before the pass, and a pass whose future is done is done
-    on the device too.
+    A pass starts after the compute enqueued before `start`. When its future is done, the device is done too.
     """
 
     def __init__(self, device: torch.device, timeline: Callable[[], Timeline]) -> None:
@@ -153,11 +150,11 @@ class PassThread:
 
     @property
     def running(self) -> bool:
-        """Whether a pass has been started and is not over."""
+        """True while a pass is running."""
         return self._newest is not None and not self._newest.done()
 
     def start(self, caches: Sequence[FullCache], forward: Callable[[], Outputs]) -> Future[Passed]:
-        """Runs a pass over these caches."""
+        """Starts `forward`, a pass over these caches."""
         fence = None
         if self._stream is not None:
             fence = torch.cuda.Event()
@@ -170,25 +167,25 @@ class PassThread:
     ) -> Passed:
         with self._timeline().span("pass", "verify"):
             if self._stream is None or fence is None:
-                return forward(), perf_counter()
+                return forward(), clock.now()
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(fence)
                 try:
                     outputs = forward()
                 except BaseException:
-                    # What it has enqueued still uses memory that is let go now.
+                    # Enqueued work still uses memory that is freed now.
                     with suppress(CopyFailed):
                         _finish_compute(caches)
                     raise
                 _finish_compute(caches)
-            return outputs, perf_counter()
+            return outputs, clock.now()
 
     def join(self) -> None:
-        """Waits until nothing runs, also what an interrupt kept its starter from knowing of."""
+        """Waits for the running pass, including one started just before an interrupt."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Waits for the thread and lets it go. Idempotent."""
+        """Waits for the thread and ends it. Idempotent."""
         self._thread.shutdown(wait=True)
 
 
@@ -198,10 +195,10 @@ def _finish_compute(caches: Sequence[FullCache]) -> None:
 
 
 class BatchRunner(Generic[T]):
-    """Advances the work of any number of texts in step.
+    """Advances the work of several sequences in step.
 
     Args:
-        thread: where background passes run; None: they run at once, in the foreground.
+        thread: runs background passes; None: they run in the foreground.
     """
 
     def __init__(self, works: Sequence[Work[T]], thread: PassThread | None = None) -> None:
@@ -213,7 +210,7 @@ class BatchRunner(Generic[T]):
 
     @torch.inference_mode()
     def run(self) -> list[T | Exception]:
-        """Runs all to their ends; what one raises is its result, and the others go on."""
+        """Runs all works to their ends; an exception of one is its result, and the others go on."""
         try:
             self._answer(dict.fromkeys(range(len(self._works))))
             while self._asked:
@@ -221,11 +218,11 @@ class BatchRunner(Generic[T]):
                 if forwards or reads:
                     self._forward(forwards)
                     self._read(reads)
-                elif begins := self._of(Begin):
-                    # All texts that verify in this step are here now: they are one pass.
+                elif begins := self._of(StartPass):
+                    # All sequences that verify in this step have arrived here: they share one pass.
                     self._begin(begins)
                 else:
-                    self._finish(self._of(Finish))
+                    self._finish(self._of(AwaitPass))
         except BaseException:
             for cache in self._begun:
                 cache.cancel()
@@ -241,7 +238,7 @@ class BatchRunner(Generic[T]):
         return {number: request for number, request in self._asked.items() if isinstance(request, kind)}
 
     def _answer(self, answers: Mapping[int, Any]) -> None:
-        """Lets works go on to their next requests, or to their ends; an exception is raised in them."""
+        """Advances works to their next requests or ends; an exception as the answer is raised in the work."""
         for number, answer in answers.items():
             self._asked.pop(number, None)
             work = self._works[number]
@@ -256,13 +253,13 @@ class BatchRunner(Generic[T]):
 
     def _forward(self, asked: dict[int, Forward]) -> None:
         for model, plan, group in _by_model(asked):
-            started = perf_counter()
+            started = clock.now()
             try:
-                outputs = model.forward([request.part for request in group.values()], plan)
+                outputs = model.forward([request.input for request in group.values()], plan)
             except Exception as error:
                 self._answer(dict.fromkeys(group, error))
                 continue
-            ms = 1e3 * (perf_counter() - started) / len(group)
+            ms = 1e3 * (clock.now() - started) / len(group)
             for request in group.values():
                 request.stats.ms += ms
             self._answer(
@@ -272,19 +269,19 @@ class BatchRunner(Generic[T]):
     def _read(self, asked: dict[int, Read]) -> None:
         if not asked:
             return
-        started = perf_counter()
+        started = clock.now()
         try:
             read = iter(to_host(*(tensor for request in asked.values() for tensor in request.tensors)))
         except Exception as error:
             self._answer(dict.fromkeys(asked, error))
             return
-        ms = 1e3 * (perf_counter() - started) / len(asked)
+        ms = 1e3 * (clock.now() - started) / len(asked)
         for request in asked.values():
             request.stats.ms += ms
             request.stats.host_reads += 1
         self._answer({number: list(islice(read, len(one.tensors))) for number, one in asked.items()})
 
-    def _begin(self, asked: dict[int, Begin]) -> None:
+    def _begin(self, asked: dict[int, StartPass]) -> None:
         forwards = {number: request.forward for number, request in asked.items()}
         caches = [request.full for request in asked.values()]
         self._begun += caches
@@ -292,21 +289,21 @@ class BatchRunner(Generic[T]):
         def forward() -> Outputs:
             outputs: Outputs = {}
             for model, plan, group in _by_model(forwards):
-                parts = [request.part for request in group.values()]
-                outputs |= zip(group, model.forward(parts, plan), strict=True)
+                inputs = [request.input for request in group.values()]
+                outputs |= zip(group, model.forward(inputs, plan), strict=True)
             return outputs
 
-        started, passed = perf_counter(), Future[Passed]()
+        started, passed = clock.now(), Future[Passed]()
         if self._thread is not None:
             passed = self._thread.start(caches, forward)
         else:
             try:
-                passed.set_result((forward(), perf_counter()))
+                passed.set_result((forward(), clock.now()))
             except Exception as error:
                 passed.set_exception(error)
-        self._answer({number: Running(passed, number, len(asked), started) for number in asked})
+        self._answer({number: BackgroundPass(passed, number, len(asked), started) for number in asked})
 
-    def _finish(self, asked: dict[int, Finish]) -> None:
+    def _finish(self, asked: dict[int, AwaitPass]) -> None:
         for number, request in asked.items():
             try:
                 outputs, _ = request.running.passed.result()
@@ -320,13 +317,13 @@ class BatchRunner(Generic[T]):
 def _by_model(
     asked: dict[int, Forward],
 ) -> Iterator[tuple[Model, LayerPlan | None, dict[int, Forward]]]:
-    """The requests that are one pass each: of one model, in one order of layers."""
+    """Yields the requests that share a pass: of one model, in one order of layers."""
     for model, plan in dict.fromkeys((request.model, request.plan) for request in asked.values()):
         yield model, plan, {n: one for n, one in asked.items() if one.model is model and one.plan == plan}
 
 
 def run_alone(work: Work[T]) -> T:
-    """Runs one text's work, without background passes."""
+    """Runs the work of one sequence, with background passes in the foreground."""
     (result,) = BatchRunner([work]).run()
     if isinstance(result, Exception):
         raise result

@@ -1,7 +1,7 @@
-"""The native attention kernel: built with the machine's own compiler on first use, and cached.
+"""The native attention kernel, built with the machine's own compiler on first use and cached.
 
-Where there is no compiler, or the build fails, `load_kernel` says None and attention falls back to
-torch's kernel. `OFFLOAD_RT_NATIVE=0` in the environment does the same.
+Without a compiler, or if the build fails, `load_kernel` returns None and attention uses torch's kernel.
+`OFFLOAD_RT_NATIVE=0` in the environment does the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 
 class _Pages(ctypes.Structure):
-    """A tensor `[pages, heads, tokens, dim]`; see `attention.cpp`."""
+    """A tensor `[pages, heads, tokens, dim]`, as `Pages` of `attention.cpp`."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -44,24 +44,23 @@ class _Pages(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """See `attention.cpp`."""
+    """The arguments of a call, as `Call` of `attention.cpp`."""
 
     _fields_ = [
         *((name, _Pages) for name in ("queries", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "units")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "mass")),
         *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
-        *((name, ctypes.c_int64) for name in ("threads", "unit", "period", "step")),
+        *((name, ctypes.c_int64) for name in ("threads", "chunk", "period", "step")),
         ("scale", ctypes.c_float),
     ]
 
 
 class Kernel:
-    """The compiled library; see `attention.cpp`.
+    """The compiled library of `attention.cpp`.
 
     Attributes:
-        lanes: floats in one of its vectors.
-        bfloat16_dots: whether it multiplies bfloat16 by dot products of the processor; it widens to float32
-            otherwise.
+        lanes: floats per vector register.
+        bfloat16_dots: whether bfloat16 uses the processor's dot products; else it is widened to float32.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,17 +74,17 @@ class Kernel:
             function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
             self._entry[dtype] = function
 
-    def fits(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Whether the kernel takes these: float32 or bfloat16, head_dim a multiple of its vector width."""
+    def supports(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
         return (
             queries.dtype in self._entry
             and queries.shape[-1] % self.lanes == 0
             and queries.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
         )
 
-    def fits_units(self, keys: Tensor, unit: int) -> bool:
-        """Whether it sums weights over so many tokens: a power of two of at most 128, a part of a page."""
-        return unit & (unit - 1) == 0 and unit <= 128 and keys.shape[2] % unit == 0
+    def supports_mass(self, keys: Tensor, chunk: int) -> bool:
+        """Returns whether it takes mass of such chunks: a power of two, at most 128, within a page."""
+        return chunk & (chunk - 1) == 0 and chunk <= 128 and keys.shape[2] % chunk == 0
 
     def attend(
         self,
@@ -95,20 +94,26 @@ class Kernel:
         scale: float,
         mask: Tensor | None,
         threads: int | None = None,
-        units: Tensor | None = None,
+        mass: Tensor | None = None,
         period: int = 1,
         step: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Queries `[heads, query, dim]` over keys `[pages, heads, tokens, dim]` under a mask `[query, all]`.
+        """Computes attention and its log-sum-exp.
 
-        A query that sees no key has an output of zero and the log-sum-exp -inf. Threads of a program may
-        call at the same time, each with its own team.
+        A query that sees no key has the output zero and the log-sum-exp -inf. Concurrent calls from several
+        threads have teams of their own.
 
         Args:
-            threads: the size of the team (default: torch's for the calling thread).
-            units: `[heads, weighed, units]`, to be filled with what queries attend to every few tokens, as
-                `fits_units` takes it; then every query sees some key.
-            period, step: of every `period` queries each `step`th one is weighed, the last one among them.
+            queries: `[heads, query, dim]`.
+            keys, values: `[pages, heads, tokens, dim]`.
+            mask: additive, `[query, pages * tokens]`; None: every key is seen.
+            threads: size of the team (default: torch's number for the calling thread).
+            mass: output, `[heads, sampled_query, chunks]` float32: the share of attention that sampled
+                queries give to each chunk. Only for chunks that `supports_mass`, and without a mask.
+            period, step: which queries are sampled, see `attention.mass.Sample`.
+
+        Returns:
+            `[heads, query, dim]` in the dtype of the queries, and `[heads, query]` float32.
         """
         heads, count, dim = queries.shape
         tokens = keys.shape[0] * keys.shape[2]
@@ -119,17 +124,17 @@ class Kernel:
         if mask is not None:
             mask = mask.to(torch.float32).contiguous()
         pages = map(_Pages.of, (queries[None], keys, values))
-        addresses = (None if part is None else part.data_ptr() for part in (out, lse, mask, units))
+        addresses = (None if part is None else part.data_ptr() for part in (out, lse, mask, mass))
         team = torch.get_num_threads() if threads is None else threads
-        unit = 1 if units is None else tokens // units.shape[2]
-        call = _Call(*pages, *addresses, heads, count, tokens, dim, team, unit, period, step, scale)
+        chunk = 1 if mass is None else tokens // mass.shape[2]
+        call = _Call(*pages, *addresses, heads, count, tokens, dim, team, chunk, period, step, scale)
         self._entry[queries.dtype](ctypes.byref(call))
         return out, lse
 
 
 @functools.cache
 def load_kernel() -> Kernel | None:
-    """The kernel for this machine, built if need be; None where it cannot be had."""
+    """Returns the kernel for this machine, building it if necessary; None if that is impossible."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if os.environ.get(SWITCH) == "0" or compiler is None:
         return None
@@ -143,7 +148,7 @@ def load_kernel() -> Kernel | None:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Identifies source, compiler, flags and processor: machines may share a home folder."""
+    """Returns a digest of sources, compiler, flags and processor, as machines may share a home folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     try:
         flags = next(
@@ -156,9 +161,13 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _build(compiler: str, path: Path, processor: str = "native") -> None:
-    """Compiles the sources for a processor, which the compiler knows by that name, into a file at `path`."""
+    """Compiles the sources into a file at `path`, which appears complete or not at all.
+
+    Args:
+        processor: value of the compiler's `-march`.
+    """
     with replacing(path) as built:
         command = [compiler, f"-march={processor}", *_FLAGS, "-o", str(built), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
         with built.open("rb") as library:
-            os.fsync(library)  # to load a part of a library, as a power cut may leave, kills the process
+            os.fsync(library)  # loading a truncated library, as after a power cut, kills the process

@@ -1,8 +1,8 @@
-// The two products of attention with the bfloat16 dot products of AVX-512: pairs of entries, summed in float32.
+// The two matrix products of attention with AVX-512's dot products of bfloat16 pairs, summed in float32.
 //
-// A lane of the scores is a key, and its pairs are of dimensions: a block of keys is transposed in units of
-// 32 bits. A lane of the sums is a dimension, and its pairs are of tokens: two rows of values are interleaved.
-// Weights are rounded to bfloat16, as torch's kernel does.
+// For scores a lane is a key and a pair is two dimensions, so a block of keys is transposed in units of 32 bits.
+// For sums a lane is a dimension and a pair is two tokens, so two rows of values are interleaved. Weights are
+// rounded to bfloat16, as in torch's kernel.
 
 #pragma once
 
@@ -13,11 +13,11 @@
 
 #include <algorithm>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "block.h"
 #include "vectors.h"
 
-// For loops with a vector register for every accumulator: within a larger function the compiler spills them.
+// For loops that need a register for every accumulator: inlined, the compiler would spill some of them.
 #define OWN_REGISTERS __attribute__((noinline))
 
 class Bf16DotProducts {
@@ -30,41 +30,43 @@ class Bf16DotProducts {
         : dim_(dim), scale_(0), queries_(size_t(rows) * dim / 2), keys_t_(size_t(dim) / 2 * GROUPS * LANES),
           pairs_(BLOCK / 2 * SUM_VECS * LANES) {}
 
-    // Rows base .. base + count of the queries.
+    // Sets rows base .. base + count of the queries.
     void set_queries(int base, const BFloat16* q, int64_t stride, int count, float scale) {
         for (int r = 0; r < count; ++r) std::memcpy(&queries_[(base + r) * dim_ / 2], q + r * stride, dim_ * sizeof *q);
         scale_ = scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of queries base .. base + count and `held` keys. `next`: the keys read after them.
-    void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int held, int count,
+    // Computes scores [count][BLOCK] of queries base .. base + count with `block_tokens` keys; `next` are the keys
+    // to prefetch.
+    void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int block_tokens, int count,
                float* scores) {
-        for (int group = 0; group < held; group += GROUPS * LANES) {
+        for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
-                int lanes = std::clamp(held - group - g * LANES, 0, LANES);
+                int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
                 transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g);
             }
-            Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
+            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
             int r = 0;
-            for (; r + 4 <= count; r += 4) score_rows<4>(base, r, scores + group, ahead);
-            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, ahead);
-            if (r < count) score_rows<1>(base, r, scores + group, ahead);
+            for (; r + 4 <= count; r += 4) score_rows<4>(base, r, scores + group, prefetcher);
+            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
+            if (r < count) score_rows<1>(base, r, scores + group, prefetcher);
         }
     }
 
-    // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values; see `finish` for their order.
-    void sum(const BFloat16* weights, const BFloat16* values, const BFloat16* next, int64_t stride, int held, int count,
+    // Adds weights [count][BLOCK] of `block_tokens` tokens times values to sums [count][dim], in the order that
+    // `finish` mends.
+    void sum(const BFloat16* weights, const BFloat16* values, const BFloat16* next, int64_t stride, int block_tokens, int count,
              float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / STEP;
-        Ahead ahead(next, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
+        Prefetcher prefetcher(next, BLOCK, dim_, stride, passes * row_calls(count) * BLOCK / 2);
         int d = 0;
         for (; d + WIDE <= dim_; d += WIDE)
-            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
-        for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, held, count, sums + d, ahead);
+            sum_columns<SUM_VECS>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
+        for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
     }
 
-    // Puts sums [count][dim] in the order of the dimensions: interleaving works on 128 bits at a time.
+    // Puts sums [count][dim] in the order of the dimensions, which interleaving changes within 128 bits.
     void finish(float* sums, int count) const {
         const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -79,13 +81,13 @@ class Bf16DotProducts {
     static constexpr int GROUPS = 4;  // of LANES keys each, transposed and scored together
     static constexpr int SUM_VECS = 4;
 
-    // Calls of score_rows or sum_rows for so many queries: by fours, then the two and the one that are left.
+    // Number of calls of score_rows or sum_rows for `count` queries: four rows each, then two and one.
     static int row_calls(int count) { return count / 4 + count % 4 / 2 + count % 2; }
 
     static __m512bh both(uint32_t pair) { return reinterpret<__m512bh>(_mm512_set1_epi32(int(pair))); }
     static __m512bh pairs(const float* p) { return reinterpret<__m512bh>(_mm512_load_ps(p)); }
 
-    // A group of `lanes` keys, and zeros up to LANES, to keys_t_ [dim / 2][GROUPS][LANES].
+    // Transposes a group of `lanes` keys, padded with zeros, to keys_t_ [dim / 2][GROUPS][LANES].
     OWN_REGISTERS void transpose_keys(const BFloat16* keys, int64_t stride, int lanes, int group) {
         for (int d = 0; d < dim_; d += STEP) {
             Vec rows[LANES];
@@ -97,10 +99,10 @@ class Bf16DotProducts {
         }
     }
 
-    template <int R> OWN_REGISTERS void score_rows(int base, int first, float* scores, Ahead& ahead) const {
+    template <int R> OWN_REGISTERS void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {
         const uint32_t* q = &queries_[(base + first) * dim_ / 2];
         __m512 acc[R][GROUPS] = {};
-        Ahead next = ahead;  // in registers
+        Prefetcher next = prefetcher;  // in registers
         for (int p = 0; p < dim_ / 2; ++p) {
             next.step();
             __m512bh k[GROUPS];
@@ -110,14 +112,14 @@ class Bf16DotProducts {
                 for (int g = 0; g < GROUPS; ++g) acc[r][g] = _mm512_dpbf16_ps(acc[r][g], pair, k[g]);
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int g = 0; g < GROUPS; ++g)
                 _mm512_store_ps(scores + (first + r) * BLOCK + g * LANES,
                                 _mm512_mul_ps(acc[r][g], _mm512_set1_ps(scale_)));
     }
 
-    // Two rows of values, the second zero if there is none, to pairs_ [BLOCK / 2][W][LANES].
+    // Interleaves two rows of values, the second zero if null, to pairs_ [BLOCK / 2][W][LANES].
     template <int W> static void interleave(const BFloat16* first, const BFloat16* second, float* to) {
         for (int w = 0; w < W; w += 2) {
             __m512i even = _mm512_loadu_si512(first + w * LANES);
@@ -128,24 +130,24 @@ class Bf16DotProducts {
     }
 
     template <int W>
-    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int held, int count,
-                     float* sums, Ahead& ahead) {
+    void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int block_tokens, int count,
+                     float* sums, Prefetcher& prefetcher) {
         float* to = &pairs_[0];
         const BFloat16* row = values;
-        for (int k = 0; k + 2 <= held; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
-        if (held % 2) interleave<W>(row, nullptr, to);
+        for (int k = 0; k + 2 <= block_tokens; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
+        if (block_tokens % 2) interleave<W>(row, nullptr, to);
         int r = 0;
-        for (; r + 4 <= count; r += 4) sum_rows<4, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
-        for (; r + 2 <= count; r += 2) sum_rows<2, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
-        if (r < count) sum_rows<1, W>(weights + r * BLOCK, held, sums + r * dim_, ahead);
+        for (; r + 4 <= count; r += 4) sum_rows<4, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
+        for (; r + 2 <= count; r += 2) sum_rows<2, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
+        if (r < count) sum_rows<1, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
     }
 
     template <int R, int W>
-    OWN_REGISTERS void sum_rows(const BFloat16* weights, int held, float* sums, Ahead& ahead) const {
-        // From zero: a sum over all tokens in one chain would lose digits with their number.
+    OWN_REGISTERS void sum_rows(const BFloat16* weights, int block_tokens, float* sums, Prefetcher& prefetcher) const {
+        // A sum per block: one chain over all tokens would lose precision.
         __m512 acc[R][W] = {};
-        Ahead next = ahead;
-        for (int p = 0; p < (held + 1) / 2; ++p) {
+        Prefetcher next = prefetcher;
+        for (int p = 0; p < (block_tokens + 1) / 2; ++p) {
             next.step();
             __m512bh v[W];
             for (int w = 0; w < W; ++w) v[w] = pairs(&pairs_[(p * W + w) * LANES]);
@@ -155,7 +157,7 @@ class Bf16DotProducts {
                 for (int w = 0; w < W; ++w) acc[r][w] = _mm512_dpbf16_ps(acc[r][w], both(pair), v[w]);
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int w = 0; w < W; ++w) {
                 float* sum = sums + r * dim_ + w * LANES;

@@ -1,4 +1,4 @@
-// Vectors of the compiler's extension: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere.
+// Vectors by compiler extensions: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere.
 
 #pragma once
 
@@ -26,7 +26,7 @@ typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
 
 struct BFloat16 { uint16_t bits; };
 
-// Working memory on the bounds of cache lines: a vector across two lines takes two loads.
+// Working memory aligned to cache lines, as a vector across two lines takes two loads.
 template <typename T> class Buffer {
   public:
     explicit Buffer(size_t count) {
@@ -69,10 +69,10 @@ static inline void narrow(float x, BFloat16* p) {
 
 static inline Vec splat(float x) { return x - Vec{}; }
 
-// Lane by lane y where it is larger, else x; x too where either is not a number.
+// Returns y in lanes where it is larger, else x, also where one of them is NaN.
 static inline Vec larger(Vec x, Vec y) {
 #if defined(__AVX512F__)
-    // GCC 12 makes a comparison and a blend of the other form.
+    // GCC 12 compiles the other form to a comparison and a blend.
     return reinterpret<Vec>(_mm512_max_ps(reinterpret<__m512>(y), reinterpret<__m512>(x)));
 #else
     return y > x ? y : x;
@@ -81,7 +81,7 @@ static inline Vec larger(Vec x, Vec y) {
 
 // 2^x for x <= 0, 0 below -126.5, NaN for NaN; relative error below 2e-7.
 static inline Vec exp2_nonpositive(Vec x) {
-    const Vec least = splat(-127.0f);  // whose power below has the exponent bits of zero
+    const Vec least = splat(-127.0f);  // its power below has the exponent bits of zero
     x = larger(x, least);
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
     Vec shifted = x + magic;
@@ -97,7 +97,7 @@ static inline Vec exp2_nonpositive(Vec x) {
     return p * reinterpret<Vec>(power);
 }
 
-// One step of a LANES x LANES transposition: swaps the off-diagonal blocks of size H.
+// Does one step of a LANES x LANES transposition: swaps the off-diagonal blocks of size H.
 template <int H> static inline void swap_blocks(Vec* rows) {
     IntVec low, high;
     for (int lane = 0; lane < LANES; ++lane) {
@@ -126,7 +126,7 @@ template <int H> static inline Vec highest_folded(Vec x) {
     return larger(x, __builtin_shuffle(x, other));
 }
 
-// Lane by lane the sum over its group of `unit` lanes, a power of two.
+// Returns in each lane the sum over its group of `unit` lanes, a power of two.
 static inline Vec grouped_sum(Vec x, int unit) {
     for (int half = 1; half < unit; half *= 2) {
         IntVec other;
@@ -136,7 +136,7 @@ static inline Vec grouped_sum(Vec x, int unit) {
     return x;
 }
 
-// The largest lane.
+// Returns the largest lane.
 static inline float highest(Vec x) {
     if constexpr (LANES == 16) x = highest_folded<8>(x);
     if constexpr (LANES >= 8) x = highest_folded<4>(x);

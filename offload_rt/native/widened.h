@@ -1,10 +1,10 @@
-// The two products of attention in float32, whatever the entries are; on every processor.
+// The two matrix products of attention in float32, for any entries and any processor.
 
 #pragma once
 
 #include <algorithm>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "block.h"
 #include "vectors.h"
 
@@ -16,18 +16,19 @@ template <typename T> class WidenedProducts {
     WidenedProducts(int dim, int rows)
         : dim_(dim), queries_(size_t(rows) * dim), keys_t_(size_t(dim) * GROUPS * LANES) {}
 
-    // Rows base .. base + count of the queries.
+    // Sets rows base .. base + count of the queries.
     void set_queries(int base, const T* q, int64_t stride, int count, float scale) {
         for (int r = 0; r < count; ++r)
-            // By one factor after the other: the rounding of their product would be the same error in all scores.
+            // By one factor after the other: their rounded product would be the same error in all scores.
             for (int d = 0; d < dim_; ++d) queries_[(base + r) * dim_ + d] = widen(q[r * stride + d]) * scale * LOG2E;
     }
 
-    // scores [count][BLOCK] of queries base .. base + count and `held` keys. `next`: the keys read after them.
-    void score(int base, const T* keys, const T* next, int64_t stride, int held, int count, float* scores) {
-        for (int group = 0; group < held; group += GROUPS * LANES) {
+    // Computes scores [count][BLOCK] of queries base .. base + count with `block_tokens` keys; `next` are the keys
+    // to prefetch.
+    void score(int base, const T* keys, const T* next, int64_t stride, int block_tokens, int count, float* scores) {
+        for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
-                int lanes = std::clamp(held - group - g * LANES, 0, LANES);
+                int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
                 const T* first = keys + (group + g * LANES) * stride;
                 for (int d = 0; d < dim_; d += LANES) {
                     Vec rows[LANES];
@@ -37,24 +38,24 @@ template <typename T> class WidenedProducts {
                 }
             }
             int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
-            Ahead ahead(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
+            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
             int r = 0;
-            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(base, r, scores + group, ahead);
-            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, ahead);
-            if (r < count) score_rows<1>(base, r, scores + group, ahead);
+            for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(base, r, scores + group, prefetcher);
+            for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
+            if (r < count) score_rows<1>(base, r, scores + group, prefetcher);
         }
     }
 
-    // sums [count][dim] += weights [count][BLOCK] of `held` tokens * values.
-    void sum(const float* weights, const T* values, const T* next, int64_t stride, int held, int count,
+    // Adds weights [count][BLOCK] of `block_tokens` tokens times values to sums [count][dim].
+    void sum(const float* weights, const T* values, const T* next, int64_t stride, int block_tokens, int count,
              float* sums) {
         constexpr int WIDE = SUM_VECS * LANES;
         int passes = dim_ / WIDE + dim_ % WIDE / LANES, calls = count / SUM_ROWS + count % SUM_ROWS;
-        Ahead ahead(next, BLOCK, dim_, stride, passes * calls * BLOCK);
+        Prefetcher prefetcher(next, BLOCK, dim_, stride, passes * calls * BLOCK);
         int d = 0;
         for (; d + WIDE <= dim_; d += WIDE)
-            sum_columns<SUM_VECS>(weights, values + d, stride, held, count, sums + d, ahead);
-        for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, held, count, sums + d, ahead);
+            sum_columns<SUM_VECS>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
+        for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
     }
 
     void finish(float*, int) const {}
@@ -65,11 +66,11 @@ template <typename T> class WidenedProducts {
     static constexpr int SUM_ROWS = 4;    // times SUM_VECS accumulators in registers while summing values
     static constexpr int SUM_VECS = 4;
 
-    // Scores of R queries against the keys in keys_t_ [dim][GROUPS][LANES].
-    template <int R> void score_rows(int base, int first, float* scores, Ahead& ahead) const {
+    // Scores R queries against the keys in keys_t_ [dim][GROUPS][LANES].
+    template <int R> void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {
         const float* q = &queries_[(base + first) * dim_];
         Vec acc[R][GROUPS] = {};
-        Ahead next = ahead;  // in registers
+        Prefetcher next = prefetcher;  // in registers
         for (int d = 0; d < dim_; ++d) {
             next.step();
             Vec k[GROUPS];
@@ -79,26 +80,26 @@ template <typename T> class WidenedProducts {
                 for (int g = 0; g < GROUPS; ++g) acc[r][g] += weight * k[g];
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int g = 0; g < GROUPS; ++g) store(scores + (first + r) * BLOCK + g * LANES, acc[r][g]);
     }
 
     template <int W>
-    void sum_columns(const float* weights, const T* values, int64_t stride, int held, int count, float* sums,
-                     Ahead& ahead) const {
+    void sum_columns(const float* weights, const T* values, int64_t stride, int block_tokens, int count, float* sums,
+                     Prefetcher& prefetcher) const {
         int r = 0;
         for (; r + SUM_ROWS <= count; r += SUM_ROWS)
-            sum_rows<SUM_ROWS, W>(weights + r * BLOCK, values, stride, held, sums + r * dim_, ahead);
-        for (; r < count; ++r) sum_rows<1, W>(weights + r * BLOCK, values, stride, held, sums + r * dim_, ahead);
+            sum_rows<SUM_ROWS, W>(weights + r * BLOCK, values, stride, block_tokens, sums + r * dim_, prefetcher);
+        for (; r < count; ++r) sum_rows<1, W>(weights + r * BLOCK, values, stride, block_tokens, sums + r * dim_, prefetcher);
     }
 
     template <int R, int W>
-    void sum_rows(const float* weights, const T* values, int64_t stride, int held, float* sums, Ahead& ahead) const {
-        // From zero: a sum over all tokens in one chain would lose digits with their number.
+    void sum_rows(const float* weights, const T* values, int64_t stride, int block_tokens, float* sums, Prefetcher& prefetcher) const {
+        // A sum per block: one chain over all tokens would lose precision.
         Vec acc[R][W] = {};
-        Ahead next = ahead;
-        for (int k = 0; k < held; ++k) {
+        Prefetcher next = prefetcher;
+        for (int k = 0; k < block_tokens; ++k) {
             next.step();
             const T* row = values + k * stride;
             Vec v[W];
@@ -108,7 +109,7 @@ template <typename T> class WidenedProducts {
                 for (int w = 0; w < W; ++w) acc[r][w] += weight * v[w];
             }
         }
-        ahead = next;
+        prefetcher = next;
         for (int r = 0; r < R; ++r)
             for (int w = 0; w < W; ++w) {
                 float* sum = sums + r * dim_ + w * LANES;

@@ -1,4 +1,4 @@
-"""What a run keeps where, in bytes, and what does not fit.
+"""Placement of KV and weights in the memories of a machine, in bytes.
 
 All KV lies in host memory. With a GPU the first tokens of every layer are kept there as well (resident), the
 CPU attends the next ones where they lie, and the rest is streamed through the staging ring for every pass:
@@ -12,49 +12,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpu_kv import TransferEngine
-from offload_rt.attention.mass import SAMPLED_QUERIES
-from offload_rt.caches.bounded import SPECULATIVE_ENTRIES
-from offload_rt.caches.buffers import room_for_means
-from offload_rt.caches.shared import SharedCache
-from offload_rt.caches.tiers import GpuTier
-from offload_rt.config import (
-    DRAFT_STREAMING,
-    HEAD,
-    SOURCES,
-    TARGET_RETRIEVED,
-    TARGET_SHARED,
-    TARGET_STREAMING,
-    Config,
-    SpeculationConfig,
-)
-from offload_rt.drafting.expectations import (
-    HEAD_ACCEPTANCE,
-    LOOKUP_ACCEPTANCE,
-    SAME_MODEL_ACCEPTANCE,
-    SMALL_MODEL_ACCEPTANCE,
-)
+from offload_rt.caches.tiers import GpuTier, Tail
+from offload_rt.config import Config, SpeculationConfig
+from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import Level, Memory, kept_means, levels_of
+from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.shapes import ModelShape, head_shape
+from offload_rt.model.shape import ModelShape, yarn_hint
 
-SCORE_BYTES = 4  # of a chunk, a layer and a KV head: float32
 PADDING = 0.01  # of a vocabulary
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
 
-Memory = dict[str, int]
-"""Bytes by what they are for."""
-
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to run, and on what.
+    """A model pair, a config and a context to be planned, and the machine to plan them for.
 
     Raises:
-        UsageError: for values out of range, and for models or cards that do not go together.
+        UsageError: for values out of range, and for models or GPUs that do not go together.
     """
 
     target: ModelShape
@@ -85,14 +65,14 @@ class PlanRequest:
         return available(self.config, self.draft is not None).speculation
 
     @cached_property
-    def levels(self) -> tuple[str, ...]:
-        """Names of the levels that can be had, from the cheapest to the dearest."""
-        return self.speculation.names
+    def levels(self) -> list[Level]:
+        """The levels that can be had, from the cheapest to the most expensive."""
+        return levels_of(available(self.config, self.draft is not None))
 
     @property
     def retrieves(self) -> bool:
         """One of the levels attends over a retrieved cache."""
-        return TARGET_RETRIEVED in self.levels
+        return any(isinstance(level, RetrievedLevel) for level in self.levels)
 
     @property
     def refreshes_from_stream(self) -> bool:
@@ -124,14 +104,14 @@ class PlanRequest:
         left = _left(replace(self, mlps_elsewhere=0), 0, self.given_resident or 0) if self.other_gpus else 0
         if left >= 0:
             return 0
-        # Decided before weights are loaded, for texts that are planned afterwards: then less may be free.
+        # Decided before weights are loaded, for sequences that are planned afterwards: then less may be free.
         missing = (GPU_RESERVE_BYTES - left, -left)
         roomy, least = (min(self.target.layers, -(-size // self.target.mlp_bytes)) for size in missing)
         return roomy if shortage(replace(self, mlps_elsewhere=roomy)) is None else least
 
     @property
     def other_gpus(self) -> tuple[Gpu, ...]:
-        """Those that keep and attend KV, and compute nothing else."""
+        """GPUs that keep and attend KV, and compute nothing else."""
         return self.hardware.gpus[1:]
 
     @cached_property
@@ -158,13 +138,10 @@ class PlanRequest:
     def _given(self, tokens: int) -> int | None:
         return None if tokens < 0 else min(tokens, self.context)
 
-    def acceptance(self, level: str) -> float:
-        """Chance that a token drafted by `level` is accepted."""
-        if level in SOURCES:
-            return LOOKUP_ACCEPTANCE
-        if level == HEAD:
-            return HEAD_ACCEPTANCE
-        return self.small_model_acceptance if level == DRAFT_STREAMING else self.same_model_acceptance
+    @property
+    def acceptance(self) -> float:
+        """Chance that the full cache accepts a drafted token; 0 where nothing drafts."""
+        return self.levels[-1].acceptance(self) if self.levels else 0.0
 
     @cached_property
     def capacities(self) -> list[int]:
@@ -184,7 +161,7 @@ class PlanRequest:
         return tokens
 
     def late_tokens(self, resident: int) -> int:
-        """How many of so many resident tokens of the first GPU have room only after the prefill."""
+        """Returns how many of `resident` tokens of the first GPU have room only after the prefill."""
         page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
         return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
 
@@ -202,13 +179,6 @@ class PlanRequest:
         left -= sum(streamed)
         return Placement(resident, cpu, left, self.target, tuple(map(GpuTier, kept, streamed)))
 
-    @property
-    def retrieved_entries(self) -> int:
-        """Of a retrieved cache, the means of pages included."""
-        retrieval, layout = self.config.retrieval, self.target.layout(self.config.store.page)
-        pages = layout.pages(self.context + self.new_tokens) if retrieval.rest else 0
-        return retrieval.budget + room_for_means(pages)
-
     def having(self, key: str, value: object) -> PlanRequest:
         """The same with another value of one key of the config."""
         return replace(self, config=self.config.having(key, value))
@@ -216,7 +186,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of the context lie or are attended; the same in every layer."""
+    """Number of context tokens by where they are attended; the same in every layer."""
 
     resident_tokens: int  # the first ones, kept on the first GPU
     cpu_tokens: int  # the next ones, attended by the CPU
@@ -242,7 +212,7 @@ class Placement:
 
 
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Raises UsageError where a text has more tokens than the model has positions."""
+    """Raises UsageError where a sequence has more tokens than the model has positions."""
     limit = model.max_positions
     if prompt_tokens + new_tokens <= limit:
         return
@@ -252,6 +222,7 @@ def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tok
     raise UsageError(
         f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of "
         f"{model.name}: use at most {' or '.join(fitting) or f'{limit} together'}"
+        + yarn_hint(model, prompt_tokens + new_tokens)
     )
 
 
@@ -268,24 +239,23 @@ def check_vocabulary(draft: ModelShape | CausalModel, target: ModelShape | Causa
         )
 
 
-def available(config: Config, small_model: bool) -> Config:
+def available(config: Config, draft_model: bool) -> Config:
     """`config` without the level of a small model if there is none.
 
     Raises:
         UsageError: no level is left.
     """
-    levels = config.speculation.levels
-    left = tuple(level for level in levels if small_model or level.name != DRAFT_STREAMING)
-    if levels and not left:
+    kept = tuple(level.level for level in levels_of(config) if draft_model or not level.needs_draft_model)
+    if config.speculation.levels and not kept:
         raise UsageError(
             f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
             "or use config retrieval or lookup"
         )
-    return config.having("speculation.levels", left)
+    return config.having("speculation.levels", kept)
 
 
 def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
-    """What one GPU holds with so many tokens of the context resident there.
+    """Returns the bytes that one GPU holds with so many tokens of the context resident there.
 
     On the first one, resident KV takes the place of what only the prefill needs, where it must.
     """
@@ -301,9 +271,7 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
         memory["prefill"] = chunk * (2 * target.hidden + 3 * target.intermediate) * target.dtype.itemsize
     if gpu:
         return memory
-    queries = request.longest_draft + 1
-    newest = (store.page + queries) * target.token_bytes
-    newest += queries * target.layers * target.heads * target.head_dim * target.dtype.itemsize
+    newest = Tail.nbytes(target.layout(store.page), target.heads, request.longest_draft + 1)
     memory |= _computing_memory(request) | {"newest_tokens": newest}
     if resident:
         memory["prefill"] = max(0, memory["prefill"] - request.late_tokens(resident) * target.token_bytes)
@@ -324,19 +292,19 @@ def _gpu_reserve(gpu: Gpu) -> int:
     return max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * gpu.memory_bytes))
 
 
-def shared(gpu: Gpu, texts: int, loaded_bytes: int) -> Gpu:
-    """A GPU as it is for one of several texts, which share what is free beside the models and the reserve."""
+def shared(gpu: Gpu, sequences: int, loaded_bytes: int) -> Gpu:
+    """Returns a GPU as one of several sequences sees it: they share what is free beside the models."""
     common = loaded_bytes + _gpu_reserve(gpu)
-    memory = common + max(0, gpu.memory_bytes - common) // texts
-    return replace(gpu, name=f"{gpu.name}, shared by {texts} texts", memory_bytes=memory)
+    memory = common + max(0, gpu.memory_bytes - common) // sequences
+    return replace(gpu, name=f"{gpu.name}, shared by {sequences} sequences", memory_bytes=memory)
 
 
 def host_memory(request: PlanRequest) -> Memory:
-    """What the host holds. With a GPU, `kv` is page-locked."""
+    """Returns the bytes that the host holds. With a GPU, `kv` is page-locked."""
     target, tokens = request.target, request.context + request.new_tokens
     layout = target.layout(request.config.store.page)
     memory = {"kv": layout.reserved_bytes(tokens)}
-    if means := layout.means_bytes(tokens, *request.config.kept_means):
+    if means := layout.means_bytes(tokens, *kept_means(request.config)):
         memory["summaries"] = means
     memory |= _computing_memory(request) if request.in_place else {}
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.host.memory_bytes))
@@ -344,30 +312,11 @@ def host_memory(request: PlanRequest) -> Memory:
 
 
 def _computing_memory(request: PlanRequest) -> Memory:
-    """What a processor that computes holds."""
-    target, config = request.target, request.config
-    streaming = config.draft.sinks + config.draft.window + SPECULATIVE_ENTRIES
+    """Returns the bytes that the processor that computes holds."""
+    target = request.target
     memory = {"weights": target.weight_bytes - request.elsewhere * target.mlp_bytes}
-    if DRAFT_STREAMING in request.levels and request.draft is not None:
-        memory["draft_weights"] = request.draft.weight_bytes
-        memory["draft_cache"] = streaming * request.draft.token_bytes
-    if HEAD in request.levels:  # what is not the target's
-        head = head_shape(target)
-        memory["head_weights"] = head.weight_bytes - head.embedding_parameters * head.dtype.itemsize
-    if TARGET_STREAMING in request.levels:
-        memory["streaming_cache"] = streaming * target.token_bytes
-    if TARGET_SHARED in request.levels:
-        entries = config.store.page + SharedCache.PORTION + SPECULATIVE_ENTRIES
-        memory["shared_cache"] = entries * target.token_bytes
-    if request.retrieves:
-        entries = request.retrieved_entries + SPECULATIVE_ENTRIES
-        copies = 2 if request.refreshes_from_stream else 1  # one in use, one that fills
-        memory["retrieved_caches"] = copies * entries * target.token_bytes
-        if config.retrieval.select != "mean_keys":
-            chunks = (request.context + request.new_tokens) // config.retrieval.chunk
-            memory["scores"] = chunks * target.layers * target.kv_heads * SCORE_BYTES
-            # What a pass keeps of them until its layer ends.
-            memory["scores"] += SAMPLED_QUERIES * target.heads * chunks * SCORE_BYTES
+    for level in request.levels:
+        memory |= level.memory(request)
     # The prompt's hidden states, and on a GPU the KV of the layer under way.
     memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + _chunk_memory(request)
     if not request.in_place:
@@ -389,7 +338,7 @@ def _left(request: PlanRequest, gpu: int, resident: int = 0) -> int:
 
 
 def shortage(request: PlanRequest) -> str | None:
-    """What does not fit even with the smallest share of the GPU, in figures; None: all fits."""
+    """Returns which memory is too small even with the least KV on the GPU, in figures; None if all fits."""
     host, memory = request.hardware.host, host_memory(request)
     needs = list[tuple[str, int, Memory]]()
     for number, gpu in enumerate(request.hardware.gpus):

@@ -1,4 +1,4 @@
-"""What goes where, and how fast that will be: decided and predicted before anything is loaded.
+"""Chooses the placement of KV and weights and predicts its speed, before anything is loaded.
 
 Of all placements that fit, the planner takes the one with the least predicted time per token: how much of the
 context the CPU attends, how many tokens are drafted, and whether a refresh of the retrieved cache fills a
@@ -8,7 +8,7 @@ second buffer.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 
@@ -16,16 +16,16 @@ import torch
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
+from offload_rt.levels.base import Memory
 from offload_rt.planning import assumptions
 from offload_rt.planning.placement import (
-    Memory,
     Placement,
     PlanRequest,
     gpu_memory,
     host_memory,
     shortage,
 )
-from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
@@ -47,12 +47,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes where, and what that costs."""
+    """A placement with its predicted times, or the reason why nothing fits."""
 
     request: PlanRequest  # with the budget that fits, and on a GPU with where refreshes take their entries
     placement: Placement
     gamma: int  # tokens of a draft, γ2
-    refusal: str | None  # why it does not fit, and the nearest plans that do; None where it fits
+    refusal: str | None  # why it does not fit, and the nearest plan that does; None where it fits
     predicted: Prediction | None  # None where it does not fit
     assumptions: tuple[str, ...]
 
@@ -62,17 +62,17 @@ class Plan:
 
     @property
     def ms_per_token(self) -> float:
-        """As predicted; infinite where it does not fit."""
+        """Predicted ms a token; infinite where it does not fit."""
         return self.predicted.ms_per_token if self.predicted else inf
 
     @property
     def late_resident_tokens(self) -> int:
-        """How many of the first GPU's resident tokens are loaded after the prefill."""
+        """Number of the first GPU's resident tokens that are loaded after the prefill."""
         return 0 if self.request.in_place else self.request.late_tokens(self.placement.resident_tokens)
 
     @property
     def gpus(self) -> list[Memory]:
-        """What each GPU holds."""
+        """Bytes that each GPU holds, by purpose."""
         if self.request.in_place:
             return []
         placement = self.placement
@@ -81,18 +81,18 @@ class Plan:
 
     @property
     def host(self) -> Memory:
-        """What the host holds."""
+        """Bytes that the host holds, by purpose."""
         return host_memory(self.request)
 
     def check(self) -> Prediction:
-        """What is predicted. Raises UsageError where it does not fit."""
+        """Returns the prediction. Raises UsageError where the plan does not fit."""
         if self.predicted is None:
             model, context = self.request.target.name, self.request.context
             raise UsageError(f"{model} at {context} tokens does not fit: {self.refusal}")
         return self.predicted
 
     def to_json(self) -> dict[str, object]:
-        """As JSON values; `refusal` is there only where the plan does not fit."""
+        """Returns JSON values; `refusal` is there only where the plan does not fit."""
         unknown = dict.fromkeys(field.name for field in fields(Prediction))
         request, placement = self.request, self.placement
         place = "stream" if request.refreshes_from_stream else "store"
@@ -141,7 +141,7 @@ def _plan(request: PlanRequest) -> Plan:
     if fitting is None:
         cpu = request.context if request.in_place else 0
         placement = request.placement(0, cpu)
-        nearest = ", or ".join(_others(request))
+        nearest = _nearest(request)
         nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
         return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, said)
     predictor = Predictor(fitting)
@@ -167,14 +167,11 @@ def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
 
 
 def comparison(plans: Sequence[Plan]) -> str:
-    """What was chosen of `ranked` plans, and what the others would take."""
+    """Returns the config that was chosen of `ranked` plans, and the predicted ms a token of the others."""
     first, *others = (
         f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
     )
     return f"{first} ms a token, as predicted" + (f" ({', '.join(others)})" if others else "")
-
-
-# How a context is shared out between GPU, CPU and link.
 
 
 def _best_round(predictor: Predictor) -> RoundTime:
@@ -184,47 +181,37 @@ def _best_round(predictor: Predictor) -> RoundTime:
 
 
 def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
-    """The shortest one of any placement; shares that the config gives are kept.
+    """The shortest round of any placement; shares that the config gives are kept.
 
-    All ranges of tokens but the text's last end with a page.
+    What a GPU has room for is resident. Of the rest the CPU attends nothing, or as much as lets its lane and
+    the link's end together, or all that no GPU keeps.
     """
     request, draft = predictor.request, predictor.draft(drafted)
     context, page, resident = request.context, request.config.store.page, request.given_resident
-
-    def at(resident: int, cpu: int) -> RoundTime:
-        return predictor.round(predictor.verification(request.placement(resident, cpu), drafted), draft)
-
     capacity, *others = request.capacities or [0]
-    if (cpu := request.given_cpu) is not None:
-        if resident is None:
-            resident = min(capacity, context - cpu)
-            resident -= resident % page if cpu else 0
-        return at(resident, min(cpu, context - resident))
+    cpu = request.given_cpu
+    if resident is None:
+        resident = capacity if cpu is None else min(capacity, context - cpu)
+        if cpu:
+            resident -= resident % page
+    left = context - resident
 
-    def unstreamed(resident: int) -> int:
-        """For the CPU, in whole pages, where other GPUs keep what they can and nothing is streamed."""
-        left = context - resident
-        return min(left, -(-max(0, left - sum(others)) // page) * page)
+    def at(cpu: int) -> PassTime:
+        return predictor.verification(request.placement(resident, cpu), drafted)
 
-    kept = capacity if resident is None else resident
-    found = [at(kept, 0)]
-    found += _lowest(range(page, context - kept, page), lambda cpu: at(kept, cpu))
-    fewer = range(0, kept + 1, page) if resident is None else range(kept, kept + 1)
-    found += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
-    return min(found, key=lambda one: one.ms)
-
-
-def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:
-    """The shortest round along a line of shares.
-
-    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly, and a
-    round is a sum of their maxima: there is one valley.
-    """
-    rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
-    return [at(place) for place in places[rises : rises + 1]]
+    if cpu is not None:
+        shares = {min(cpu, left)}
+    else:
+        # More tokens for the CPU lengthen its lane and shorten the link's.
+        balanced = bisect_left(
+            range(0, left, page), True, key=lambda cpu: at(cpu).cpu_attention >= at(cpu).link
+        )
+        unstreamed = min(left, -(-max(0, left - sum(others)) // page) * page)
+        shares = {0, max(0, balanced - 1) * page, min(balanced * page, unstreamed), unstreamed}
+    return min((predictor.round(at(cpu), draft) for cpu in sorted(shares)), key=lambda one: one.ms)
 
 
-# What comes nearest.
+# The nearest plan that fits.
 
 
 def _fitting(request: PlanRequest) -> PlanRequest | None:
@@ -249,27 +236,28 @@ def _largest_budget(request: PlanRequest) -> int:
     return budgets[found - 1] if found else 0
 
 
-def _others(request: PlanRequest) -> Iterator[str]:
-    """Plans that fit and differ from the request in one thing."""
-    page = request.config.store.page
-    if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
-        yield f"a context of {pages * page} tokens"
+def _nearest(request: PlanRequest) -> str | None:
+    """A plan that fits and differs from the request in one thing, which costs the user least."""
     if request.given_resident:
         resident = request.capacities[0]
         fewer = request.having("offload.resident_tokens", resident)
         if resident < request.given_resident and not shortage(fewer):
-            yield f"--set offload.resident_tokens={resident}"
+            return f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
-        yield f"--set retrieval.budget={budget}"
-    if len(gpus := request.hardware.gpus) == 1:
-        hardware = replace(request.hardware, gpus=2 * gpus)
-        if _fitting(replace(request, hardware=hardware)):
-            yield "2 such GPUs"
+        return f"--set retrieval.budget={budget}"
     if request.target.dtype == torch.float32:
         target = replace(request.target, dtype=torch.bfloat16)
         draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
         if _fitting(replace(request, target=target, draft=draft)):
-            yield "--dtype bfloat16"
+            return "--dtype bfloat16"
+    page = request.config.store.page
+    if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
+        return f"a context of {pages * page} tokens"
+    if len(gpus := request.hardware.gpus) == 1:
+        hardware = replace(request.hardware, gpus=2 * gpus)
+        if _fitting(replace(request, hardware=hardware)):
+            return "2 such GPUs"
+    return None
 
 
 def _most(limit: int, fits: Callable[[int], object]) -> int:

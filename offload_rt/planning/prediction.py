@@ -1,26 +1,26 @@
-"""How long passes, drafts, rounds and the prefill take, from a machine's figures.
+"""Predicts the times of passes, drafts, rounds and the prefill from a machine's figures.
 
 A pass over the full cache has lanes that run side by side: the links, the CPU's attention, the GPU that
-computes, the attention of other GPUs, and the host memory that links and CPU both read. The slowest sets the
-pace. Without a GPU the CPU does everything, one thing after another. All times are in ms, all sizes in bytes.
+computes, the attention of other GPUs, and the host memory that links and CPU both read. The slowest decides.
+Without a GPU the CPU does everything, one thing after another. All times are in ms, all sizes in bytes.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from offload_rt.config import DRAFT_STREAMING, HEAD, SOURCES, TARGET_RETRIEVED, TARGET_SHARED
 from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.drafting.shapes import DraftShape
+from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
-from offload_rt.planning.shapes import ModelShape, head_shape
 
-GRAPH_LAUNCH_SHARE = 0.1  # of launching one by one, where a step is a CUDA graph
+GRAPH_LAUNCH_SHARE = 0.1
+"""Launching a step that is a CUDA graph, as a share of launching its kernels one by one."""
 EXCHANGE_MS = 0.15
 """A layer's queries to the CPU or another GPU and the results back: two threads are woken, and kernels cross
 the link between its copies. An estimate that no GPU has confirmed."""
@@ -30,32 +30,13 @@ SEGMENT_CALLS = 14
 """CUDA calls for a streamed segment: three kernels, four copies with a kernel each, three events."""
 MASKED_ATTENTION_SHARE = 0.5
 """Share of the memory rate that masked attention reaches over a few thousand entries. An estimate."""
-CHOOSING_NS = 10
-"""Choosing chunks on the host, for each score of a layer and KV head: 7 to 22 ns on one core of a server."""
 GATHER_SHARE = 0.7
 """Share of the link's rate at which a kernel gathers chunks from page-locked memory. An estimate."""
-# Of rejections, those whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
-# books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did.
 RUNNER_UP_HITS = 0.5
-PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}  # of the rate of matrix products
-
-
-@dataclass(frozen=True)
-class Work:
-    """ms of a processor: reading and computing, and launching operations."""
-
-    busy_ms: float = 0.0
-    launch_ms: float = 0.0
-
-    @property
-    def ms(self) -> float:
-        return self.busy_ms + self.launch_ms
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.busy_ms + other.busy_ms, self.launch_ms + other.launch_ms)
-
-    def __mul__(self, count: float) -> Work:
-        return Work(count * self.busy_ms, count * self.launch_ms)
+"""Share of rejections whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
+books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did."""
+PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
+"""Rate of causal attention over a prompt, as a share of that of matrix products."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +45,13 @@ class PassTime:
 
     placement: Placement
     drafted: DraftShape  # that the pass verifies
-    dense: Work  # the processor's work besides attention over the context
+    dense: Cost  # the processor's work besides attention over the context
     attention: float  # of that processor, over its share of the context
-    link: float = 0.0  # of the links: until the last streamed segment is attended
+    link: float = 0.0  # until the last streamed segment is attended
     cpu_attention: float = 0.0  # until the CPU's share of the last layer is merged
-    other_gpus: float = 0.0  # until the slowest one's
+    other_gpus: float = 0.0  # until the slowest one's is
     host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
-    link_ahead: float = (
-        0.0  # how much of `link` may happen before the pass: all buffers but the last one read
-    )
+    link_ahead: float = 0.0  # of `link`, before the pass begins: all buffers but the last one read
 
     @property
     def gamma(self) -> int:
@@ -98,11 +77,11 @@ class RoundTime:
     """An expected round."""
 
     verification: PassTime
-    draft: Work  # all drafting for it
+    draft: Cost  # all drafting for it
     ms: float
     tokens: float  # expected, the verifier's own among them
     chances: tuple[float, ...]  # of the verdicts that are drafted for ahead of time
-    refresh_share: float  # share of rounds whose pass refreshes the retrieved cache
+    refresh_share: float  # of rounds whose pass refreshes the retrieved cache
     refresh_ms: float  # how much longer such a round takes
 
     @property
@@ -132,63 +111,65 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
 
 
 class Predictor:
-    """Times of what a request runs."""
+    """Times of what a request runs (a `levels.base.Rates`)."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
         self.target, self.host = request.target, request.hardware.host
         self.processor = next(iter(request.hardware.gpus), self.host)  # what decodes
 
-    def step(self, shape: ModelShape, queries: int, entries: int = 0, graph: bool = False) -> Work:
-        """A model over `queries` tokens and a bounded cache of `entries`, perhaps launched as one `graph`."""
-        elsewhere = self.request.elsewhere if shape is self.target else 0
+    def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
+        remote = self.request.elsewhere if shape.name == self.target.name else 0
         reading = self.processor.read_ms(shape.step_bytes)
         products = max(reading, self.processor.compute_ms(2 * queries * shape.step_parameters))
         attending = self._attention(shape, entries, queries)
         if not self.request.in_place:
             attending /= MASKED_ATTENTION_SHARE
-        busy = products + attending + elsewhere * EXCHANGE_MS
-        graphed = graph and not (elsewhere or self.request.in_place)
+        busy = products + attending + remote * EXCHANGE_MS
+        graphed = graph and not (remote or self.request.in_place)
         launching = shape.layers * self.processor.launch_ms
-        return Work(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
+        return Cost(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
 
-    def draft(self, shape: DraftShape) -> Work:
+    def host_attention_ms(self, tokens: int, queries: int) -> float:
+        ms = self._cpu_attention(self.target, tokens, queries)
+        if self.request.in_place:
+            return ms
+        return ms / self.host.attention_beside_link + self.target.layers * EXCHANGE_MS
+
+    def device_read_ms(self, size: float) -> float:
+        return self.processor.read_ms(size)
+
+    def host_read_ms(self, size: float) -> float:
+        return self.host.read_ms(size)
+
+    def gather_ms(self, size: float) -> float:
+        gpus = self.request.hardware.gpus
+        return size / (GATHER_SHARE * gpus[0].to_device_rate) / 1e6 if gpus else 0.0
+
+    def draft(self, shape: DraftShape) -> Cost:
         """Drafting for the full cache, through all levels below it."""
         levels = self.request.levels
-        if len(levels) == 1 and levels[0] not in SOURCES:  # several nodes a step
-            return self._level_step(levels[0], shape.per_pass) * shape.depth
-        gamma, token = self.request.speculation.gamma1, Work()
+        if not shape.depth:
+            return Cost()
+        if len(levels) == 1:  # several nodes a step
+            first = levels[0].step(self, shape.per_pass, first=True)
+            return first + levels[0].step(self, shape.per_pass) * (shape.depth - 1)
+        gamma, token = self.request.speculation.gamma1, Cost()
         yielded = 1.0  # tokens of a step of a level, which verifies what the level below it drafts
         for index, level in enumerate(levels):
             below = gamma if index else 0
-            if level not in SOURCES:
-                token = (self._level_step(level, below + 1) + token * below) * (1 / yielded)
-            yielded = expected_tokens(self.request.acceptance(level), gamma)
+            token = (level.step(self, below + 1) + token * below) * (1 / yielded)
+            yielded = expected_tokens(level.acceptance(self.request), gamma)
         return token * shape.size
 
-    def _level_step(self, level: str, queries: int) -> Work:
-        """A pass of one level's model over its own cache."""
-        request, kept = self.request, self.config.draft
-        if level == HEAD:
-            return self.step(head_shape(self.target), queries)
-        if level == TARGET_SHARED:  # the CPU attends to all of the text
-            over_text = self._cpu_attention(self.target, request.context, queries)
-            if not request.in_place:
-                over_text /= self.host.attention_beside_link
-                over_text += self.target.layers * EXCHANGE_MS
-            return self.step(self.target, queries) + Work(over_text)
-        shape = request.draft if level == DRAFT_STREAMING else None
-        entries = request.retrieved_entries if level == TARGET_RETRIEVED else kept.sinks + kept.window
-        return self.step(shape or self.target, queries, min(entries, request.context), graph=True)
-
-    def dense(self, queries: int) -> Work:
+    def dense(self, queries: int) -> Cost:
         """The target's work in a pass of `queries` tokens, besides attention over the context."""
         return self.step(self.target, queries)
 
     def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
         """A pass over the full cache with a draft behind the last token."""
         target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
-        dense = self.dense(queries) + Work(launch_ms=self._segment_launches(placement))
+        dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement))
         if self.request.in_place:
             return PassTime(placement, drafted, dense, self._attention(target, self.request.context, queries))
         link = cpu = others = memory = ahead = 0.0
@@ -234,73 +215,48 @@ class Predictor:
         rate = attention_rate(self.host.attention, queries * shape.group)
         return tokens * shape.token_bytes / rate / 1e6
 
-    def refresh_ms(self, placement: Placement) -> float:
-        """How much longer a round takes that refreshes the retrieved cache."""
-        request, retrieval, target = self.request, self.config.retrieval, self.target
-        entries = retrieval.budget * target.token_bytes
-        copying = 2 * self.processor.read_ms(entries)
-        sending = 0.0
-        if not request.in_place:
-            sending = entries / (GATHER_SHARE * request.hardware.gpus[0].to_device_rate) / 1e6
-        if request.refreshes_from_stream:
-            # While a pass runs: but for what CPU and other GPUs attend, entries are in its stream.
-            apart = placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)
-            return copying + apart / request.context * sending
-        chunks = request.context // retrieval.chunk
-        scoring = self.host.read_ms(chunks * target.token_bytes // 2)
-        if retrieval.select != "mean_keys":
-            values = chunks * target.layers * target.kv_heads
-            # Chosen where the scores are: on a GPU for all layers at once, on the host sorted layer by layer.
-            scoring = values * CHOOSING_NS / 1e6 if request.in_place else 0.0
-        return scoring + copying + sending
-
-    def refresh_share(self, tokens: float) -> float:
-        """Of passes that yield `tokens` each, those that refresh the retrieved cache."""
-        request, retrieval = self.request, self.config.retrieval
-        everything = request.context + request.new_tokens <= retrieval.budget
-        # How often acceptance falls too low is not known beforehand.
-        if not request.retrieves or everything or retrieval.refresh.kind == "acceptance":
-            return 0.0
-        return 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
-
-    def round(self, verification: PassTime, draft: Work) -> RoundTime:
+    def round(self, verification: PassTime, draft: Cost) -> RoundTime:
         """A round that is drafted while the pass before it runs, for the likeliest verdicts of that pass.
 
         One after the other, as long as a draft made beside the pass comes earlier than one made after it.
         """
         request, drafted = self.request, verification.drafted
-        acceptance = request.acceptance(request.levels[-1]) if request.levels else 0.0
-        tokens = drafted.expected_tokens((acceptance, *LATER_CHOICES))
+        tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
         chances: list[float] = []
-        # What may follow a tree is not guessed, nor what a source finds.
-        guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1] not in SOURCES
+        # What may follow a tree is not guessed.
+        guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1].guesses
         most = self.config.offload.ahead if guessed and not request.in_place else 0
-        for chance in outcome_chances(acceptance, drafted.depth)[:most]:
+        for chance in outcome_chances(request.acceptance, drafted.depth)[:most]:
             ready = busy + (1 + len(chances)) * draft.ms
             if ready >= late:
                 break
             chances.append(chance)
             ms -= chance * (late - max(verification.ms, ready))
-        share = self.refresh_share(tokens)
-        longer = self.refresh_ms(verification.placement) if share else 0.0
+        share, longer = self._refresh(verification.placement, tokens)
         return RoundTime(verification, draft, ms + share * longer, tokens, tuple(chances), share, longer)
 
+    def _refresh(self, placement: Placement, tokens: float) -> tuple[float, float]:
+        """Share of rounds that refresh a cache, and by how much such a round is longer."""
+        apart = placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)
+        found = [level.refresh(self, tokens, apart / self.request.context) for level in self.request.levels]
+        return max(found, default=(0.0, 0.0))
+
     def busy_ms(self, verification: PassTime) -> float:
-        """What a pass takes from drafting beside it.
+        """Returns for how long a pass keeps the processor from drafting beside it.
 
         The GPU is counted as if it attended all of the context, so that no plan looks better for attending
         less of it there.
         """
         whole = self._attention(self.target, self.request.context, verification.gamma + 1)
         busy = verification.dense.busy_ms + whole
-        if TARGET_SHARED in self.request.levels:  # drafting waits for the CPU, which has a share of the pass
+        if any(level.drafts_on_host for level in self.request.levels):
             busy = max(busy, verification.cpu_attention)
         return busy
 
     def bottleneck(self, best: RoundTime) -> str:
-        """What would have to become faster first for a shorter round."""
+        """Returns the part that would have to become faster first for a shorter round."""
         verification, draft, dense = best.verification, best.draft, best.verification.dense
         drafted = draft.ms + (self.busy_ms(verification) if best.chances else 0.0)
         if self.request.in_place:

@@ -1,16 +1,16 @@
-// Memory that will be read soon, fetched while other work is done.
+// Prefetching of memory that will be read soon.
 
 #pragma once
 
 #include <cstdint>
 
-// Fetches the next rows into the nearest cache, a few lines at each step of the work: in one burst they
-// would fill the processor's queue of misses, and the work would wait. A fetch past the end of memory is no
-// fault. Rows with gaps between them are left to the processor.
-class Ahead {
+// Fetches the next rows into the nearest cache, a few lines per step of the work: one burst would fill the
+// processor's queue of misses and stall the work. A prefetch past the end of memory does not fault. Rows with
+// gaps between them are left to the hardware prefetcher.
+class Prefetcher {
   public:
     template <typename T>
-    Ahead(const T* first, int rows, int dim, int64_t stride, int steps)
+    Prefetcher(const T* first, int rows, int dim, int64_t stride, int steps)
         : at_(reinterpret_cast<const char*>(first)),
           last_(at_ + (stride == dim ? rows * stride * int64_t(sizeof(T)) : 0)),
           lines_(int((last_ - at_ + LINE * steps - 1) / (LINE * steps))) {}

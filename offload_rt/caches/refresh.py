@@ -1,4 +1,4 @@
-"""How a retrieved cache is filled: from a pass of the full one, as its entries pass by, or from the store."""
+"""One refresh of a retrieved cache: newly chosen entries, from a pass of the full cache or from the store."""
 
 from __future__ import annotations
 
@@ -19,35 +19,43 @@ from cpu_kv.mapped import computed_copy
 from offload_rt.caches.buffers import KVBuffer
 
 _Places = slice | tuple[Tensor, Tensor]
-"""Entries of a layer, for every head alike; or heads and chunks."""
+"""Entries of a layer, the same for every head; or heads and chunk slots."""
 
 
 class ChosenChunks(NamedTuple):
-    """Chunks that the KV heads of a layer keep, `[3, n]`: chunk (rising), head, and slot within the head."""
+    """The chunks chosen for the KV heads of a layer, `[3, n]`: chunk number (rising), head, slot of the head.
+
+    Attributes:
+        device: the same on the device; None: not sent yet.
+    """
 
     host: Tensor
     device: Tensor | None
-    """None: still to be sent."""
 
     @classmethod
     def of(cls, host: Tensor, device: torch.device) -> ChosenChunks:
-        """Chosen on the host, for a device: page-locked, so that sending them holds up nothing."""
+        """Wraps chunks chosen on the host; for a GPU page-locked, so that sending them does not block."""
         on_gpu = device.type == "cuda"
         return cls(host.pin_memory() if on_gpu else host, None if on_gpu else host)
 
 
 @dataclass(frozen=True)
-class Extent:
-    """How a text of `length` tokens fills the entries: chunks `[0, chosen_end)`, then the recent window.
+class EntryLayout:
+    """The layout of entries for a sequence of `length` tokens: chosen chunks, then a recent window.
 
-    What was not chosen before that window is the rest: the means of the first `pages` pages stand for it.
+    Attributes:
+        length: number of tokens.
+        recent_start: position of the first token of the recent window.
+        chosen_end: number of entries of the chosen chunks.
+        means: number of pages, from the first one on, whose means represent the unretrieved tokens.
+        unretrieved: number of tokens before the recent window, in these pages, that were not chosen.
     """
 
     length: int
     recent_start: int
     chosen_end: int
-    pages: int
-    rest: int  # tokens
+    means: int
+    unretrieved: int
 
     @property
     def entries(self) -> int:
@@ -55,53 +63,50 @@ class Extent:
 
 
 class ChunkRows:
-    """Memory of `[pages, heads, tokens, dim]` as rows, of which chunks are made.
+    """A view of KV `[pages, heads, tokens, dim]` as rows, each a part of a chunk.
 
-    A row is picked as a whole, where indexing by page, head and chunk picks an element at a time.
+    Picking whole rows is faster than indexing by page, head and chunk, which picks single elements.
     """
 
     def __init__(self, part: Tensor, chunk: int) -> None:
         pages, heads, tokens, dim = part.shape
         self._chunk = chunk
-        self._page, self._head = (stride // dim for stride in part.stride()[:2])  # tokens between two
-        self._tokens = gcd(chunk, self._page, self._head)  # of a row
+        self._page, self._head = (stride // dim for stride in part.stride()[:2])  # in tokens
+        self._tokens = gcd(chunk, self._page, self._head)  # per row
         end = (pages - 1) * self._page + (heads - 1) * self._head + tokens
         width = self._tokens * dim
         self.memory = part.as_strided((end // self._tokens, width), (width, 1))
 
     def of(self, page: Tensor, head: Tensor, at: Tensor) -> Tensor:
-        """Numbers of the rows of chunks: the page of each, its head, and its place there."""
+        """Returns the row numbers of chunks, given their page, head, and place within the page."""
         first = (page * self._page + head * self._head + at * self._chunk) // self._tokens
         each = torch.arange(self._chunk // self._tokens, device=first.device)
         return (first[:, None] + each).flatten()
 
 
-class RetrievedRefill:
-    """Entries chosen anew, taken into a buffer from a pass of the full cache, or from the store at once.
+class RetrievalRefresh:
+    """Fills a buffer with newly chosen entries, from the segments of a pass or from the store at once.
 
-    Chunks are chosen layer by layer in another thread, ahead of the pass, for which nothing here waits for
-    the device.
+    Chunks are chosen layer by layer in another thread, ahead of the pass. No method waits for the device.
 
     Args:
         engine: over the store and its link.
-        chunk: tokens of a chunk.
-        choose: returns the chunks of a layer, in that thread.
-        choosing: has that thread. It may be shut down after `close`.
-
-    Attributes:
-        extent: how the entries lie in `buffer`.
+        chunk: tokens per chunk.
+        layout: how the entries lie in `buffer`.
+        choose: returns the chunks of a layer; called in `executor`.
+        executor: has one thread; may be shut down after `close`.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
         chunk: int,
-        extent: Extent,
+        layout: EntryLayout,
         choose: Callable[[int], ChosenChunks],
         buffer: KVBuffer,
-        choosing: Executor,
+        executor: Executor,
     ) -> None:
-        self.extent = extent
+        self.layout = layout
         self.buffer = buffer
         self._engine = engine
         self._chunk = chunk
@@ -111,45 +116,45 @@ class RetrievedRefill:
             chunks = choose(layer)
             return chunks.host[0].tolist(), chunks
 
-        self._chosen = [choosing.submit(chosen, layer) for layer in self._layers]
+        self._chosen = [executor.submit(chosen, layer) for layer in self._layers]
         self._layer = -1
-        self._chunks = self._there = torch.empty(3, 0, dtype=torch.long)  # as chosen
+        self._on_host = self._on_device = torch.empty(3, 0, dtype=torch.long)  # chunks of the layer
         self._numbers: list[int] = []
-        self._missing = len(self._layers) * engine.sequence.layout.kv_heads * extent.entries
-        self._under_way: deque[tuple[int, _Places, PendingCopy]] = deque()
+        self._missing = len(self._layers) * engine.sequence.layout.kv_heads * layout.entries
+        self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
 
     @property
     def complete(self) -> bool:
-        """Whether every entry has passed by."""
+        """True once every entry has been taken."""
         return self._missing == 0
 
     def finish(self) -> None:
-        """Puts what was sent meanwhile in its place; what is still under way is waited for."""
-        self._put_sent(len(self._layers))
+        """Writes entries that are still on their way to the buffer."""
+        self._write_pending(len(self._layers))
 
     def close(self) -> None:
-        """Stops choosing, for a pass that is given up. Idempotent."""
+        """Stops choosing, after a pass that was abandoned. Idempotent."""
         for future in [one for one in self._chosen if not one.cancel()]:
             future.exception()  # waits for the layer that is being chosen
 
-    def _put_sent(self, end: int) -> None:
-        """Puts what was sent of the layers before `end` in its place, and lets go what it came in."""
-        while self._under_way and self._under_way[0][0] < end:
-            layer, places, sent = self._under_way.popleft()
-            self._put(self._engine.await_copy(sent), layer, places)
+    def _write_pending(self, end: int) -> None:
+        """Writes the entries that were sent for layers before `end`, and frees the memory they came in."""
+        while self._pending and self._pending[0][0] < end:
+            layer, places, sent = self._pending.popleft()
+            self._write(self._engine.await_copy(sent), layer, places)
 
-    def _put(self, kv: Tensor, layer: int, places: _Places) -> None:
-        """Keys and values on the device, `[2, …]`, to the entries at `places`."""
+    def _write(self, kv: Tensor, layer: int, places: _Places) -> None:
+        """Writes keys and values on the device, `[2, …]`, to entries."""
         entries = self.buffer.kv[layer]
         if isinstance(places, slice):
             entries[:, :, places] = kv
         else:
-            chosen = entries[:, :, : self.extent.chosen_end]
+            chosen = entries[:, :, : self.layout.chosen_end]
             chosen.unflatten(2, (-1, self._chunk))[:, *places] = kv
 
     def take_from_store(self) -> None:
-        """Takes every entry now, from where it lies. Raises CopyFailed."""
-        sequence, link, length = self._engine.sequence, self._engine.link, self.extent.length
+        """Takes every entry from the store now. Raises CopyFailed."""
+        sequence, link, length = self._engine.sequence, self._engine.link, self.layout.length
         with closing(self):
             for layer in self._layers:
                 mapped = None if link.in_place else sequence.device_views(layer, 0, length, link.device)
@@ -158,26 +163,28 @@ class RetrievedRefill:
             self.finish()
 
     def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
-        """Takes what it wants of the text's tokens from `start` on, which lie in no chunk across two pages.
+        """Takes the chosen entries among consecutive tokens of a layer; no chunk may cross a page.
 
         Args:
+            start: position of the first token.
             runs: `[pages, kv_heads, tokens, head_dim]`, on the device or where its kernels can read them.
-            over_link: they are in host memory that kernels cannot read, and what is taken must be sent.
+            over_link: `runs` are in host memory that kernels cannot read: entries must be sent.
         """
         if layer != self._layer:
-            self._turn_to(layer)
+            self._start_layer(layer)
         for keys, values in runs:
             self._take_chunks(layer, start, keys, values, over_link)
             self._take_recent(layer, start, keys, values, over_link)
             start += len(keys) * keys.shape[2]
 
-    def _turn_to(self, layer: int) -> None:
-        # Two layers' are on their way at most: the pass waits for none, and they take little memory.
-        self._put_sent(layer - 1)
+    def _start_layer(self, layer: int) -> None:
+        # At most two layers are on their way: the pass waits for neither, and they take little memory.
+        self._write_pending(layer - 1)
         self._layer = layer
-        self._numbers, (self._chunks, there) = self._chosen[layer].result()
-        device = self.buffer.memory.device
-        self._there = self._chunks.to(device, non_blocking=True) if there is None else there
+        self._numbers, (self._on_host, on_device) = self._chosen[layer].result()
+        if on_device is None:
+            on_device = self._on_host.to(self.buffer.memory.device, non_blocking=True)
+        self._on_device = on_device
 
     def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         chunk, (pages, _, tokens, dim) = self._chunk, keys.shape
@@ -186,40 +193,40 @@ class RetrievedRefill:
         high = bisect_left(self._numbers, first + pages * per_page)
         if low == high:
             return
-        # What lies in host memory is picked by what was chosen there: the device need not be asked.
-        numbers, heads, _ = (self._chunks if over_link else self._there)[:, low:high]
+        # KV in host memory is picked by the host's copy of the choice, without asking the device.
+        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, low:high]
         page, at = (numbers - first) // per_page, (numbers - first) % per_page
         sides = [ChunkRows(part, chunk) for part in (keys, values)]
         rows = sides[0].of(page, heads, at)
         self._missing -= (high - low) * chunk
-        _, *places = self._there[:, low:high]  # heads and chunks
+        _, *places = self._on_device[:, low:high]  # heads and slots
 
         def pick(packed: Tensor) -> None:
             for side, out in zip(sides, packed, strict=True):
                 torch.index_select(side.memory, 0, rows, out=out.view(len(rows), -1))
 
-        self._bring((2, high - low, chunk, dim), pick, layer, tuple(places), over_link)
+        self._transfer((2, high - low, chunk, dim), pick, layer, tuple(places), over_link)
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
-        extent = self.extent
-        first = max(start, extent.recent_start)
-        last = min(start + len(keys) * keys.shape[2], extent.length)
+        layout = self.layout
+        first = max(start, layout.recent_start)
+        last = min(start + len(keys) * keys.shape[2], layout.length)
         if first >= last:
             return
-        behind = extent.chosen_end - extent.recent_start  # from places in the text to entries
+        offset = layout.chosen_end - layout.recent_start  # from positions to entries
         parts = [part_of(part, first - start, last - start) for part in (keys, values)]
         self._missing -= (last - first) * keys.shape[1]
-        places = slice(first + behind, last + behind)
+        places = slice(first + offset, last + offset)
         shape = (2, *parts[0].shape)
 
         def copy(packed: Tensor) -> None:
             for part, out in zip(parts, packed, strict=True):
-                # By a kernel: what lies in host memory is no source for a copy within the device.
+                # By a kernel, as `part` may be host memory that the device reads directly.
                 out.copy_(part) if over_link or not part.is_cuda else computed_copy(part, out=out)
 
-        self._bring(shape, copy, layer, places, over_link)
+        self._transfer(shape, copy, layer, places, over_link)
 
-    def _bring(
+    def _transfer(
         self,
         shape: Sequence[int],
         fill: Callable[[Tensor], object],
@@ -227,10 +234,10 @@ class RetrievedRefill:
         places: _Places,
         over_link: bool,
     ) -> None:
-        """What `fill` puts into memory of this shape, to the entries at `places`; no link is waited for."""
+        """Writes what `fill` puts into memory of this shape to the entries at `places`, without waiting."""
         if over_link:
-            self._under_way.append((layer, places, self._engine.send(shape, fill)))
+            self._pending.append((layer, places, self._engine.send(shape, fill)))
         else:
             packed = self.buffer.memory.new_empty(shape)
             fill(packed)
-            self._put(packed, layer, places)
+            self._write(packed, layer, places)

@@ -1,0 +1,141 @@
+"""Operators around attention, registered as `torch.ops.offload_rt`: merging partial results, attention mass.
+
+The functions of this module are their plain form: the reference for the Triton kernels, and the
+implementation for CPUs and for GPUs without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_EXPONENT = 80.0
+"""Largest exponent of a mass relative to its reference: a little more overflows float32."""
+
+
+def clamped_exp(difference: Tensor) -> Tensor:
+    """Returns exp of a score relative to a reference, finite for every score."""
+    return difference.clamp(max=MAX_EXPONENT).exp()
+
+
+def sampled_rows(tensor: Tensor, period: int, step: int) -> Tensor:
+    """Returns rows of `[kv_heads, folded_query, …]`: each `step`th of `period`, back from the last."""
+    apart: Tensor = tensor.unflatten(1, (-1, period))
+    return apart[:, :, (period - 1) % step :: step].flatten(1, 2)
+
+
+def combine(
+    parts: Tensor, lses: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merges attention over disjoint segments, and an earlier sum, into attention over their union.
+
+    A segment in which a query sees no key has the log-sum-exp -inf and does not count.
+
+    Args:
+        parts: attention over each segment, `[segments, kv_heads, folded_query, head_dim]`.
+        lses: its log-sum-exp, `[segments, kv_heads, folded_query]`.
+        out, lse: the sum so far, `[kv_heads, folded_query, head_dim]` and `[kv_heads, folded_query]`.
+
+    Returns:
+        The new sum and its log-sum-exp, in float32 or wider.
+    """
+    dtype = lses.dtype
+    if len(parts) == 1:
+        summed, total = parts[0].to(dtype), lses[0]
+    else:
+        total = lses.logsumexp(0)
+        weights = (lses - total).nan_to_num(nan=0.0).exp()[..., None]
+        summed = (parts.to(dtype) * weights).sum(0)
+    if out is None or lse is None:
+        return summed, total
+    share = torch.sigmoid(total - lse).nan_to_num(nan=0.0)[..., None]
+    return torch.lerp(out, summed, share), torch.logaddexp(lse, total)
+
+
+def chunk_mass_(
+    mass: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    reference: Tensor,
+    scale: float,
+    period: int,
+    step: int,
+) -> None:
+    """Writes the attention mass of sampled queries on each chunk of a segment, relative to `reference`.
+
+    Args:
+        mass: output, `[kv_heads, sampled_query, chunks]` float32; its rows may have gaps between them.
+        queries: `[kv_heads, folded_query, head_dim]`.
+        keys: `[pages, kv_heads, tokens, head_dim]`; a chunk lies within a page.
+        reference: log-sum-exp of each query, `[kv_heads, folded_query]`.
+        period, step: which queries are sampled, see `mass.Sample`.
+    """
+    # Scaled before the product, whose sums may be more than float16 holds.
+    sampled = scale * sampled_rows(queries, period, step)
+    shift = sampled_rows(reference, period, step)[..., None]
+    chunks = mass.shape[2] // len(keys)
+    # Page by page: a product with all of them at once would first copy the keys, which lie between values.
+    for page, out in zip(keys, mass.split(chunks, dim=2), strict=True):
+        scores = (sampled @ page.mT).to(shift.dtype) - shift
+        torch.sum(clamped_exp(scores).unflatten(-1, (chunks, -1)).float(), -1, out=out)
+
+
+def combine_with_mass_(
+    mass: Tensor,
+    parts: Tensor,
+    lses: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    reference: Tensor,
+    scale: float,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """Does `combine` and `chunk_mass_` for one segment; as independent work they fit one kernel."""
+    chunk_mass_(mass, queries, keys, reference, scale, period, step)
+    return combine(parts, lses, out, lse)
+
+
+def add_mass_(
+    scores: Tensor,
+    mass: Tensor,
+    reference: Tensor,
+    lse: Tensor,
+    decay: float,
+    period: int,
+    step: int,
+) -> None:
+    """Computes `scores = decay * scores + mass`, with the mass summed over all sampled queries.
+
+    Args:
+        scores: updated in place, `[kv_heads, chunks]` float32; its rows may have gaps between them.
+        mass: `[kv_heads, sampled_query, chunks]` relative to `reference`, or `[kv_heads, 1, chunks]` if
+            already summed over the queries.
+        reference: `[kv_heads, folded_query]`.
+        lse: log-sum-exp over all keys that the queries attended to, `[kv_heads, folded_query]`.
+    """
+    weights = clamped_exp(sampled_rows(reference - lse, period, step)).float()[:, None]
+    if mass.shape[1] == 1:
+        weights = weights.mean(-1, keepdim=True)  # the share of each query is no longer known
+    scores.mul_(decay).add_((weights @ mass)[:, 0])
+
+
+_SCHEMAS: dict[Callable[..., Any], str] = {
+    combine: "(Tensor parts, Tensor lses, Tensor? out, Tensor? lse) -> (Tensor, Tensor)",
+    chunk_mass_: "(Tensor(a!) mass, Tensor queries, Tensor keys, Tensor reference, float scale,"
+    " int period, int step) -> ()",
+    combine_with_mass_: "(Tensor(a!) mass, Tensor parts, Tensor lses, Tensor out, Tensor lse,"
+    " Tensor queries, Tensor keys, Tensor reference, float scale, int period, int step) -> (Tensor, Tensor)",
+    add_mass_: "(Tensor(a!) scores, Tensor mass, Tensor reference, Tensor lse, float decay, int period,"
+    " int step) -> ()",
+}
+NAMES = [operator.__name__ for operator in _SCHEMAS]
+LIBRARY = torch.library.Library("offload_rt", "DEF")
+for _operator, _schema in _SCHEMAS.items():
+    LIBRARY.define(_operator.__name__ + _schema)
+    LIBRARY.impl(_operator.__name__, _operator, "CompositeExplicitAutograd")

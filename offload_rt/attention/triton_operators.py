@@ -1,0 +1,216 @@
+"""The operators of `operators.py` by Triton kernels, for CUDA devices.
+
+Each falls back to the plain form for shapes, strides and dtypes that its kernel does not take. Importing this
+module raises ImportError where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from offload_rt.attention import operators
+from offload_rt.attention.triton_kernels import _add_mass, _segment
+
+PAGES_AT_A_TIME = 16
+TOKENS_AT_A_TIME = 64
+CHUNKS_AT_A_TIME = 1024
+MIN_ROWS = 16  # of a matrix product on tensor cores
+
+_NO_MASS = {"ROWS": MIN_ROWS, "TOKENS": TOKENS_AT_A_TIME, "CHUNK": 1}
+
+
+def combine(
+    parts: Tensor, lses: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `operators.combine`."""
+    if not _can_combine(parts, lses):
+        return operators.combine(parts, lses, out, lse)
+    pages, heads, queries, dim = parts.shape
+    new_out = torch.empty(heads, queries, dim, dtype=torch.float32, device=parts.device)
+    new_lse = torch.empty(heads, queries, dtype=torch.float32, device=parts.device)
+    given = parts, lses.contiguous(), new_out if out is None else out, new_lse if lse is None else lse
+    with _on_device_of(parts):
+        _segment[(heads * queries,)](
+            *(*given, new_out, new_lse, pages, queries, heads * queries, dim, *parts.stride()[:3]),
+            *(new_out, new_out, new_out, new_out, 1.0, *([1] * 15)),
+            COMBINES=True,
+            MASS=False,
+            HAS_SUM=out is not None,
+            DIM=triton.next_power_of_2(dim),
+            PAGES=PAGES_AT_A_TIME,
+            **_NO_MASS,
+        )
+    return new_out, new_lse
+
+
+def chunk_mass_(
+    mass: Tensor, queries: Tensor, keys: Tensor, reference: Tensor, scale: float, period: int, step: int
+) -> None:
+    """See `operators.chunk_mass_`."""
+    block = _block_tokens(mass, queries, keys, reference)
+    if not block:
+        return operators.chunk_mass_(mass, queries, keys, reference, scale, period, step)
+    arguments, sizes, programs = _mass_arguments(mass, queries, keys, reference, scale, period, step, block)
+    with _on_device_of(mass):
+        _segment[(programs,)](
+            *([mass] * 6),
+            *(0, 1, 0, keys.shape[3], 1, 1, 1),
+            *arguments,
+            COMBINES=False,
+            MASS=True,
+            HAS_SUM=False,
+            PAGES=PAGES_AT_A_TIME,
+            DIM=triton.next_power_of_2(keys.shape[3]),
+            **sizes,
+        )
+    return None
+
+
+def combine_with_mass_(
+    mass: Tensor,
+    parts: Tensor,
+    lses: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    reference: Tensor,
+    scale: float,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.combine_with_mass_`."""
+    block = _block_tokens(mass, queries, keys, reference)
+    if not (block and _can_combine(parts, lses)):
+        chunk_mass_(mass, queries, keys, reference, scale, period, step)
+        return combine(parts, lses, out, lse)
+    arguments, sizes, programs = _mass_arguments(mass, queries, keys, reference, scale, period, step, block)
+    pages, heads, folded, dim = parts.shape
+    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
+    with _on_device_of(mass):
+        _segment[(heads * folded + programs,)](
+            *(parts, lses.contiguous(), out, lse, new_out, new_lse, pages, folded, heads * folded, dim),
+            *parts.stride()[:3],
+            *arguments,
+            COMBINES=True,
+            MASS=True,
+            HAS_SUM=True,
+            PAGES=PAGES_AT_A_TIME,
+            DIM=triton.next_power_of_2(dim),
+            **sizes,
+        )
+    return new_out, new_lse
+
+
+def add_mass_(
+    scores: Tensor, mass: Tensor, reference: Tensor, lse: Tensor, decay: float, period: int, step: int
+) -> None:
+    """See `operators.add_mass_`."""
+    heads, chunks = scores.shape
+    folded, sampled = lse.shape[1], -(-period // step)
+    fits = scores.stride(1) == mass.stride(2) == 1 and reference.is_contiguous() and lse.is_contiguous()
+    if not fits or not reference.dtype == lse.dtype == torch.float32:
+        return operators.add_mass_(scores, mass, reference, lse, decay, period, step)
+    with _on_device_of(scores):
+        _add_mass[(triton.cdiv(chunks, CHUNKS_AT_A_TIME), heads)](
+            *(scores, mass, reference, lse, decay, period, step, (period - 1) % step, sampled),
+            *(folded // period * sampled, folded, chunks, scores.stride(0), *mass.stride()[:2]),
+            SUMMED=mass.shape[1] == 1 and folded // period * sampled > 1,
+            CHUNKS=CHUNKS_AT_A_TIME,
+        )
+    return None
+
+
+def _can_combine(parts: Tensor, lses: Tensor) -> bool:
+    """Returns whether the kernel supports these strides and dtypes."""
+    return parts.stride(-1) == 1 and lses.dtype == torch.float32
+
+
+def _block_tokens(mass: Tensor, queries: Tensor, keys: Tensor, reference: Tensor) -> int:
+    """Returns how many keys one program takes the mass of; 0 if the kernel does not support the tensors."""
+    pages, _, tokens, dim = keys.shape
+    chunk = pages * tokens // mass.shape[2]
+    strides = mass.stride(2) == queries.stride(2) == keys.stride(3) == 1 and reference.is_contiguous()
+    if chunk & (chunk - 1) or dim < 16 or reference.dtype != torch.float32 or not strides:
+        return 0
+    return next((n for n in (TOKENS_AT_A_TIME, 32, 16) if tokens % n == 0 and n % chunk == 0), 0)
+
+
+def _mass_arguments(
+    mass: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    reference: Tensor,
+    scale: float,
+    period: int,
+    step: int,
+    block: int,
+) -> tuple[tuple[Any, ...], dict[str, int], int]:
+    """Returns the arguments of `_segment` for attention mass, its block sizes, and the number of programs."""
+    pages, heads, tokens, _ = keys.shape
+    folded, sampled = queries.shape[1], -(-period // step)
+    rows, blocks = folded // period * sampled, tokens // block
+    arguments = (
+        *(mass, queries, keys, reference, scale, period, step, (period - 1) % step, sampled, rows, folded),
+        *(blocks, pages * blocks, *mass.stride()[:2], *queries.stride()[:2], *keys.stride()[:3]),
+    )
+    rows_padded = max(MIN_ROWS, triton.next_power_of_2(rows))
+    sizes = {"ROWS": rows_padded, "TOKENS": block, "CHUNK": pages * tokens // mass.shape[2]}
+    return arguments, sizes, pages * blocks * heads
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's; its interpreter needs none."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def check(device: str = "cuda") -> None:
+    """Runs every kernel once and compares it with the plain form.
+
+    Raises:
+        RuntimeError: a kernel computes something else. Triton's own errors pass through where it cannot
+            compile.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    half = torch.float16
+    pages, heads, group, count, tokens, dim, chunk = 3, 2, 2, 5, 64, 64, 8
+    parts, lses = draw(pages, heads, group * count, dim, dtype=half), draw(pages, heads, group * count)
+    close(combine(parts, lses), operators.combine(parts, lses))
+    out, lse = operators.combine(parts[:1], lses[:1])
+    close(combine(parts[1:], lses[1:], out, lse), operators.combine(parts[1:], lses[1:], out, lse))
+    queries = draw(heads, group * count, dim, dtype=half)
+    keys = draw(pages, 2, heads, tokens, dim, dtype=half)
+    step = 2
+    sampled, chunks = group * -(-count // step), pages * tokens // chunk
+    found, wanted = (torch.zeros(heads, sampled, chunks, device=device) for _ in range(2))
+    arguments = queries, keys[:, 0], lse, dim**-0.5, count, step
+    chunk_mass_(found, *arguments)
+    operators.chunk_mass_(wanted, *arguments)
+    close([found], [wanted])
+    found.zero_()
+    pair = combine_with_mass_(found, parts[1:], lses[1:], out, lse, *arguments)
+    close([found, *pair], [wanted, *operators.combine(parts[1:], lses[1:], out, lse)])
+    for mass in (wanted, wanted.sum(1, keepdim=True)):
+        scores = [draw(heads, chunks + 3)] * 2
+        scores = [one.clone() for one in scores]
+        add_mass_(scores[0][:, 1:-2], mass, lses[0], lse, 0.5, count, step)
+        operators.add_mass_(scores[1][:, 1:-2], mass, lses[0], lse, 0.5, count, step)
+        close([scores[0]], [scores[1]])
+
+
+def close(found: Any, wanted: Any) -> None:
+    """Raises RuntimeError unless the tensors agree up to the order of summation."""
+    for one, other in zip(found, wanted, strict=True):
+        if not torch.allclose(one, other, rtol=1e-2, atol=1e-2):
+            raise RuntimeError(
+                f"a kernel differs from its plain form by {float((one - other).abs().max()):.3g}"
+            )

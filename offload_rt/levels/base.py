@@ -1,0 +1,264 @@
+"""The interface of a level of a composition, and the registry of all kinds.
+
+A composition is a list of levels below the target over its full cache; each drafts for the next one. A kind
+of level is one class: it says what it needs, how much memory and time it takes, and how it drafts. Planning
+and the engine ask the class and never branch on a name, so that a new cache policy or drafter is one file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import BufferPool
+from offload_rt.caches.full import FullCache
+from offload_rt.config import Config, LevelConfig
+from offload_rt.drafting.base import Drafter
+from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.verifier import Sampling
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import ModelShape
+
+Memory = dict[str, int]
+"""Bytes by what they are for."""
+
+LEVELS: dict[str, type[Level]] = {}
+"""All kinds of levels by name, from the cheapest to the most expensive."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of a processor in ms: reading and computing, and launching kernels."""
+
+    busy_ms: float = 0.0
+    launch_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.busy_ms + self.launch_ms
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.busy_ms + other.busy_ms, self.launch_ms + other.launch_ms)
+
+    def __mul__(self, count: float) -> Cost:
+        return Cost(count * self.busy_ms, count * self.launch_ms)
+
+
+class Sizes(Protocol):
+    """Sizes that the memory of a level depends on; a `PlanRequest` is one."""
+
+    @property
+    def target(self) -> ModelShape: ...
+    @property
+    def draft(self) -> ModelShape | None: ...
+    @property
+    def context(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens to make room for behind it."""
+
+    @property
+    def in_place(self) -> bool:
+        """The CPU computes; without a GPU there is no link."""
+
+    @property
+    def refreshes_from_stream(self) -> bool:
+        """A refresh of a retrieved cache takes its entries from a pass, into a second buffer."""
+
+    @property
+    def small_model_acceptance(self) -> float: ...
+    @property
+    def same_model_acceptance(self) -> float: ...
+
+
+class Rates(Protocol):
+    """Prices work in ms; the planner's `Predictor` is one."""
+
+    @property
+    def request(self) -> Sizes: ...
+
+    def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
+        """A pass of `queries` tokens over a bounded cache of `entries`, perhaps one CUDA graph."""
+
+    def host_attention_ms(self, tokens: int, queries: int) -> float:
+        """The CPU attends `queries` of the target over so many tokens, beside a stream where there is one."""
+
+    def device_read_ms(self, size: float) -> float:
+        """The device that computes reads so many bytes of its memory."""
+
+    def host_read_ms(self, size: float) -> float:
+        """The host reads so many bytes of its memory."""
+
+    def gather_ms(self, size: float) -> float:
+        """Chunks of so many bytes are gathered over the link; 0 without one."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Models, caches and settings that a composition is built from.
+
+    Attributes:
+        draft: the small model; None where no level needs it.
+        full: the target's full cache, to which derived caches are added.
+        pages: pages of the full cache that the sequence may grow to.
+        pool: memory of bounded caches.
+        heads: draft heads.
+        caches: the bounded caches that were made.
+    """
+
+    config: Config
+    target: CausalModel
+    draft: CausalModel | None
+    full: FullCache
+    sampling: Sampling
+    pages: int
+    pool: BufferPool
+    heads: Heads
+    caches: list[BoundedCache] = field(default_factory=list)
+
+
+class Level(ABC):
+    """A level of a composition. A subclass that sets `name` is registered under it.
+
+    Attributes:
+        name: as in a config, `model:cache` or one word.
+        rank: its place among all kinds, in steps of 10; a level drafts for levels of higher ranks only.
+        shapes: kinds of drafts that it may be told to propose; empty: all.
+        needs_draft_model: it runs the small model.
+        needs_target_states: it goes on from hidden states that a level of the target left.
+        of_target: it runs the target model.
+        verifies: it can verify what a level below it drafts.
+        guesses: it can say what a verification of its chains may yield, so that the next draft may begin
+            before the verdict.
+        drafts_on_host: the CPU attends while it drafts, so that drafts wait for the CPU's share of a pass.
+    """
+
+    name: ClassVar[str]
+    rank: ClassVar[int]
+    shapes: ClassVar[tuple[str, ...]] = ()
+    needs_draft_model: ClassVar[bool] = False
+    needs_target_states: ClassVar[bool] = False
+    of_target: ClassVar[bool] = False
+    verifies: ClassVar[bool] = True
+    guesses: ClassVar[bool] = True
+    drafts_on_host: ClassVar[bool] = False
+
+    def __init__(self, config: Config, level: LevelConfig) -> None:
+        self.config = config
+        self.level = level
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in cls.__dict__:
+            LEVELS[cls.name] = cls
+            by_rank = sorted(LEVELS.items(), key=lambda item: item[1].rank)
+            LEVELS.clear()
+            LEVELS.update(by_rank)
+
+    @abstractmethod
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        """Chance that a verifier accepts its tokens, before anything has been measured.
+
+        Args:
+            sizes: tells what the user expects; None: the usual rate.
+        """
+
+    @abstractmethod
+    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
+        """Builds what drafts.
+
+        Args:
+            below: drafts for this level; proposes nothing where there is no level below.
+            shape_below: shape of those drafts.
+            shape: shape of its own drafts, of depth 0 where that is chosen while decoding.
+        """
+
+    def memory(self, sizes: Sizes) -> Memory:
+        """Bytes that it takes of the memory of the device that computes."""
+        return {}
+
+    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+        """One pass over `queries` tokens.
+
+        Args:
+            first: the first pass of a draft, which may run all layers where the others do not.
+        """
+        return Cost()
+
+    def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
+        """Returns how its cache is renewed while decoding.
+
+        Args:
+            tokens: that a round yields.
+            apart: share of the context that does not pass through the GPU's stream.
+
+        Returns:
+            Share of rounds that refresh it, and by how many ms such a round is longer.
+        """
+        return 0.0, 0.0
+
+    @property
+    def kept_means(self) -> tuple[int | None, bool]:
+        """Means that the store must keep beside the KV: of keys by chunks of so many tokens; of pages."""
+        return None, False
+
+    def check(self, key: str) -> None:  # noqa: B027
+        """Refuses settings that this kind cannot have.
+
+        Args:
+            key: of the level in its config.
+
+        Raises:
+            InvalidValue: names the key and the value.
+        """
+
+    def check_files(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None) -> None:  # noqa: B027
+        """Opens the files that it names, before any weights are read. Raises UsageError."""
+
+    def load(self, target: CausalModel, heads: Heads) -> None:  # noqa: B027
+        """Reads what it needs beside the models, before a prompt is read. Raises UsageError."""
+
+    def check_read(self, read_by: Config, page: int) -> None:  # noqa: B027
+        """Refuses to draft for a sequence that was read by another config, where that kept too little.
+
+        Args:
+            page: tokens of a page of the store.
+
+        Raises:
+            UsageError: names what is missing and the remedy.
+        """
+
+
+def levels_of(config: Config) -> list[Level]:
+    """The levels of a config, from the cheapest to the most expensive."""
+    return [LEVELS[level.name](config, level) for level in config.speculation.levels]
+
+
+def used_levels(config: Config) -> list[Level]:
+    """The levels of a config, and those whose finds join a draft (`merge`)."""
+    merged = (LevelConfig(level.merge) for level in config.speculation.levels if level.merge)
+    return [*levels_of(config), *(LEVELS[level.name](config, level) for level in merged)]
+
+
+def needs_draft_model(configs: Iterable[Config]) -> bool:
+    """Returns whether a level of one of the configs runs a small model."""
+    return any(level.needs_draft_model for config in configs for level in levels_of(config))
+
+
+def possible(configs: Sequence[Config], draft_model: bool) -> list[Config]:
+    """Configs that can run: without a small model those that need none; a single one is always kept."""
+    return [one for one in configs if draft_model or len(configs) == 1 or not needs_draft_model([one])]
+
+
+def kept_means(config: Config) -> tuple[int | None, bool]:
+    """Means that the store must keep beside the KV of a sequence; see `Level.kept_means`."""
+    kept = [level.kept_means for level in levels_of(config)]
+    return next((chunk for chunk, _ in kept if chunk), None), any(pages for _, pages in kept)

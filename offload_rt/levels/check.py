@@ -1,0 +1,55 @@
+"""Which levels may stand in a composition, in which order, and with which drafts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from offload_rt.config import Config, LevelConfig, nearest, require
+from offload_rt.levels.base import LEVELS, Level, levels_of
+from offload_rt.levels.sources import SourceLevel
+
+KEY = "speculation.levels"
+
+
+def check_levels(config: Config) -> None:
+    """Refuses a composition that could not draft.
+
+    Raises:
+        InvalidValue: names the level's key, its value and what is allowed.
+    """
+    for level in config.speculation.levels:
+        require(level.name in LEVELS, KEY, level.name, f"is not a level{nearest(level.name, LEVELS)}")
+    levels, order = levels_of(config), list(LEVELS)
+    for one in levels:
+        _check_level(one)
+    ranks = [order.index(one.name) for one in levels]
+    rule = f"each level must be cheaper than the next, in the order {', '.join(order)}"
+    require(ranks == sorted(set(ranks)), KEY, config.speculation.names, rule)
+    for below, above in pairwise(levels):
+        _check_pair(below, above)
+
+
+def _check_level(one: Level) -> None:
+    level = one.level
+    if one.shapes:
+        rule = f"must be {' or '.join(one.shapes)} for {level.model}"
+        require(level.shape.kind in one.shapes, f"{KEY}.draft", level.draft, rule)
+    sources = [name for name, kind in LEVELS.items() if issubclass(kind, SourceLevel)]
+    rule = f"must be one of {', '.join(sources)}, or empty"
+    require(level.merge in ("", *sources), f"{KEY}.merge", level.merge, rule)
+    one.check(KEY)
+    if level.merge:
+        LEVELS[level.merge](one.config, LevelConfig(level.merge)).check(KEY)
+
+
+def _check_pair(below: Level, above: Level) -> None:
+    rule = f"{above.name} proposes what rounds with the level below yield: chain or sequences:K"
+    require(above.level.shape.kind in ("chain", "sequences"), f"{KEY}.draft", above.level.draft, rule)
+    rule = "joins drafts for the target over its full cache only: leave it empty below another level"
+    require(not below.level.merge, f"{KEY}.merge", below.level.merge, rule)
+    rule = "is planned by what the full cache accepts: choose another shape below a level"
+    require(below.level.shape.kind != "sequoia", f"{KEY}.draft", below.level.draft, rule)
+    rule = "has no model that could verify what the level below drafts: put it first"
+    require(above.verifies, KEY, above.name, rule)
+    rule = "a head below it goes on from hidden states of the target: put a level of the target there"
+    require(not below.needs_target_states or above.of_target, KEY, above.name, rule)

@@ -1,0 +1,27 @@
+"""Builds a composition: the target over its full cache, and the levels of a config below it."""
+
+from __future__ import annotations
+
+from offload_rt.config import LevelConfig
+from offload_rt.drafting.base import Drafter
+from offload_rt.drafting.merged import MergedDrafter
+from offload_rt.drafting.shapes import CHAIN
+from offload_rt.drafting.verifier import Verifier
+from offload_rt.levels import head, models  # noqa: F401  (registers the kinds)
+from offload_rt.levels.base import LEVELS, Resources, levels_of
+from offload_rt.levels.sources import SourceLevel
+
+TARGET_FULL = "target:full"
+
+
+def compose(made: Resources) -> Verifier:
+    """Returns the target over its full cache, which verifies what the config's levels draft."""
+    drafter, below = Drafter(), CHAIN
+    for level, shape in zip(levels_of(made.config), made.config.speculation.shapes, strict=True):
+        drafter = level.drafter(drafter, below, shape, made)
+        if merged := level.level.merge:
+            source = LEVELS[merged](made.config, LevelConfig(merged))
+            assert isinstance(source, SourceLevel)  # checked with the config
+            drafter = MergedDrafter(drafter, source.source())
+        below = shape
+    return Verifier(TARGET_FULL, made.target, made.full, drafter, made.sampling)

@@ -1,0 +1,40 @@
+"""The level of a draft head on the target's hidden states."""
+
+from __future__ import annotations
+
+from offload_rt.config import require
+from offload_rt.drafting.base import Drafter
+from offload_rt.drafting.expectations import HEAD_ACCEPTANCE
+from offload_rt.drafting.head_drafter import HeadDrafter, Heads
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import head_shape
+
+
+class HeadLevel(Level):
+    """A head proposes from the newest hidden state of the level above, without KV of its own."""
+
+    name = "head"
+    rank = 30
+    needs_target_states = True
+    verifies = False
+
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        return HEAD_ACCEPTANCE
+
+    def memory(self, sizes: Sizes) -> Memory:
+        head = head_shape(sizes.target)  # its output head is the target's own
+        return {"head_weights": head.weight_bytes - head.embedding_parameters * head.dtype.itemsize}
+
+    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+        return rates.step(head_shape(rates.request.target), queries)
+
+    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
+        return HeadDrafter(made.heads.of(self.config.head, made.target), made.sampling)
+
+    def check(self, key: str) -> None:
+        require(self.level.layers == "all", f"{key}.layers", self.level.layers, "must be all for head")
+
+    def load(self, target: CausalModel, heads: Heads) -> None:
+        heads.of(self.config.head, target)

@@ -1,0 +1,255 @@
+"""Levels that run a model over a cache of their own: the small model, or the target over less than all KV."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.buffers import mean_slots_for
+from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
+from offload_rt.caches.shared import SharedCache
+from offload_rt.caches.streaming import StreamingCache
+from offload_rt.config import Config
+from offload_rt.drafting.base import Drafter
+from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.errors import UsageError
+from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import ModelShape
+
+CHOOSING_NS = 10
+"""Choosing chunks on the host, for each score of a layer and KV head: 7 to 22 ns on one core of a server."""
+
+
+class ModelLevel(Level):
+    """A model over a bounded cache."""
+
+    drafter_class: type[ModelDrafter] = ModelDrafter
+
+    def model(self, made: Resources) -> CausalModel:
+        """The model that it runs."""
+        return made.target
+
+    def shape(self, sizes: Sizes) -> ModelShape:
+        """The shape of that model."""
+        return sizes.target
+
+    @abstractmethod
+    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
+        """Builds the cache that it attends to."""
+
+    def entries(self, sizes: Sizes) -> int:
+        """Entries that the cache holds beside speculative ones; see `step` and `memory`."""
+        return 0
+
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
+
+    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+        return rates.step(self.running(rates.request, first), queries, self._seen(rates.request), graph=True)
+
+    def running(self, sizes: Sizes, first: bool) -> ModelShape:
+        """The shape of the layers that a pass runs."""
+        shape = self.shape(sizes)
+        plan = None if first and self.level.calibrate else LayerPlan.parse(self.level.layers, shape.layers)
+        return shape if plan is None else shape.running(plan)
+
+    def _seen(self, sizes: Sizes) -> int:
+        return min(self.entries(sizes), sizes.context)
+
+    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
+        model = self.model(made)
+        cache = self.cache(model, made)
+        made.caches.append(cache)
+        if self.of_target:
+            made.full.derived.append(cache)
+        plan = model.layer_plan(self.level.layers)
+        plans = [plan, LayerPlan.whole(model.layers)] if plan and self.level.calibrate else [plan]
+        # The cache lacks the last token, and where all was accepted perhaps the one before it.
+        depth = shape_below.depth
+        recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
+        for each in plans:
+            model.prepare(cache, recurring, each)
+        first_plan = plans[1] if len(plans) > 1 else None
+        return self.drafter_class(
+            self.name, model, cache, below, made.sampling, plans[0], first_plan, shape_below=shape_below
+        )
+
+
+class WindowLevel(ModelLevel):
+    """A model over attention sinks and a recent window (StreamingLLM)."""
+
+    def entries(self, sizes: Sizes) -> int:
+        return self._window
+
+    @property
+    def _window(self) -> int:
+        """Entries of the cache."""
+        return self.config.draft.sinks + self.config.draft.window
+
+    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
+        draft, full = self.config.draft, made.full
+        return StreamingCache(
+            model.kv_layout(),
+            model.rotary_frequencies,
+            sinks=draft.sinks,
+            window=draft.window,
+            backend=full.backend,
+            source=full if self.of_target else None,
+            pool=made.pool,
+        )
+
+
+class SmallModelLevel(WindowLevel):
+    """A small model (TriForce's first level, EasySpec's draft model)."""
+
+    name = "draft:streaming"
+    rank = 40
+    needs_draft_model = True
+    drafter_class = SmallModelDrafter
+
+    def model(self, made: Resources) -> CausalModel:
+        assert made.draft is not None  # a level without its model is left out before anything is composed
+        return made.draft.for_length(self._window, 0)  # it sees no more tokens at a time
+
+    def shape(self, sizes: Sizes) -> ModelShape:
+        assert sizes.draft is not None
+        return sizes.draft
+
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        return SMALL_MODEL_ACCEPTANCE if sizes is None else sizes.small_model_acceptance
+
+    def memory(self, sizes: Sizes) -> Memory:
+        shape = self.shape(sizes)
+        cache = BoundedCache.nbytes(shape.layout(1), self._window)
+        return {"draft_weights": shape.weight_bytes, "draft_cache": cache}
+
+
+class StreamingLevel(WindowLevel):
+    """The target itself over attention sinks and a recent window."""
+
+    name = "target:streaming"
+    rank = 50
+    of_target = True
+
+    def memory(self, sizes: Sizes) -> Memory:
+        return {"streaming_cache": BoundedCache.nbytes(sizes.target.layout(1), self._window)}
+
+
+class RetrievedLevel(ModelLevel):
+    """The target over the chunks of the full KV that matter (TriForce's middle level)."""
+
+    name = "target:retrieved"
+    rank = 60
+    of_target = True
+
+    def entries(self, sizes: Sizes) -> int:
+        return self.config.retrieval.budget + self._room(sizes.target, sizes.context + sizes.new_tokens)
+
+    def _room(self, target: ModelShape, tokens: int) -> int:
+        """Means of pages that stand for tokens which are not retrieved."""
+        pages = target.layout(self.config.store.page).pages(tokens)
+        return mean_slots_for(pages) if self.config.retrieval.rest else 0
+
+    def memory(self, sizes: Sizes) -> Memory:
+        target, tokens = sizes.target, sizes.context + sizes.new_tokens
+        buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
+        memory = {"retrieved_caches": buffers * BoundedCache.nbytes(target.layout(1), self.entries(sizes))}
+        if self.config.retrieval.select != "mean_keys":
+            chunks = tokens // self.config.retrieval.chunk
+            memory["scores"] = AttentionScores.nbytes(target.layout(1), target.heads, chunks)
+        return memory
+
+    def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
+        sizes, retrieval, target = rates.request, self.config.retrieval, rates.request.target
+        everything = sizes.context + sizes.new_tokens <= retrieval.budget
+        # How often acceptance falls too low is not known beforehand.
+        if everything or retrieval.refresh.kind == "acceptance":
+            return 0.0, 0.0
+        share = 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
+        entries = retrieval.budget * target.token_bytes
+        copying, gathering = 2 * rates.device_read_ms(entries), rates.gather_ms(entries)
+        if sizes.refreshes_from_stream:
+            # Entries are in the stream of a pass, but for those that other processors attend.
+            return share, copying + apart * gathering
+        chunks = sizes.context // retrieval.chunk
+        if retrieval.select == "mean_keys":
+            choosing = rates.host_read_ms(chunks * target.token_bytes // 2)
+        else:
+            # Chosen where the scores are: on a GPU for all layers at once, on the host layer by layer.
+            choosing = chunks * target.layers * target.kv_heads * CHOOSING_NS / 1e6 if sizes.in_place else 0.0
+        return share, choosing + copying + gathering
+
+    @property
+    def kept_means(self) -> tuple[int | None, bool]:
+        retrieval = self.config.retrieval
+        return retrieval.chunk if retrieval.select == "mean_keys" else None, retrieval.rest
+
+    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
+        retrieval, in_place = self.config.retrieval, made.full.engine.link.in_place
+        return RetrievedCache(
+            made.full,
+            budget=retrieval.budget,
+            chunk=retrieval.chunk,
+            recent=retrieval.recent,
+            refresh=retrieval.refresh,
+            selection=self._selection(made),
+            mean_slots=mean_slots_for(made.pages) if retrieval.rest else 0,
+            from_stream=self.config.offload.refreshes_from_stream and not in_place,
+            pool=made.pool,
+        )
+
+    def _selection(self, made: Resources) -> Selection:
+        retrieval, full = self.config.retrieval, made.full
+        if retrieval.select == "mean_keys":
+            return MeanKeyScores(full.layout, full.sequence.summaries)
+        decay = DECAY if retrieval.select == "attention" else 1.0
+        return AttentionScores(full.layout, full.device, retrieval.chunk, decay, made.pages)
+
+    def check_read(self, read_by: Config, page: int) -> None:
+        (chunks, pages), by = self.kept_means, RetrievedLevel(read_by, self.level)
+        retrieved = self.name in read_by.speculation.names
+        kept_chunks, kept_pages = by.kept_means if retrieved else (None, False)
+        name, chunk = self.config.name, self.config.retrieval.chunk
+        if chunks not in (None, kept_chunks):
+            raise UsageError(
+                f"config {name}: retrieval.select mean_keys needs mean keys of chunks of {chunks} tokens, "
+                "and the context was read without: read it with an LLM of this config, or set "
+                "retrieval.select=attention"
+            )
+        if pages and not kept_pages:
+            raise UsageError(
+                f"config {name}: retrieval.rest needs means of pages, and the context was read without: "
+                "read it with an LLM of this config, or set retrieval.rest=false"
+            )
+        if page % chunk:
+            raise UsageError(
+                f"config {name}: retrieval.chunk = {chunk} must divide the store's page of {page} tokens, by "
+                "which the sequence was read"
+            )
+
+
+class SharedLevel(ModelLevel):
+    """The target over the full KV with layers left out (Draft & Verify)."""
+
+    name = "target:shared"
+    rank = 70
+    of_target = True
+    drafts_on_host = True
+
+    def memory(self, sizes: Sizes) -> Memory:
+        return {"shared_cache": SharedCache.nbytes_of(sizes.target.layout(self.config.store.page))}
+
+    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+        sizes = rates.request
+        shape = self.running(sizes, first)
+        attending = rates.host_attention_ms(sizes.context, queries) * shape.layers / sizes.target.layers
+        return rates.step(shape, queries) + Cost(attending)
+
+    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
+        return SharedCache(made.full, made.pool)

@@ -1,0 +1,82 @@
+"""The input and output of a pass of a model for one sequence, and attention of several sequences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.host import to_device
+
+
+@dataclass(frozen=True)
+class PassInput:
+    """One sequence's share of a pass.
+
+    Attributes:
+        rows: number of last tokens after which logits are wanted.
+        hidden: whether the hidden states of these tokens are wanted too.
+    """
+
+    cache: Cache
+    new: NewTokens
+    rows: int
+    hidden: bool = False
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions of the new tokens in the sequence."""
+        return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
+
+    def ids(self, device: torch.device) -> Tensor:
+        """Returns the ids of the new tokens on the device, `[count]`."""
+        known = to_device(self.new.known, device)
+        return known if self.new.drawn is None else torch.cat([known, self.new.drawn.on(device)])
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """The result of a pass for one sequence.
+
+    Attributes:
+        logits: `[rows, vocabulary]`.
+        hidden: hidden states after the last layer, `[rows, hidden_size]`, if they were wanted.
+        error: raised for this sequence alone; the logits are invalid then.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    error: Exception | None = None
+
+
+class BatchedAttention:
+    """Attention of several sequences, each over its own cache. An error in one does not stop the others."""
+
+    def __init__(self, inputs: Sequence[PassInput]) -> None:
+        self._inputs = inputs
+        self._counts = [one.new.count for one in inputs]
+        self.errors: list[Exception | None] = [None] * len(inputs)
+
+    def begin(self) -> None:
+        for number, one in enumerate(self._inputs):
+            try:
+                one.cache.begin(one.new)
+            except Exception as error:
+                self.errors[number] = error
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Computes attention of all sequences' new tokens, which follow each other in dimension 1."""
+        split = (tensor.split(self._counts, dim=1) for tensor in (queries, keys, values))
+        outs = []
+        for number, (one, query, key, value) in enumerate(zip(self._inputs, *split, strict=True)):
+            if self.errors[number] is None:
+                try:
+                    outs.append(one.cache.attend(layer, query, key, value, scale))
+                    continue
+                except Exception as error:
+                    self.errors[number] = error
+            outs.append(torch.zeros_like(query))
+        return torch.cat(outs, dim=1)

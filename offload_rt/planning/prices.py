@@ -1,0 +1,84 @@
+"""Predicted times of passes and drafts, for the controller of a sequence while it is decoded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from offload_rt.caches.tiers import GpuTier, Tiers
+from offload_rt.drafting.shapes import DraftShape
+from offload_rt.machine.hardware import NO_GPU, Gpu, Hardware, named_hardware
+from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.prediction import Predictor
+
+LENGTH_STEP = 1.1  # a sequence that has grown by this factor is priced anew
+UNKNOWN_LINK = 25.0  # GB/s
+
+
+class Prices:
+    """Predicted times of passes and drafts of one composition over one sequence, whatever its length.
+
+    Args:
+        request: the composition, models and machine.
+        tiers: where the sequence's KV lies.
+    """
+
+    def __init__(self, request: PlanRequest, tiers: Tiers) -> None:
+        self._request = request
+        self._tiers = tiers
+        self._found: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def pass_ms(self, length: int, shape: DraftShape) -> float:
+        """Time in ms to verify a draft of `shape` behind `length` tokens."""
+        return self._price(length, shape)[0]
+
+    def draft_ms(self, length: int, shape: DraftShape) -> float:
+        """Time in ms to make such a draft."""
+        return self._price(length, shape)[1]
+
+    def _price(self, length: int, shape: DraftShape) -> tuple[float, float]:
+        step = round(math.log(max(1, length), LENGTH_STEP))
+        key = step, shape.kind, shape.depth, shape.widths, shape.nodes
+        if key not in self._found:
+            priced = max(1, min(round(LENGTH_STEP**step), self._request.target.max_positions))
+            predictor = Predictor(replace(self._request, context=priced, new_tokens=0))
+            verification = predictor.verification(self._placement(priced), shape)
+            self._found[key] = verification.ms, predictor.draft(shape).ms
+        return self._found[key]
+
+    def _placement(self, length: int) -> Placement:
+        """Returns the placement of so many tokens."""
+        left, tiers = length, self._tiers
+        resident = min(left, tiers.resident_tokens)
+        cpu = min(left - resident, tiers.cpu_tokens)
+        left -= resident + cpu
+        gpus = []
+        for gpu in tiers.gpus:
+            kept = min(left, gpu.resident_tokens)
+            streamed = min(left - kept, gpu.streamed_tokens)
+            gpus.append(GpuTier(kept, streamed))
+            left -= kept + streamed
+        return Placement(resident, cpu, left, self._request.target, tuple(gpus))
+
+
+@lru_cache
+def behind_a_link(rate: float | None, others: int = 0) -> Hardware:
+    """A processor that computes at the end of a link, as an emulated link makes of it.
+
+    Args:
+        rate: GB/s of the link; None: not known.
+        others: further such processors.
+    """
+    host = named_hardware(NO_GPU).host
+    link = rate or UNKNOWN_LINK
+    processor = Gpu(
+        name="the processor behind a link",
+        memory_bytes=host.memory_bytes,
+        memory_rate=host.memory_rate,
+        compute_rate=host.compute_rate / 1e3,
+        to_device_rate=link,
+        to_host_rate=link,
+        launch_ms=host.launch_ms,
+    )
+    return Hardware(host, (processor,) * (1 + others), measured=False)
