@@ -28,8 +28,8 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import Config
 from offload_rt.host import to_host
-from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import GIB
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import seconds
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.passes import PassInput

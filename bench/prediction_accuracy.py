@@ -33,8 +33,8 @@ from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json
 from offload_rt.levels.base import Cost
-from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate, seconds
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest

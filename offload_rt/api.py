@@ -22,7 +22,7 @@ from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import needs_draft_model, possible, used_levels
-from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import (
     DEMO,
@@ -115,7 +115,9 @@ class LLM:
         if size_hint is not None or others:
             shape = find_shape(name, wanted, rope)
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
-            hardware = usable_hardware(place, on_progress=on_progress, cards=[(one, 0) for one in others])
+            hardware = usable_hardware(
+                place, on_progress=on_progress, other_gpus=[(one, 0) for one in others]
+            )
             candidates = possible(configs, draft is not None)
             sizes = size_hint or (shape.max_positions - 1, 1)  # the longest text that may come, and fits
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from machine_cases import CARD, DESKTOP, HOST
+from machine_cases import DESKTOP, GPU, HOST
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
@@ -35,12 +35,12 @@ def request(
 
 def gpu(number: int = 1, **changes: Any) -> Hardware:
     """The desktop with `number` cards and other figures of the card."""
-    return Hardware(HOST, (replace(CARD, **changes),) * number, measured=True)
+    return Hardware(HOST, (replace(GPU, **changes),) * number, measured=True)
 
 
 def host(gpus: int = 1, **changes: Any) -> Hardware:
     """The desktop with so many cards and other figures of the host."""
-    return Hardware(replace(HOST, **changes), (CARD,) * gpus, measured=True)
+    return Hardware(replace(HOST, **changes), (GPU,) * gpus, measured=True)
 
 
 def expected_round(predictor: Predictor, drafted: DraftShape, resident: int = 0, cpu: int = 0) -> RoundTime:

@@ -38,7 +38,7 @@ from cpu_kv import PacedLink
 from cpu_kv.link import CopyRecord
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
-from offload_rt.machine import doctor
+from offload_rt.machine import inspection
 from offload_rt.machine.hardware import Hardware, named_hardware
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.loading import load_model
@@ -148,9 +148,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     random_model = gpu_engine_checks.random_model
 
     def usable(
-        home: torch.device, loaded: int = 0, progress: Any = None, cards: Sequence[Any] = ()
+        home: torch.device, loaded: int = 0, progress: Any = None, other_gpus: Sequence[Any] = ()
     ) -> Hardware:
-        measured = named_hardware("rtx4090", 1 + len(cards))
+        measured = named_hardware("rtx4090", 1 + len(other_gpus))
         gpus = tuple(dataclasses.replace(one, memory_bytes=GIB) for one in measured.gpus)
         return dataclasses.replace(measured, gpus=gpus)
 
@@ -379,11 +379,11 @@ def test_a_limited_gpu_is_planned_with_what_is_left_of_the_limit(monkeypatch: py
     ):
         monkeypatch.setattr(torch.cuda, name, tell)
     monkeypatch.setattr(
-        doctor, "inspect", lambda on_progress: SimpleNamespace(hardware=named_hardware("rtx4090"))
+        inspection, "inspect", lambda on_progress: SimpleNamespace(hardware=named_hardware("rtx4090"))
     )
 
     def usable() -> float:
-        return doctor.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
+        return inspection.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
 
     assert usable() == 80 + 1 + 3, "free, reserved and not handed out, loaded"
     worker.cap(24.0, "cuda:0")

@@ -20,9 +20,9 @@ from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.engine import engine
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
-from offload_rt.machine import doctor
-from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine import inspection
 from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.shape import ModelShape, find_shape, from_config
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
@@ -50,7 +50,7 @@ def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int,
 
 def test_models_that_are_loaded_take_nothing_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = LLAMA.weight_bytes
-    monkeypatch.setattr(doctor, "available_memory", lambda: 30 * 2**30 - needed)
+    monkeypatch.setattr(inspection, "available_memory", lambda: 30 * 2**30 - needed)
     assert not planned(LLAMA, "plain", 20_000, 256).fits
     assert planned(LLAMA, "plain", 20_000, 256, loaded_bytes=needed).fits
 

@@ -1,4 +1,4 @@
-"""How often decoding makes the host wait for the device: once a verified step, and not to draft."""
+"""How often decoding makes the host wait for the device: once a verified step, and never to draft."""
 
 from __future__ import annotations
 
@@ -34,32 +34,31 @@ READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 
 @dataclass
 class Reads:
-    """Every way in which Python asks for the values of tensors while decoding.
+    """Records where Python reads the values of tensors.
 
     Attributes:
-        brought: tensors that came through `to_host`, each in memory of its own, by address.
-        others: where else values were asked for.
+        downloads: results of `to_host`, each in memory of its own, by address.
+        others: where other values were read.
     """
 
-    brought: dict[int, Tensor] = field(default_factory=dict)
+    downloads: dict[int, Tensor] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
     def to_host(self, *tensors: Tensor) -> list[Tensor]:
         copies = [tensor.clone() for tensor in tensors]
-        self.brought |= {copy.data_ptr(): copy for copy in copies}
+        self.downloads |= {copy.data_ptr(): copy for copy in copies}
         return copies
 
-    def watch(self, way: str) -> Callable[..., Any]:
-        given = getattr(Tensor, way)
+    def watch(self, method: str) -> Callable[..., Any]:
+        given = getattr(Tensor, method)
 
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.data_ptr() not in self.brought:
+            if tensor.data_ptr() not in self.downloads:
                 stack = traceback.walk_stack(sys._getframe(1))
                 frames = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
-                # The store's own tensors are the host's, and a refresh chooses there which chunks to take.
-                chooses = "caches/refill.py" in frames[0]
-                if not chooses and not any("/cpu_kv/" in frame for frame in frames):
-                    self.others.append(f"{way}: {frames[0]}")
+                # The store's own tensors are in host memory, and so are the scores of a refresh.
+                if "caches/refill.py" not in frames[0] and not any("/cpu_kv/" in one for one in frames):
+                    self.others.append(f"{method}: {frames[0]}")
             return given(tensor, *args, **kwargs)
 
         return read
@@ -69,8 +68,8 @@ class Reads:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     found = Reads()
     monkeypatch.setattr(scheduler, "to_host", found.to_host)
-    for way in READS:
-        monkeypatch.setattr(Tensor, way, found.watch(way))
+    for method in READS:
+        monkeypatch.setattr(Tensor, method, found.watch(method))
     yield found
     monkeypatch.undo()
 
@@ -84,31 +83,25 @@ def test_the_host_waits_once_a_verified_step(config: str, temperature: float, re
         events = llm.stream(byte_ids(300), params)
         (sequence,) = llm.engine._sequences
         levels = sequence.verifier.levels
-        before = {level.name: (level.host_reads, level.passes) for level in levels}  # those of the prompt
+        before = {level.name: (level.host_reads, level.passes) for level in levels}  # of the prefill
         reads.others.clear()
         tokens = [event.token for event in events]
         waits = {level.name: level.host_reads - before[level.name][0] for level in levels}
-        passed = {level.name: level.passes - before[level.name][1] for level in levels}
+        passes = {level.name: level.passes - before[level.name][1] for level in levels}
     assert len(tokens) == 60
     assert reads.others == []
-    assert len(reads.brought) >= sum(waits.values())
+    assert len(reads.downloads) >= sum(waits.values())
     verified = {"target:full"} | ({"target:retrieved"} if config == "triforce" else set())
     assert {name for name in waits if waits[name]} == verified
     for name in verified:
-        assert waits[name] == passed[name] > 0
+        assert waits[name] == passes[name] > 0
 
 
-def test_there_and_back() -> None:
-    device = torch.device("cpu")
-    assert to_device([3, 1], device).dtype == to_device([], device).dtype == torch.long
-    first, second = to_host(to_device([3, 1], device), torch.tensor(0.5))
-    assert (first.tolist(), float(second)) == ([3, 1], 0.5)
-
-
-@pytest.mark.gpu
-def test_there_and_back_over_a_link() -> None:
-    device = torch.device("cuda")
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_there_and_back(name: str) -> None:
+    device = torch.device(name)
     numbers = to_device(range(1000), device)
+    assert numbers.dtype == to_device([], device).dtype == torch.long
     first, second = to_host(numbers, numbers.double() / 2)
     assert first.tolist() == list(range(1000)) and float(second[3]) == 1.5
 
@@ -116,10 +109,10 @@ def test_there_and_back_over_a_link() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("config", ["naive", "retrieval", "triforce"])
-def test_drafting_waits_for_nothing_else_on_a_gpu(
+def test_drafting_does_not_wait_for_a_gpu(
     config: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch itself refuses what waits, but for `to_host`."""
+    """torch itself refuses whatever waits, except `to_host`."""
 
     def allowed(*tensors: Tensor) -> list[Tensor]:
         torch.cuda.set_sync_debug_mode("default")
@@ -135,7 +128,7 @@ def test_drafting_waits_for_nothing_else_on_a_gpu(
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
     with LLM.from_models(target.cuda(), draft, config=config, overrides=overrides) as llm:
         events = llm.stream(byte_ids(300), params)
-        for _ in range(24):  # until what recurs is captured
+        for _ in range(24):  # until all graphs are captured
             next(events)
         (sequence,) = llm.engine._sequences
         monkeypatch.setattr(scheduler, "to_host", allowed)

@@ -1,4 +1,4 @@
-"""What is measured of a processor, a card and its link."""
+"""Measurements of a processor, a GPU and its link."""
 
 from __future__ import annotations
 
@@ -8,32 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from machine_cases import HEALTHY, assert_positive
+from machine_cases import assert_positive
 from machine_cases import tiny as tiny  # a fixture
 
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.machine import measuring
 from offload_rt.machine.hardware import GIB
-from offload_rt.machine.inventory import read_cards
-from offload_rt.machine.measuring import LinkFigures
+from offload_rt.machine.inventory import read_gpus
 
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("copy", [lambda: None, None], ids=["beside copies", "without a link"])
 def test_the_processor_is_measured(copy: Callable[[], None] | None) -> None:
-    told = []
     torch.manual_seed(3)
     expected = torch.get_rng_state()
-    host = measuring.measure_host(GIB, copy, lambda *progress: told.append(progress))
+    host = measuring.measure_host(GIB, copy)
     assert_positive(host)
     for rate in host.attention:
         assert_positive(rate)
     assert [rate.queries for rate in host.attention] == [1, 8, 16, 32]
     assert host.attention_beside_link <= 1 and host.link_beside_attention <= 1
     assert copy is not None or host.attention_beside_link == host.link_beside_attention == 1
-    total = 4 if copy is None else 5
-    assert [progress[1:] for progress in told] == [(done, total) for done in range(total)]
-    assert torch.equal(torch.get_rng_state(), expected)  # the caller's seed still holds
+    assert torch.equal(torch.get_rng_state(), expected), "the caller's seed still holds"
 
 
 def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,17 +43,17 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: Backend())
     clock = iter(range(10_000))
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
-    kv = measuring.HostKV(5_000_000)
     monkeypatch.setattr(measuring, "REPEATS", 2)
-    rates = kv.rates()
-    assert {size for _, size in seen} == {kv.read_bytes}
-    assert kv.read_bytes == 9 * 2**19, "whole pages, of 5,000,000 bytes at most"
+    attention = measuring.CpuAttention(5_000_000)
+    rates = attention.rates()
+    assert {size for _, size in seen} == {attention.read_bytes}
+    assert attention.read_bytes == 9 * 2**19, "whole pages, of 5,000,000 bytes at most"
     # A second an attention, by this clock.
-    assert [rate.rate for rate in rates] == [kv.read_bytes / 1e9] * 4
+    assert [rate.rate for rate in rates] == [attention.read_bytes / 1e9] * 4
     assert [queries for queries, _ in seen[-8:]] == [1, 8, 16, 32] * 2
 
 
-def test_shares_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_attention_and_copies_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, attention takes 2 s and a copy 1 s; side by side, each takes 4 s."""
     alone = iter([2.0, 1.0])
 
@@ -67,20 +63,7 @@ def test_shares_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measuring, "seconds", seconds)
     monkeypatch.setattr(measuring, "REPEATS", 1)
-    assert measuring.beside(measuring.HostKV(2**16), lambda: None) == (0.5, 0.25)
-
-
-def test_a_copy_that_fails_beside_attention_is_told() -> None:
-    made = 0
-
-    def copy() -> None:
-        nonlocal made
-        made += 1
-        if made > 2:
-            raise RuntimeError("the link is gone")
-
-    with pytest.raises(RuntimeError, match="the link is gone"):
-        measuring.beside(measuring.HostKV(2**16), copy)
+    assert measuring.CpuAttention(2**16).shares_beside(lambda: None) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize(("available", "largest"), [(64 * GIB, 2**30), (2**30, 2**27), (0, 2**20)])
@@ -88,59 +71,39 @@ def test_buffers_leave_most_memory_alone(available: int, largest: int) -> None:
     assert measuring.within(measuring.MEMORY_BYTES, available) == largest
 
 
-class FakeCopies:
-    """Copies at given rates: alone 20 and 10 GB/s, both at once 15 and 5."""
+def test_a_link_is_read_while_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies reach 20 and 10 GB/s, and an idle link lowers its generation."""
+    flying: list[float] = []
 
-    pinned = True
+    class Copies:
+        def to_device(self, rate: float = 20.0) -> Callable[[], float]:
+            flying.append(rate)
+            return flying.pop
 
-    def __init__(self) -> None:
-        self.flying: list[str] = []
+        def to_host(self) -> Callable[[], float]:
+            return self.to_device(10.0)
 
-    def _begin(self, direction: str, alone: float, both: float) -> Callable[[], float]:
-        self.flying.append(direction)
-        self.together = len(self.flying) == 2
-
-        def rate() -> float:
-            self.flying.remove(direction)
-            return both if self.together else alone
-
-        return rate
-
-    def to_device(self) -> Callable[[], float]:
-        return self._begin("in", 20.0, 15.0)
-
-    def to_host(self) -> Callable[[], float]:
-        return self._begin("out", 10.0, 5.0)
-
-
-def test_rates_of_a_link_and_its_state_while_copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = FakeCopies()
-    monkeypatch.setattr(measuring, "link_now", lambda uuid: (4 if copies.flying else 1, 8))
-    to_device, to_host, figures = measuring.measure_link(copies, HEALTHY.cards[0])  # type: ignore[arg-type]
-    assert (to_device, to_host) == (20.0, 10.0)
-    assert figures == LinkFigures(15.0, 5.0, generation=4, width=8, pinned=True)
-    assert copies.flying == []
+    monkeypatch.setattr(measuring, "link_now", lambda uuid: (4 if flying else 1, 8))
+    assert measuring.measure_link(Copies(), "GPU-1") == (20.0, 10.0, (4, 8))  # type: ignore[arg-type]
+    assert flying == []
 
 
 @pytest.mark.gpu
-def test_a_card_is_measured(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = read_cards()[0]
-    device = torch.device("cuda:0")
+@pytest.mark.usefixtures("tiny")
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, *_ = read_gpus()
     monkeypatch.setattr(measuring, "COPY_BYTES", 2**24)
-    copies = measuring.PinnedCopies(device, card.free_bytes)
+    copies = measuring.PinnedCopies(torch.device("cuda:0"), facts.free_bytes)
     try:
-        copies._sources.fill_(7)
+        copies.on_host.fill_(7)
         copies.copy()
-        assert bool((copies._inwards == 7).all())
-        copies._outwards.fill_(9)
-        torch.cuda.synchronize()
-        copies.to_host()()
-        assert bool((copies._results == 9).all())
+        assert bool((copies.on_device == 7).all())
+        copies.on_device.fill_(9)
+        assert copies.to_host()() > 0
+        assert bool((copies.on_host == 9).all())
         monkeypatch.setattr(measuring, "MEMORY_BYTES", 2**26)
-        monkeypatch.setattr(measuring, "PRODUCT_WIDTH", 1024)
-        gpu, link = measuring.measure_gpu(card, copies, device, lambda *_: None)
+        monkeypatch.setattr(measuring, "GPU_PRODUCT", (1024, 1024))
+        gpu, _ = measuring.measure_gpu(facts, copies, torch.device("cuda:0"))
     finally:
         copies.close()
     assert_positive(gpu)
-    assert_positive(link)
-    assert copies._slabs.bytes_pinned == 0

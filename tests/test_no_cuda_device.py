@@ -1,4 +1,4 @@
-"""What is said where torch finds no CUDA device, by all that needs one; `make gpu` without an install."""
+"""Why torch finds no CUDA device, as all that needs one says it; `make gpu` without an install."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from machine_cases import HEALTHY
-from test_inventory import DRIVER, NVMLError
+from test_inventory import NVMLError, use_driver
 
 import bench.__main__ as bench_line
 from offload_rt import cli
-from offload_rt.machine import doctor
 from offload_rt.machine.cuda import no_cuda_device
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,19 +31,14 @@ def become(
     error: Exception | None,
     driver: str | None,
 ) -> None:
-    """From now on torch is that build, its initialisation raises `error`, and that driver is installed."""
+    """Makes torch that build, whose initialisation raises `error`, with that NVIDIA driver."""
 
     def init() -> None:
         if error is not None:
             raise error
 
-    def answer(name: str, *_: object) -> Any:
-        if driver is None:
-            raise NVMLError("driver not loaded")
-        return driver if name == "nvmlSystemGetDriverVersion" else 0
-
-    functions = {name: lambda *given, name=name: answer(name, *given) for name in DRIVER}
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **functions))
+    missing = {} if driver else {"nvmlInit": NVMLError("driver not loaded")}
+    use_driver(monkeypatch, nvmlSystemGetDriverVersion=driver, **missing)
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -57,7 +47,8 @@ def become(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-CPU_BUILD = ["a build for CPUs alone", "pip prefers", "+cpu builds", "--force-reinstall --index-url"]
+CPU_BUILD = ["a build for CPUs only", "+cpu builds", "--force-reinstall --index-url"]
+OLD = ["580 or", "driver 550.54 is installed and lists NVIDIA GeForce RTX 4090", "update the driver"]
 
 
 @pytest.mark.parametrize(
@@ -66,22 +57,11 @@ CPU_BUILD = ["a build for CPUs alone", "pip prefers", "+cpu builds", "--force-re
         ("2.13.0+cpu", None, NO_BUILD, "580.65", [*CPU_BUILD, "cu130", "driver 580.65 is installed"], []),
         ("2.13.0", None, NO_BUILD, None, [*CPU_BUILD, "cu130", "no NVIDIA driver was found"], []),
         ("2.11.0+cpu", "12.6", NO_BUILD, "550.54", [*CPU_BUILD, "cu126", "525 or newer"], ["cu130"]),
-        (
-            "2.13.0+cu130",
-            "13.0",
-            NO_DRIVER,
-            None,
-            ["CUDA 13.0", "580 or newer", "install the driver"],
-            ["more"],
-        ),
-        (
-            *("2.13.0+cu130", "13.0", OLD_DRIVER, "550.54"),
-            ["580 or newer", "driver 550.54 is installed", "update the driver", "CUDA 12: pip", "cu126"],
-            ["CUDA_VISIBLE_DEVICES"],
-        ),
+        ("2.13.0+cu130", "13.0", NO_DRIVER, None, ["cuda is 13.0", "580", "install the driver"], ["more"]),
+        ("2.13.0+cu130", "13.0", OLD_DRIVER, "550.54", [*OLD, "CUDA 12: pip", "cu126"], ["VISIBLE"]),
         ("2.11.0", "12.8", HIDDEN, "550.54", ["525 or newer, 550", "nvidia-smi", "does not hide"], ["pip "]),
         ("2.11.0", "12.8", None, "550.54", ["it counts 0 devices", "nvidia-smi"], ["pip "]),
-        ("2.20.0", "14.1", HIDDEN, "600.1", ["CUDA 14.1", "CUDA's release notes"], ["pip "]),
+        ("2.20.0", "14.1", HIDDEN, "600.1", ["cuda is 14.1", "CUDA's release notes"], ["pip "]),
     ],
 )
 def test_the_reason_is_torchs_own_with_the_remedy(
@@ -115,22 +95,15 @@ def test_commands_that_need_a_device_say_why_there_is_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     become(monkeypatch, "2.13.0+cu130", "13.0", OLD_DRIVER, "550.54")
-    said = no_cuda_device()
-    out = tmp_path / "out.jsonl"
-    for line, words in ((bench_line, ["gpu", "--out", str(out)]), (cli, ["generate", "--device", "cuda"])):
-        assert line.main(words if line is bench_line else [*words, "--prompt", "a"]) == 2
+    said, out = no_cuda_device(), tmp_path / "out.jsonl"
+    for main, words in (
+        (bench_line.main, ["gpu", "--out", str(out)]),
+        (cli.main, ["generate", "--device", "cuda", "--prompt", "a"]),
+    ):
+        assert main(words) == 2
         error = capsys.readouterr().err
         assert said is not None and said in error and error.count("\n") == 1
     assert not out.exists()
-    # Where the driver lists GPUs it is a warning, else a line.
-    for cards in ((), HEALTHY.cards):
-        hardware = replace(HEALTHY.hardware, gpus=())
-        report = replace(HEALTHY, hardware=hardware, links=(), cards=cards, no_cuda_device=said)
-        monkeypatch.setattr(doctor, "inspect", lambda *given, report=report: report)
-        assert cli.main(["doctor"]) == 0
-        table, _, warnings = capsys.readouterr().out.partition("\nWarnings\n")
-        place, other = (warnings, table) if cards else (table, warnings)
-        assert said in " ".join(place.split()) and "too old" not in other
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -138,17 +111,21 @@ def test_make_uses_an_existing_environment_as_it_is(tmp_path: Path) -> None:
     """Nothing is installed, not even where the checkout has no environment of its own."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
+    # As if no other make had started this one.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+
+    def planned(target: str, *given: str) -> str:
+        line = ["make", "-n", target, *given]
+        return subprocess.run(
+            line, cwd=tmp_path, capture_output=True, text=True, check=True, env=alone
+        ).stdout
+
     for target, first in (("gpu-quick", "bench gpu --quick"), ("gpu", "no_cuda_device")):
-        given = ["make", "-n", target, "BIN=/some/env/bin", "INSTALLED="]
-        # As if no other make had started this one.
-        alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-        done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=True, env=alone)
-        assert "pip" not in done.stdout and "venv" not in done.stdout and ".venv" not in done.stderr
-        assert done.stdout.startswith("/some/env/bin/python ") and first in done.stdout.splitlines()[0]
-    checks = [line for line in done.stdout.splitlines() if "'" in line and "bench gpu" in line]
-    assert done.stdout.index("bench gpu") < done.stdout.index("pytest") and len(checks) == 1
-    done = subprocess.run(["make", "-n", "gpu"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "pip install" in done.stdout
+        lines = planned(target, "BIN=/some/env/bin", "INSTALLED=")
+        assert "pip" not in lines and "venv" not in lines
+        assert lines.startswith("/some/env/bin/python ") and first in lines.splitlines()[0]
+    assert lines.index("bench gpu") < lines.index("pytest")
+    assert "pip install" in planned("gpu")
 
 
 def test_a_checkout_that_is_not_installed_has_commands(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -13,7 +13,7 @@ from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, h
 from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB, AttentionRate, Hardware, named_hardware
+from offload_rt.machine.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 from offload_rt.model.shape import find_shape
 from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import Prediction, plan
@@ -106,7 +106,7 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
     assert asked.elsewhere == 13, "as few as make room, and half a GiB more"
     assert shortage(asked) is None
-    assert str(shortage(replace(asked, mlps_elsewhere=10))).startswith("GPU 0 (card) has 19.0 GiB")
+    assert str(shortage(replace(asked, mlps_elsewhere=10))).startswith("GPU 0 (gpu) has 19.0 GiB")
     whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
     assert second["weights"] == whole["weights"] - first["weights"] == 13 * 3 * 4096 * 11008 * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
@@ -227,7 +227,7 @@ def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     budget = planned.request.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)
-    assert str(shortage(asked.having("retrieval.budget", budget + 8))).startswith("GPU 0 (card)")
+    assert str(shortage(asked.having("retrieval.budget", budget + 8))).startswith("GPU 0 (gpu)")
     # One of the size asked for comes before a second buffer: its better drafts are in no figure of the plan.
     assert plan(request({"retrieval.budget": 8192})).request.config.retrieval.budget == 8192
 
@@ -287,7 +287,7 @@ FLOAT32 = replace(LLAMA, dtype=torch.float32)
 @pytest.mark.parametrize(
     ("changes", "why", "nearest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (card) has 15.0", 22016),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", 22016),
         ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", 78848),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", 1792),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", 89088),
@@ -330,3 +330,20 @@ def test_assumptions_tell_the_figures_they_rest_on() -> None:
     ):
         assert figure in told
     assert "(named, not measured)" in "\n".join(plan(request(hardware=named_hardware("l40"))).assumptions)
+
+
+def test_named_machines() -> None:
+    hardware = named_hardware("rtx4090")
+    for written in ("4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"):
+        assert named_hardware(written) == hardware
+    assert named_hardware("RTX 4060 Ti 16 GB") == named_hardware("rtx4060ti-16")
+    (card,) = hardware.gpus
+    assert card.memory_bytes == 24_564 * 2**20 and card.memory_rate == pytest.approx(0.9 * 1008)
+    assert (card.to_device_rate, hardware.host.memory_rate, hardware.host.memory_bytes) == (25, 70, 92 * GIB)
+    rates = [attention_rate(hardware.host.attention, queries) for queries in (1, 8, 16, 32)]
+    assert rates == pytest.approx([49, 49, 30.1, 15.05])
+    other = named_hardware("h100", 2, vram=60)
+    assert [one.memory_bytes for one in other.gpus] == [60 * GIB] * 2
+    assert all(plan(request(hardware=named_hardware(name, 2), config="plain")).fits for name in KNOWN_GPUS)
+    with pytest.raises(UsageError, match="rtx9999.*rtx4090"):
+        named_hardware("rtx9999")

@@ -15,7 +15,7 @@ from bench.rounds import draw, figures
 from bench.systems import Opener, Prompt, Run, Setup
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
 from offload_rt.levels.base import needs_draft_model
-from offload_rt.machine.doctor import usable_hardware
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import choose_dtype, load_model
 from offload_rt.model.shape import find_shape

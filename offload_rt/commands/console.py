@@ -119,7 +119,7 @@ class Console:
         if not self._live:
             print(line, file=sys.stderr, flush=True)
             return
-        room = _columns() - 1  # a line that fills its row would leave the next one
+        room = _columns() - 1  # a full row would wrap
         bar = min(self.BAR, room - len(line) - 2)
         if share is not None and bar > 0:
             full = round(share * bar)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offload_rt.commands.doctor import tell_measuring
+from offload_rt.commands.console import Console
 from offload_rt.commands.generate import add_dtype, add_json, add_overrides, add_rope
 from offload_rt.commands.prompts import token_count
 from offload_rt.config import AUTO
@@ -137,9 +137,11 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise UsageError(f"{flag} describes another machine: name its GPU with --gpu NAME, or --gpu none")
-    from offload_rt.machine.doctor import inspect
+    from offload_rt.machine.inspection import inspect
 
-    hardware = inspect(on_progress=tell_measuring).hardware
+    console = Console(quiet=False)
+    hardware = inspect(on_progress=console.progress).hardware
+    console.clear()
     if count is not None and not 1 <= count <= len(hardware.gpus):
         raise UsageError(
             f"--gpus {count}: this machine has {len(hardware.gpus)}; describe another one with --gpu NAME"

@@ -19,11 +19,11 @@ from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import kept_means, levels_of, possible
-from offload_rt.machine.advice import without_kernel
-from offload_rt.machine.doctor import usable_hardware
 from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
+from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.memory import available_memory
+from offload_rt.machine.recommendations import without_kernel
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread

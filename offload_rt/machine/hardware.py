@@ -1,4 +1,4 @@
-"""What a machine can do, in figures: measured by `doctor.py`, or of a desktop with a known card."""
+"""Memory and rates of a machine, as the planner uses them: measured, or of a desktop with a known GPU."""
 
 from __future__ import annotations
 
@@ -15,51 +15,58 @@ SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
 MEMORY_SHARE = 0.9
 COMPUTE_SHARE = 0.8
 
-# Share of the memory's rate that CPU attention reaches by queries a key head, on a desktop processor without
+# Share of the memory rate that CPU attention reaches by queries a key head, on a desktop processor without
 # bfloat16 products (AVX2): measured per core and scaled to five cores of a desktop. Arithmetic binds it from
-# 16 queries on, and its rate falls as one over their number.
+# 16 queries on, where its rate falls as 1/queries.
 ATTENTION_SHARES = ((1, 0.7), (8, 0.7), (16, 0.43))
 ATTENTION_QUERIES = 16
 
 LAUNCH_MS = 0.3
 NO_GPU = "none"
 
-CARDS = {  # memory in MiB as the driver reports it, its rate in GB/s, dense bf16 TFLOP/s
-    "rtx4090": (24_564, 1008, 165),
+KNOWN_GPUS = {
+    "rtx3060": (12_288, 360, 25),
     "rtx3090": (24_576, 936, 71),
+    "rtx4060ti-16": (16_380, 288, 44),
+    "rtx4070ti": (12_282, 504, 80),
+    "rtx4080": (16_376, 717, 97),
+    "rtx4090": (24_564, 1008, 165),
+    "rtx5080": (16_303, 960, 113),
+    "rtx5090": (32_607, 1792, 209),
     "l40": (46_068, 864, 181),
     "a100-40": (40_960, 1555, 312),
     "a100-80": (81_920, 2039, 312),
     "h100": (81_559, 3350, 989),
     "h200": (143_771, 4800, 989),
 }
-"""Known cards, as their data sheets have them."""
+"""Memory in MiB as the driver reports it; from data sheets, its rate in GB/s, and the TFLOP/s of dense
+bfloat16 products accumulated in float32."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One graphics card and its own link to host memory."""
+    """A GPU and its own link to host memory."""
 
     name: str
-    memory_bytes: int  # what may be used: free memory where it was measured
+    memory_bytes: int  # usable: what was free when it was inspected
     memory_rate: float  # GB/s at which kernels read its memory
-    compute_rate: float  # TFLOP/s of dense bf16 matrix products
-    to_device_rate: float  # GB/s of pinned copies, this direction alone
+    compute_rate: float  # TFLOP/s of dense bfloat16 matrix products
+    to_device_rate: float  # GB/s of page-locked copies, in this direction alone
     to_host_rate: float
-    launch_ms: float  # of one decoder layer's operations over a few tokens, launched one by one
+    launch_ms: float  # to launch one decoder layer's operations over a few tokens one by one
 
     def read_ms(self, size: float) -> float:
-        """Of reading so many bytes of its memory."""
+        """Returns the time to read `size` bytes of its memory."""
         return size / self.memory_rate / 1e6
 
     def compute_ms(self, flops: float) -> float:
-        """Of so many floating-point operations."""
+        """Returns the time of `flops` floating-point operations."""
         return flops / self.compute_rate / 1e9
 
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """GB/s of KV that the CPU attends where it lies, at so many (folded) queries a key head."""
+    """Rate of CPU attention, in GB/s of KV, at a number of (folded) queries a key head."""
 
     queries: int
     rate: float
@@ -69,35 +76,35 @@ class AttentionRate:
 class Host:
     """The processor and its memory."""
 
-    memory_bytes: int  # what may be used: available memory where it was measured
+    memory_bytes: int  # usable: what was available when it was inspected
     lockable_bytes: int  # how much of it may be page-locked
-    memory_rate: float  # GB/s at which all its threads read memory
-    compute_rate: float  # GFLOP/s of float32 matrix products of many rows
-    attention: tuple[AttentionRate, ...]  # at rising numbers of queries, bf16 KV, nothing else going on
-    attention_beside_link: float  # share of that rate left while the link copies at full rate
-    link_beside_attention: float  # of the link's rate, meanwhile; both are measured as 1 without a link
-    launch_ms: float  # of one decoder layer's operations over a few tokens
+    memory_rate: float  # GB/s at which all threads together read memory
+    compute_rate: float  # GFLOP/s of float32 matrix products with many rows
+    attention: tuple[AttentionRate, ...]  # by rising numbers of queries, bfloat16 KV, on an idle machine
+    attention_beside_link: float  # share of that rate that is left while the link copies at its full rate
+    link_beside_attention: float  # share of the link's rate left meanwhile; both are 1 without a link
+    launch_ms: float  # for one decoder layer's operations over a few tokens
 
     def read_ms(self, size: float) -> float:
-        """Of reading so many bytes of memory."""
+        """Returns the time to read `size` bytes of memory."""
         return size / self.memory_rate / 1e6
 
     def compute_ms(self, flops: float) -> float:
-        """Of so many floating-point operations."""
+        """Returns the time of `flops` floating-point operations."""
         return flops / self.compute_rate / 1e6
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine; without `gpus` the CPU computes, and KV is attended where it lies."""
+    """A machine. Without GPUs the CPU computes, and KV is attended in place."""
 
     host: Host
     gpus: tuple[Gpu, ...]
-    measured: bool  # by doctor on this machine; False: named, or from data sheets
+    measured: bool  # on this machine; False: named figures and data sheets
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Hardware:
-        """The inverse of `dataclasses.asdict`."""
+        """Restores what `dataclasses.asdict` gave."""
         attention = tuple(AttentionRate(**rate) for rate in values["host"]["attention"])
         gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
         return cls(Host(**values["host"] | {"attention": attention}), gpus, values["measured"])
@@ -113,29 +120,29 @@ def named_hardware(
     cpu_attention: float | None = None,
     vram: float | None = None,
 ) -> Hardware:
-    """A desktop with `gpus` cards of a known kind in PCIe 4.0 slots of 16 lanes, and two channels of DDR5.
+    """Returns a desktop with `gpus` GPUs of a known kind in PCIe 4.0 ×16 slots and two channels of DDR5.
 
     Args:
-        gpu: a name from `CARDS`, written in any usual way ("4090", "RTX 4090"), or "none".
-        link: GB/s of pinned copies between host and each card, each way.
+        gpu: a name from `KNOWN_GPUS`, in any usual spelling ("4090", "RTX 4090"), or "none".
+        link: GB/s of page-locked copies between the host and each GPU, in each direction.
         dram: GB/s at which the CPU reads its memory.
-        ram: GiB of it.
+        ram: GiB of host memory.
         cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram` at
             up to 8, 0.43 at 16.
-        vram: GiB of a card that may be used; None: the card's.
+        vram: usable GiB of each GPU; None: all of its memory.
 
     Raises:
-        UsageError: an unknown card, or a figure that is not positive.
+        UsageError: an unknown GPU, or a figure that is not positive.
     """
     figures = {"--link": link, "--dram": dram, "--ram": ram, "--cpu-attention": cpu_attention, "--vram": vram}
     for flag, figure in figures.items():
         if figure is not None and not 0 < figure < float("inf"):
             raise UsageError(f"{flag} {figure:g}: must be more than 0")
     if gpus < 1:
-        raise UsageError(f"--gpus {gpus}: must be at least 1; --gpu {NO_GPU} is a machine without one")
-    shares = (
-        ATTENTION_SHARES if cpu_attention is None else ((1, cpu_attention / dram), (16, cpu_attention / dram))
-    )
+        raise UsageError(f"--gpus {gpus}: must be at least 1; for a machine without a GPU use --gpu {NO_GPU}")
+    shares: tuple[tuple[int, float], ...] = ATTENTION_SHARES
+    if cpu_attention is not None:
+        shares = ((1, cpu_attention / dram), (ATTENTION_QUERIES, cpu_attention / dram))
     attention = tuple(AttentionRate(queries, dram * min(1.0, share)) for queries, share in shares)
     memory = max(0, int(ram * GIB) - SYSTEM_BYTES)
     host = Host(
@@ -150,13 +157,13 @@ def named_hardware(
     )
     if gpu == NO_GPU:
         return Hardware(host, (), measured=False)
-    written = re.sub("nvidia|geforce|tesla|[^a-z0-9]", "", gpu.lower())
-    card = next((name for name in CARDS if name.replace("-", "") in (written, f"rtx{written}")), None)
-    if card is None:
-        raise UsageError(f"--gpu {gpu}: is not known; there are {', '.join(CARDS)} and {NO_GPU}")
-    mib, memory_rate, compute_rate = CARDS[card]
+    written = re.sub("nvidia|geforce|tesla|gb|[^a-z0-9]", "", gpu.lower())
+    name = next((name for name in KNOWN_GPUS if name.replace("-", "") in (written, f"rtx{written}")), None)
+    if name is None:
+        raise UsageError(f"--gpu {gpu}: is not known; use one of {', '.join(KNOWN_GPUS)} or {NO_GPU}")
+    mib, memory_rate, compute_rate = KNOWN_GPUS[name]
     one = Gpu(
-        name=card,
+        name=name,
         memory_bytes=int(vram * GIB) if vram is not None else mib * 2**20,
         memory_rate=MEMORY_SHARE * memory_rate,
         compute_rate=COMPUTE_SHARE * compute_rate,

@@ -1,4 +1,4 @@
-"""What the machine has."""
+"""Available host memory, and the folder for files that can be made again."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import platformdirs
 import psutil
 
 CACHE_FOLDER = "OFFLOAD_RT_CACHE"
 
-_CGROUP_LIMITS = (
-    # limit, what is used of it: version 2, version 1
+_CGROUP_FILES = (  # limit and usage, version 2 and version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 
 def available_memory() -> int:
-    """Bytes of host memory that may still be taken: what is free, or what a container leaves of it."""
+    """Returns how many bytes of host memory are available, to a container within its limit."""
     available = int(psutil.virtual_memory().available)
     return min([available, *(max(0, limit - used) for limit, used in _container_limits())])
 
 
-def memory_limit() -> int | None:
-    """Bytes of host memory that a container may have at all; None where nothing less than all of it."""
+def total_memory() -> int:
+    """Returns the bytes of host memory, of a container its limit."""
     total = int(psutil.virtual_memory().total)
-    return min((limit for limit, _ in _container_limits() if limit < total), default=None)
+    return min([total, *(limit for limit, _ in _container_limits())])
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:
-    """Limits and what is used of them, in bytes."""
-    for limit, used in _CGROUP_LIMITS:
+    """Yields limits and their usage, in bytes."""
+    for limit, used in _CGROUP_FILES:
         try:
             yield int(Path(limit).read_text()), int(Path(used).read_text())
         except (OSError, ValueError):  # no such group, or "max"
@@ -39,13 +39,12 @@ def _container_limits() -> Iterator[tuple[int, int]]:
 
 
 def cache_folder() -> Path:
-    """Where files are kept that this machine can make again; created on demand.
+    """Returns the folder for files that can be made again, and creates it.
 
-    `$OFFLOAD_RT_CACHE`, or `offload_rt` in `$XDG_CACHE_HOME` or in `~/.cache`. Raises OSError where there
-    can be no such folder, RuntimeError where nobody says where home is.
+    It is `$OFFLOAD_RT_CACHE`, by default `offload_rt` in the user's cache folder. Raises OSError where it
+    cannot be created.
     """
     given = os.environ.get(CACHE_FOLDER)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else home / "offload_rt"
+    folder = Path(given) if given else platformdirs.user_cache_path("offload_rt", appauthor=False)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
