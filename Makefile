@@ -6,9 +6,6 @@ INSTALLED := .venv/installed
 PEERS := .venv-peers
 # Those that need nothing beyond what `install` brings.
 CUDA_PEERS := transformers:dynamic,transformers:static,transformers:offloaded,zero_style:rebuilt,ours:plain,ours:retrieval,ours:triforce
-ifneq ($(wildcard $(PEERS)/lib/python*/site-packages/vllm),)
-CUDA_PEERS := $(CUDA_PEERS),vllm:resident,vllm:kv-offloaded,vllm:weights-offloaded
-endif
 SHAPES := llama2-7b llama3.1-8b qwen2.5-7b
 RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 

@@ -1,10 +1,19 @@
-"""Measurements: peers side by side in one run, every figure next to its ceiling. See `python -m bench`.
+"""Benchmarks: `python -m bench COMMAND` runs from a checkout and writes into `bench/results`.
 
-`__main__` lists the commands: modules with `add_parser` and `run`, and `studies`, which are declared by their
-sizes and their parts. They share `inputs` (arguments, models, texts, where results go), `machine` (what a
-figure was measured on, and its ceiling) and `report` (a result's envelope, spreads over runs, tables, plots).
-
-`side_by_side` measures the `cases`: `runner` times the `systems` in turn, each in a `worker`, with real
-weights or `random_models`. Ours go on from a `recorded_text`; `rounds` looks into what the engine did
-meanwhile, and `prediction_accuracy` holds the planner against it. The model card and `paper` read `texts`.
+A study (`study`) measures tables one after the other; a side-by-side case (`cases`, `side_by_side`) times
+systems on the same prompts, each behind an adapter of `systems` in a process of its own (`runner`, `worker`).
+Both write their results through `results`: JSON lines, a page of tables and a summary.
 """
+
+COMMANDS = {
+    "peers": ("side_by_side", "offload-rt beside transformers, DeepSpeed, llama.cpp and OpenVINO"),
+    "speedup": ("side_by_side", "every configuration of offload-rt beside transformers, by context length"),
+    "batch": ("side_by_side", "several sequences at a time, by batch size"),
+    "link": ("side_by_side", "offload-rt over an emulated link, beside layer prefetch and CPU attention"),
+    "offload": ("side_by_side", "the engine over a link, against its lower bounds and plain decoding"),
+    "prediction-accuracy": ("prediction_accuracy", "the planner's predictions beside a result of `offload`"),
+    "paper": ("paper", "the tables and figures of the papers"),
+    "model-card": ("model_card", "loss along a long prompt, needle score, acceptance of small caches"),
+    "gpu": ("gpu", "checks that need a CUDA device"),
+}
+"""Modules of this package, and what each command measures. A module has `add_arguments` and `run`."""

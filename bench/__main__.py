@@ -1,16 +1,16 @@
-"""`python -m bench COMMAND`: tables to stdout, progress to stderr, results as JSON.
+"""`python -m bench COMMAND`: tables and one line of JSON to stdout, progress to stderr, results to files.
 
-The last line on stdout is the result as JSON. Exit codes: 0 done; 1 a check of `gpu` failed;
-2 the request cannot be fulfilled (one line on stderr); 130 interrupted; 141 the reader of stdout is gone.
+Exit codes: 0 done; 1 a check of `gpu` failed; 2 the request cannot be fulfilled (one line on stderr);
+130 interrupted; 141 the reader of stdout is gone.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib import import_module
 
+from bench import COMMANDS
 from offload_rt.cli import Parser
 from offload_rt.commands.exits import run_program
 
@@ -20,22 +20,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program("bench", lambda: _run(sys.argv[1:] if argv is None else list(argv)))
 
 
-def commands() -> Sequence[Any]:
-    """The commands; imported where an interrupt is one as any other, since torch alone takes seconds."""
-    from bench import compare, gpu, prediction_accuracy, side_by_side
-    from bench.attention import ATTENTION
-    from bench.model_card import MODEL_CARD
-    from bench.paper import PAPER
-
-    return side_by_side, compare, PAPER, MODEL_CARD, ATTENTION, prediction_accuracy, gpu
-
-
 def _run(words: list[str]) -> int:
     parser = Parser(prog="bench", description="Measures offload-rt.", allow_abbrev=False)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for command in commands():
-        command.add_parser(subparsers)
-    arguments = parser.parse_args(words, argparse.Namespace(words=words))
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, (module, about) in COMMANDS.items():
+        description = f"{about[0].upper()}{about[1:]}."
+        command = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
+        if words[:1] == [name]:  # torch alone takes seconds to import
+            chosen = import_module(f"bench.{module}")
+            command.set_defaults(run=chosen.run, words=words)
+            chosen.add_arguments(command, name)
+    arguments = parser.parse_args(words)
     return arguments.run(arguments) or 0
 
 

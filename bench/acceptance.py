@@ -1,10 +1,10 @@
-"""How often a small cache of the target would draft what the full cache accepts.
+"""Acceptance of what the target would draft over a small cache.
 
-The acceptance of a proposal q by p is 1 minus their total variation, the sum of min(p, q). Both follow the
-same true text (teacher forcing) at temperature 1: p over the full KV, q over the small cache. Text goes by in
-rounds of `ROUND` tokens, as in decoding: the small cache passes over the round's tokens, then the full cache
-does and commits them, and the small cache adopts the verified KV. The nth token of a round is therefore
-drafted n tokens behind the latest refresh, as a decoder that drafts `ROUND` tokens would do it.
+The acceptance of a proposal q by p is 1 minus their total variation distance, the sum of min(p, q). Both
+follow the same true text (teacher forcing) at temperature 1: p over the full KV, q over the small cache. The
+text is passed in rounds of `ROUND` tokens, as in decoding: first over the small cache, then over the full
+cache, which commits them, and the small cache adopts the verified KV. The nth token of a round is therefore
+drafted n tokens after the latest refresh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bench import needles
-from bench.report import Row
+from bench.results import Row
 from bench.texts import Texts, passed, recompose, take
 from cpu_kv import head_major
 from offload_rt.attention.backends import fold, folded_mask
@@ -32,12 +32,12 @@ from offload_rt.engine.sequence import TokenSequence
 from offload_rt.sampling import Sampler
 from offload_rt.toml import load_config
 
-DEPTHS = 5  # of the passages
+DEPTHS = 5  # at which passages are planted
 ROUND = 8
 STRIDE = 128
 SINKS = 16
 NEVER = "stride:1000000000"
-"""A refresh policy: what H2O evicts is gone."""
+"""A refresh policy without refreshes: what H2O evicts is gone."""
 RETRIEVAL = "retrieval"
 RETRIEVAL_STRIDE = f"retrieval, stride:{STRIDE}"
 MEAN_KEYS = "mean keys (TriForce)"
@@ -48,14 +48,14 @@ STREAMING = "StreamingLLM"
 
 
 class ExactTopKCache:
-    """The entries of the largest true attention mass, for each layer and KV head.
+    """The entries with the largest true attention mass, for each layer and KV head.
 
-    Chosen by the very queries that it then serves, which takes all keys: not a system, but the reference for
-    every choice by mass. No bound on acceptance, though: where attention is spread evenly, as in the first
-    layer of many models, its heaviest entries are a biased sample of the whole.
+    They are chosen by the very queries that attend to them, which takes all keys: a reference for choices by
+    attention mass, not a system. It does not bound acceptance: where attention is spread evenly, as in the
+    first layer of many models, the heaviest entries are a biased sample of the whole.
 
     Args:
-        whole: first layers whose KV is attended to in full.
+        whole: number of first layers that attend to all KV.
     """
 
     def __init__(self, full: FullCache, budget: int, whole: int = 0) -> None:
@@ -89,17 +89,17 @@ class ExactTopKCache:
         return total.result()
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Nothing to do: all that is verified lies in the full cache."""
+        """Does nothing: verified KV is in the full cache."""
 
     def keep(self, entries: Sequence[int]) -> None:
-        """Nothing to do: there is no speculation here."""
+        """Does nothing: there are no speculative tokens."""
 
     def settle(self) -> None:
-        """Nothing to do, as in `keep`."""
+        """Does nothing, like `keep`."""
 
 
 def count_prompt(sequence: TokenSequence) -> None:
-    """Counts what the text's own queries attended to, as H2O does: `ROUND` of them behind each page."""
+    """Counts what queries of the sequence attended to, as H2O does: `ROUND` queries after each page."""
     full, length, page = sequence.full, sequence.full.verified_length, sequence.full.layout.page_size
     (cache,) = full.derived
     assert isinstance(cache, RetrievedCache) and isinstance(cache.selection, AttentionScores)
@@ -125,11 +125,11 @@ CACHES: dict[str, Keys] = {
     TOP_K: PLAIN,
     TOP_K_FIRST_WHOLE: PLAIN,
 }
-"""Small caches by keys of a configuration; refreshed every round where it does not say otherwise."""
+"""Small caches as configuration keys; refreshed every round unless they say otherwise."""
 
 
 def small_cache(sequence: TokenSequence, kind: str, budget: int) -> Cache:
-    """One of `CACHES` with so many entries, at the end of the text and kept up from its full cache."""
+    """Builds one of `CACHES` with `budget` entries at the end of the sequence."""
     full, retrieval = sequence.full, sequence.planned.retrieval
     keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
     keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
@@ -152,14 +152,14 @@ TABLE_1 = {
     HEAVY_HITTERS: (0.9179, 0.0739),
     MEAN_KEYS: (0.9649, 0.9878),
 }
-"""The paper's, on PG-19 and on needles, 120K tokens and a budget of 4K."""
+"""The paper's acceptance on PG-19 and on needles, for 120K tokens and a budget of 4K."""
 
 
 @torch.inference_mode()
 def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget: int) -> Tensor:
-    """Acceptance `[tokens]`, float64, for what follows each of `tokens`, which follow what has been read.
+    """Acceptance `[tokens]`, float64, after each of `tokens`, which continue what has been read.
 
-    Their count is a multiple of `ROUND`.
+    Their number is a multiple of `ROUND`.
     """
     cache = small_cache(sequence, kind, budget)
     full, small = sequence.verifier, replace(sequence.verifier, cache=cache)
@@ -172,20 +172,14 @@ def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget
     return torch.cat(found)
 
 
-def by_distance(values: Tensor, period: int) -> list[float | None]:
-    """Means of `[…, tokens]` by eighths of the way from a refresh, one every `period` tokens, to the next."""
-    whole = values[..., : values.shape[-1] // period * period].reshape(-1, ROUND, period // ROUND)
-    return [float(mean) if len(whole) else None for mean in whole.mean(dim=(0, 2))]
-
-
 def small_caches(study: Texts) -> list[Row]:
-    """What a small cache holds.
+    """Contents of a small cache.
 
-    TriForce, table 1. Acceptance of what a cache of a part of the text would draft, teacher forced, T = 1: on
-    the books' own text, also by eighths of the way from a refresh, one every 8 tokens where no other is
-    named, to the next; and on passages of random tokens that were hidden in it and are asked for again. Exact
-    top-k chooses by the very queries that it serves; the demo target's first layer attends evenly, where the
-    heaviest entries stand for nothing but themselves, so it is also shown with that layer whole.
+    TriForce, table 1. Acceptance of drafts over a small cache, refreshed every 8 tokens unless named
+    otherwise, teacher forced, T = 1: on the books' own text, and on passages of random tokens that were
+    planted in the text and are repeated behind it. Exact top-k chooses by the very queries that attend. The
+    demo target's first layer attends evenly, so that its heaviest entries do not represent the others: it is
+    also shown with that layer whole.
     """
     sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
     least, generator = 2 * study.config(RETRIEVAL).retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
@@ -205,16 +199,14 @@ def small_caches(study: Texts) -> list[Row]:
             what = f"{name}: passages in {length} tokens"
             with study.sequence(what, planted, needles.PASSAGE, "retrieval") as sequence:
                 take(sequence, planted)
-                # What follows the last token of a passage is no part of it.
+                # The token after the last one of a passage is not part of it.
                 asked = slice(needles.CUE, -1)
                 for kind, passage in product(kinds, hidden):
                     passages[kind].append(acceptance(sequence, passage, *kind)[asked])
         for kind, budget in kinds:
             values = torch.stack(books[kind, budget])
-            period = STRIDE if kind == RETRIEVAL_STRIDE else ROUND
             paper_books, paper_needles = TABLE_1.get(kind, (None, None))
             row: Row = {"cache": kind, "context": length, "entries": budget, "books": float(values.mean())}
-            row |= {f"{at}/{ROUND}": mean for at, mean in enumerate(by_distance(values, period), 1)}
             row |= {"needles": float(torch.stack(passages[kind, budget]).mean())}
             rows.append(row | {"paper_books": paper_books, "paper_needles": paper_needles})
     return rows

@@ -1,25 +1,22 @@
-"""The declared cases: what runs side by side and where, if the command line does not say otherwise."""
+"""The declared side-by-side cases: systems, prompts, and placements of the KV."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import inputs
-from bench.inputs import size
 from offload_rt.config import Config
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import kept_means
-from offload_rt.toml import config_names, load_config, parse_override
+from offload_rt.toml import load_config, parse_override
 
 HELD = "acceptance"
-"""The setting of a system that is no key of a configuration: what coins hold its acceptance at."""
+"""A setting of a system that is no configuration key: the rate at which a synthetic rule holds acceptance."""
 
 OF_THE_TEXT = ("store.", "prefill.", "offload.resident_tokens", "offload.cpu_tokens")
-"""Keys that count when a prompt is read, once for all systems of ours."""
+"""Keys that apply when a prompt is read, which happens once for all configurations of offload-rt."""
 
 ADAPTERS = sorted(path.stem for path in (Path(__file__).parent / "systems").glob("[a-z]*.py"))
 
@@ -36,8 +33,8 @@ class Named:
     """A system, from `adapter:system+key=value+…`.
 
     Attributes:
-        settings: keys of our configurations that hold for this system alone.
-        acceptance: of its drafts, held by coins; None: what it is.
+        settings: configuration keys for this system alone.
+        acceptance: rate at which the acceptance of its drafts is held; None: it is not.
     """
 
     adapter: str
@@ -49,110 +46,85 @@ class Named:
     def parse(cls, text: str) -> Named:
         """
         Raises:
-            UsageError: settings that the system does not take.
+            UsageError: the system does not take these settings.
         """
         adapter, _, rest = text.partition(":")
         system, *given = rest.split("+")
         if given and adapter != "ours":
-            raise UsageError(f"--systems {text}: only systems of ours take settings behind a +")
+            raise UsageError(f"--systems {text}: only ours:… takes settings after a +")
         settings = dict(map(parse_override, given))
-        late = next((key for key in settings if key.startswith(OF_THE_TEXT)), None)
-        if late is not None:
-            said = "is of the text, which all systems of ours share; give it to all, with --set"
-            raise UsageError(f"--systems {text}: {late} {said}")
+        if early := next((key for key in settings if key.startswith(OF_THE_TEXT)), None):
+            raise UsageError(f"--systems {text}: all systems of ours share {early}; use --set {early}=…")
         held: Any = settings.pop(HELD, None)
         if held is not None and not (isinstance(held, int | float) and 0 <= held <= 1):
-            raise UsageError(f"--systems {text}: {HELD} {held} is not a number of at least 0 and at most 1")
+            raise UsageError(f"--systems {text}: {HELD} must be a number from 0 to 1, got {held}")
         return cls(adapter, system, settings, held)
 
     def config(self, options: Mapping[str, object]) -> Config:
-        """The composition of a system of ours, with `options` below its own settings.
+        """The configuration of a system of ours, with `options` below its own settings.
 
         Raises:
-            UsageError: there is none such, or its acceptance cannot be held.
+            UsageError: there is no such configuration, or its acceptance cannot be held.
         """
-        if self.system not in config_names():
-            known = ", ".join(config_names())
-            raise UsageError(f"--systems ours:{self.system}: no such config; there are {known}")
         config = load_config(self.system, {**options, **self.settings})
-        if self.acceptance is not None and not _chains(config):
-            raise UsageError(f"--systems ours:{self.system}: {HELD} is held where chains are drafted alone")
+        if self.acceptance is not None and not drafts_chains(config):
+            raise UsageError(f"--systems ours:{self.system}: {HELD} can be held for chains only")
         return config
 
 
-def _chains(config: Config) -> bool:
+def drafts_chains(config: Config) -> bool:
+    """True if the full cache verifies chains, for which an acceptance can be held."""
     levels = config.speculation.levels
     return bool(levels) and levels[-1].shape.kind == "chain" and not levels[-1].merge
 
 
 def text_config(options: Mapping[str, object], *, draft: bool) -> Config:
-    """By which a text is read that all systems of ours share."""
+    """The configuration by which a prompt is read that all systems of ours share."""
     return load_config("triforce" if draft else "retrieval", options)
 
 
-def declared(
-    systems: Iterable[str],
-    acceptances: Sequence[float],
-    options: Mapping[str, object],
-    *,
-    draft: bool,
-    paced: bool,
+def with_acceptances(
+    systems: Iterable[str], acceptances: Sequence[float], options: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """The systems, each of ours that drafts chains once at every acceptance.
-
-    Args:
-        draft: whether there is a small model.
-        paced: whether a link is paced by how long drafting takes.
+    """The systems, with each of ours that drafts chains repeated at every acceptance.
 
     Raises:
-        UsageError: one of ours cannot be had as it is named, or reads means that the text does not keep; or
-            none drafts, and a link is paced or an acceptance is to be held.
+        UsageError: a system does not exist, or there are acceptances and none drafts chains.
     """
-    kept_chunk, kept_pages = kept_means(text_config(options, draft=draft))
-    found, holds, drafts = list[str](), False, False
+    found, held = list[str](), False
     for text in systems:
-        named, free = Named.parse(text), False
-        if named.adapter == "ours":
-            config = named.config(options)
-            chunk, pages = kept_means(config)
-            if chunk not in (None, kept_chunk) or pages > kept_pages:
-                said = "needs means that are kept when the text is read, which all systems of ours share"
-                raise UsageError(f"--systems {text}: {said}; give its keys to all, with --set")
-            drafts |= bool(config.speculation.levels)
-            free = _chains(config) and named.acceptance is None
+        named = Named.parse(text)
+        free = named.adapter == "ours" and drafts_chains(named.config(options)) and named.acceptance is None
         found += [f"{text}+{HELD}={each:g}" for each in acceptances if free] or [text]
-        holds |= free
-    if acceptances and not holds:
-        raise UsageError("--acceptance: none of --systems drafts chains by ours; name one that does")
-    if paced and not drafts:
-        raise UsageError(
-            "--systems: none of ours drafts, and how long that takes tells how fast a link to pace"
-        )
+        held |= free
+    if acceptances and not held:
+        raise UsageError("--acceptance: no system of ours among --systems drafts chains; name one that does")
     return tuple(found)
 
 
 def in_place(system: str) -> str:
-    """Its name without what only counts over a link."""
+    """The name of a system without the settings that matter over a link only."""
     return "+".join(one for one in system.split("+") if not one.startswith("offload."))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the KV of a prompt lies, and what is between it and those who attend to it.
+    """A placement of the KV of a prompt.
 
     Attributes:
-        stream: how long a paced link takes to carry the KV once, over how long a draft beside a pass does;
-            0: the link of the case.
-        shares: of the prompt, resident on the device and attended by the CPU; None: as configured or planned.
-        drawn: a timeline of some rounds is drawn.
-        cards: further links of the same rate, each to an emulated card that attends what it is sent.
+        stream: time in which a paced link carries the KV once, over the time of drafting beside a pass; 0:
+            the link of the case.
+        shares: shares of the prompt that are resident on the device and attended by the CPU; None: as
+            planned.
+        drawn: whether a timeline of some rounds is drawn.
+        gpus: further links of the same rate, each to an emulated GPU that attends to what it is sent.
     """
 
     name: str = ""
     stream: float = 0.0
     shares: tuple[float, float] | None = None
     drawn: bool = False
-    cards: int = 0
+    gpus: int = 0
 
     def options(self, context: int, page: int) -> dict[str, object]:
         """The shares as configuration keys, in whole pages."""
@@ -166,41 +138,28 @@ class Case:
     """Systems that continue the same prompts.
 
     Attributes:
-        name: of the command.
-        about: what it compares, in a line.
-        systems: as `Named` has them: the first one is the reference, the last one stands for ours.
-        contexts: prompt lengths in tokens.
-        batches: how many texts of such a length are continued together.
-        new_tokens: decoded a run.
+        systems: as `Named` parses them. The first is the reference for tokens, the last draws the timeline.
+        contexts: prompt lengths in tokens, rising.
+        batches: how many sequences of such a length are continued together.
+        new_tokens: decoded in a run.
         turns: interleaved runs of every system, after one that is not timed.
-        link_gb_s: of an emulated link that KV lies behind; 0: none.
-        places: at which every prompt is continued. Where they have names, rounds are looked into.
-        options: keys of our configurations.
-        threads: of torch on a CPU; 0: as many as it has.
-        if_quick, on_cuda: fields that are others with `--quick`, and on a GPU.
+        link_gb_s: bandwidth of an emulated link that the KV is behind; 0: none.
+        places: placements of the KV. If they have names, figures of rounds are reported.
+        options: configuration keys.
+        threads: of torch on a CPU; 0: its default.
+        quick, on_cuda: fields that differ with `--quick`, and on a GPU.
     """
 
-    name: str
-    about: str
-    systems: tuple[str, ...] = size(
-        MISSING,
-        "adapter:system; ours may have keys of their own: ours:retrieval+retrieval.budget=512",
-        inputs.several(system),
-        metavar="A,B",
-    )
-    contexts: tuple[int, ...] = size(MISSING, "tokens of prompts", inputs.counts(2), metavar="N,N")
-    batches: tuple[int, ...] = size(
-        (1,), "how many texts of a context are continued together", inputs.counts(1), metavar="N,N"
-    )
-    new_tokens: int = size(64, "of a run", inputs.count(2), "-n", "--new-tokens")
-    turns: int = size(3, "runs of every system in turn, after one that is not timed", inputs.count(1))
-    link_gb_s: float = size(
-        0.0, "KV lies behind an emulated link; 0: none", inputs.number(), "--link", metavar="GB/s"
-    )
+    systems: tuple[str, ...]
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...] = (1,)
+    new_tokens: int = 64
+    turns: int = 3
+    link_gb_s: float = 0.0
     places: tuple[Place, ...] = (Place(),)
     options: Mapping[str, object] = field(default_factory=dict)
     threads: int = 0
-    if_quick: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, Any] = field(default_factory=dict)
     on_cuda: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -211,7 +170,8 @@ LLAMACPP = "llamacpp:f32", "llamacpp:f16", "llamacpp:f16-flash"
 OPENVINO = "openvino:f32", "openvino:default"
 IN_PLACE = Place("in place")
 STREAMED = (0.0, 0.0)
-GPU_MEMORY_GIB = 24.0  # of models with random weights: what a desktop's card has
+GPU_MEMORY_GIB = 24.0  # that models with random weights may use of a GPU: a desktop's
+QUICK = {"contexts": (32_768,), "new_tokens": 32, "turns": 1}  # long enough for speculation to pay
 ON_CUDA = {
     "speculation.gamma2": 16,
     "speculation.step_down": False,
@@ -220,24 +180,14 @@ ON_CUDA = {
     "store.slab_tokens": 16_384,
 }
 
-CASES = (
-    Case(
-        "peers",
-        "ours beside transformers, DeepSpeed-ZeRO-Inference, llama.cpp, OpenVINO",
+CASES = {
+    "peers": Case(
         (*TRANSFORMERS, *ZERO_INFERENCE, *LLAMACPP, *OPENVINO, *OURS[:4]),
         (4096, 32_768, 131_072),
-        if_quick={"contexts": (4096,), "new_tokens": 32},
+        quick=QUICK,
     ),
-    Case(
-        "speedup",
-        "every configuration of ours beside transformers, by context",
-        (*TRANSFORMERS, *OURS),
-        (4096, 8192, 16_384, 32_768, 65_536, 131_072),
-        if_quick={"contexts": (4096, 8192), "new_tokens": 32},
-    ),
-    Case(
-        "batch",
-        "texts that are continued together, by how many: the best batch of each system",
+    "speedup": Case((*TRANSFORMERS, *OURS), (4096, 8192, 16_384, 32_768, 65_536, 131_072), quick=QUICK),
+    "batch": Case(
         (
             *TRANSFORMERS[:2],
             *ZERO_INFERENCE,
@@ -250,19 +200,15 @@ CASES = (
         ),
         (8192,),
         batches=(1, 2, 4, 8),
-        if_quick={"contexts": (4096,), "batches": (1, 4), "new_tokens": 32},
+        quick={"batches": (1, 4), "new_tokens": 32, "turns": 1},
     ),
-    Case(
-        "link",
-        "ours over an emulated link, beside layer prefetch and attention on the CPU",
+    "link": Case(
         ("layer_prefetch:rebuilt", "zero_style:rebuilt", *OURS[:3]),
         (8192, 32_768),
         link_gb_s=4.0,
-        if_quick={"contexts": (4096,), "new_tokens": 32},
+        quick={"contexts": (8192,), "new_tokens": 32, "turns": 1},
     ),
-    Case(
-        "offload",
-        "the engine over a link, against its lower bounds and its own plain decoding",
+    "offload": Case(
         (
             "ours:plain",
             "ours:retrieval+offload.ahead=0",
@@ -279,7 +225,7 @@ CASES = (
             Place("balanced, quarter CPU", 1.0, (0.0, 0.25)),
             Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), drawn=True),
             Place("stream-bound, streamed", 2.0, STREAMED),
-            Place("stream-bound, over two links", 2.0, STREAMED, cards=1),
+            Place("stream-bound, over two links", 2.0, STREAMED, gpus=1),
             Place("draft-bound, streamed", 0.5, STREAMED),
         ),
         options={
@@ -290,13 +236,13 @@ CASES = (
             "retrieval.recent": 64,
             "store.ring_buffers": 4,
         },
-        threads=1,  # pass, drafting and the paced link share the cores
-        if_quick={"contexts": (8192,), "new_tokens": 80, "turns": 1},
+        threads=1,  # passes, drafts and the paced link share the cores
+        quick={"contexts": (8192,), "new_tokens": 80, "turns": 1},
         on_cuda={
             "contexts": (16_384, 32_768, 65_536, 131_072),
             "places": (Place("streamed", shares=STREAMED), Place("planned", drawn=True)),
             "options": ON_CUDA,
-            "new_tokens": 48,  # of plain decoding, a pass over all KV each
+            "new_tokens": 48,  # each a pass over all KV in plain decoding
         },
     ),
-)
+}

@@ -1,8 +1,8 @@
-"""`python -m bench gpu`: what only a GPU can tell, what matters first comes first.
+"""`python -m bench gpu`: checks that need a CUDA device, the most important first.
 
-The result is JSON lines: the command and the machine, then a line for each check, written when it is done.
-Each check has a process of its own, because an error of the GPU outlives the check that met it, and because a
-process that hangs can be ended.
+The result is JSON lines: the command and the machine, then a line for each check as soon as it is done. Each
+check runs in a process of its own, `python -m bench.gpu CHECK SIZES`: an error of the GPU outlives the check
+that met it, and a process that hangs can be ended.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import platform
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from bench import gpu_checks, gpu_engine_checks, inputs, machine, report
+from bench import arguments as args
+from bench import gpu_checks, gpu_engine_checks, machine
 from bench.cases import GPU_MEMORY_GIB
-from bench.gpu_checks import FULL, QUICK, TINY, Given, Sizes
-from bench.report import Row
+from bench.gpu_checks import SIZES, Given, Sizes
+from bench.results import RESULTS, Row, cell, envelope
+from bench.runner import ROOT
 from bench.worker import cap
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
@@ -36,10 +35,8 @@ from offload_rt.machine.inventory import read_versions
 from offload_rt.machine.measuring import CPU
 from offload_rt.model.loading import choose_device
 
-PROCESSES = get_context("spawn")
-OK, FAILED, SKIPPED = "ok", "failed", "skipped"
-CHECKS: dict[str, Callable[[Given], Iterator[Row]]] = {
-    "registration": gpu_checks.registration,
+CHECKS: dict[str, Callable[[Given], Iterable[Row]]] = {
+    "page-locking": gpu_checks.page_locking,
     "overtaking": gpu_checks.overtaking,
     "attention": gpu_checks.attention,
     "graphs": gpu_engine_checks.graphs,
@@ -49,108 +46,88 @@ CHECKS: dict[str, Callable[[Given], Iterator[Row]]] = {
     "drafting": gpu_engine_checks.drafting,
     "two-gpus": gpu_engine_checks.two_gpus,
 }
-"""What matters first comes first."""
 
 
-def add_parser(commands: Any) -> None:
-    """Declares the command."""
-    parser = inputs.command(commands, "gpu", run, "all that only a CUDA device can tell")
-    said = [f"  {name:12} {check.__doc__}" for name, check in CHECKS.items()]
-    parser.description = "Checks, in this order:\n\n" + "\n".join(said)
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the command."""
+    told = [f"  {check:12} {function.__doc__}" for check, function in CHECKS.items()]
+    parser.description = "Checks, in this order:\n\n" + "\n".join(told)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", type=inputs.names(CHECKS), default=tuple(CHECKS), metavar="A,B")
+    kind, names = args.listed(args.one_of(tuple(CHECKS))), tuple(CHECKS)
+    parser.add_argument("--only", type=kind, default=names, metavar="A,B", help="checks (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines (default: in bench/results)")
-    sizes = parser.add_mutually_exclusive_group()
-    add = sizes.add_argument
-    add("--quick", dest="sizes", action="store_const", const=QUICK, default=FULL, help="ten minutes in all")
-    add(
-        "--tiny",
-        dest="sizes",
-        action="store_const",
-        const=TINY,
-        help="seconds: to test the checks themselves",
-    )
+    parser.add_argument("--quick", action="store_true", help="ten minutes in all")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the checks; returns 1 where one failed."""
+    """Runs the checks; returns 1 if one failed."""
     if missing := no_cuda_device():
         raise UsageError(f"bench gpu: {missing}")
-    sizes: Sizes = arguments.sizes
-    out: Path = arguments.out or inputs.RESULTS / f"gpu-{'checks' if sizes is FULL else sizes.name}.jsonl"
-    if arguments.out is None:
-        inputs.RESULTS.mkdir(parents=True, exist_ok=True)
+    sizes = SIZES["quick" if arguments.quick else "full"]
+    out: Path = arguments.out or RESULTS / f"gpu-{'quick' if arguments.quick else 'checks'}.jsonl"
     check_writable("--out", out)
-    # The machine without its GPUs: this process must not take memory of theirs.
-    head = report.envelope("gpu", arguments, machine.describe(CPU))
-    head |= {"versions": read_versions() | {"kernel": platform.release()}, "sizes": asdict(sizes)}
-    ended: dict[str, list[str]] = {OK: [], FAILED: [], SKIPPED: []}
+    # The machine without its GPUs: this process must not use memory of theirs.
+    head = envelope(arguments, machine.describe(CPU)) | {"versions": read_versions(), "sizes": asdict(sizes)}
+    ended: dict[str, list[str]] = {"ok": [], "failed": [], "skipped": []}
     with out.open("w", encoding="utf-8") as lines:
         print(json.dumps(head), file=lines, flush=True)
         for name in arguments.only:
-            row = _row(name, sizes)
+            started = perf_counter()
+            row = _row(name, findings(name, sizes)) | {"seconds": round(perf_counter() - started, 1)}
             print(json.dumps(row), file=lines, flush=True)
-            print(_said(row), flush=True)
+            print(_shown(row), flush=True)
             ended[row["status"]].append(name)
     print(json.dumps(ended))
-    return 1 if ended[FAILED] else 0
+    return 1 if ended["failed"] else 0
 
 
-def _row(name: str, sizes: Sizes) -> Row:
-    """What a check found; it fails by what it says, by an exception, or by the end of its process."""
+def findings(name: str, sizes: Sizes) -> Iterator[Row]:
+    """Runs a check in a process of its own; yields its findings, and how the process failed if it did."""
+    command = [sys.executable, "-m", "bench.gpu", name, sizes.name]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    yield from map(json.loads, done.stdout.splitlines())
+    if done.returncode:
+        yield {"failed": f"its process ended with {done.returncode}, or was not done after {sizes.limit_s} s"}
+
+
+def _row(name: str, found: Iterable[Row]) -> Row:
+    """The line of a check, from all that it found."""
     figures: Row = {}
-    failures: list[str] = []
-    skipped: list[str] = []
-    started = perf_counter()
-    for found in _in_a_process(name, sizes):
-        failures += [found.pop("failed")] if "failed" in found else []
-        skipped += [found.pop("skipped")] if "skipped" in found else []
-        figures |= found
-    status = FAILED if failures else SKIPPED if skipped else OK
-    row: Row = {"check": name, "status": status, "seconds": round(perf_counter() - started, 1)}
-    return row | ({"why": failures + skipped} if failures or skipped else {}) | figures
+    why: dict[str, list[str]] = {"failed": [], "skipped": []}
+    for one in found:
+        for status, reasons in why.items():
+            reasons += [one.pop(status)] if status in one else []
+        figures |= one
+    status = next((status for status, reasons in why.items() if reasons), "ok")
+    return {"check": name, "status": status, "why": why["failed"] + why["skipped"]} | figures
 
 
-def _said(row: Row) -> str:
-    """A row for people; what has many values is left to the file."""
-    of = {key: one for key, one in row.items() if key not in ("check", "status", "why")}
-    figures = (
-        f"{key} {one:.4g}" if isinstance(one, float) else f"{key} {one}"
-        for key, one in of.items()
-        if not isinstance(one, (list, dict))
-    )
-    return f"{row['status']:8} {row['check']}: {', '.join((*row.get('why', ()), *figures))}"
+def _shown(row: Row) -> str:
+    """A line for people, without figures that have many values."""
+    of = (key for key, one in row.items() if key not in ("check", "status", "why"))
+    figures = (f"{key} {cell(row[key])}" for key in of if not isinstance(row[key], (list, dict)))
+    return f"{row['status']:8} {row['check']}: {', '.join((*row['why'], *figures))}"
 
 
-def _in_a_process(name: str, sizes: Sizes) -> Iterator[Row]:
-    """The figures of a check as they come, and what ended it before its time."""
-    started, (receiver, sender) = perf_counter(), PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_check, args=(name, sizes, sender), daemon=True)
-    process.start()
-    sender.close()
-    with suppress(EOFError):
-        while True:
-            yield receiver.recv()
-    process.join()
-    if process.exitcode:
-        late = perf_counter() - started >= sizes.limit_s
-        ended = f"not done after {sizes.limit_s} s" if late else f"its process ended with {process.exitcode}"
-        yield {"failed": ended}
-
-
-def _check(name: str, sizes: Sizes, sender: Connection) -> None:
-    """Sends the figures of a check, and the error that ended it."""
-    inputs.say(name)
-    faulthandler.dump_traceback_later(sizes.limit_s, exit=True, file=2)  # tells where it hangs
+def check(name: str, size: str) -> None:
+    """Runs a check in this process; prints what it finds as JSON lines."""
+    sizes, out = SIZES[size], sys.stdout
+    faulthandler.dump_traceback_later(sizes.limit_s, exit=True)
     try:
         device = choose_device("cuda")
         for number in range(torch.cuda.device_count()):
             cap(GPU_MEMORY_GIB, torch.device("cuda", number))  # so that a large GPU stands for a desktop's
         with redirect_stdout(sys.stderr):
             for found in CHECKS[name](Given(device, sizes)):
-                sender.send(found)
+                print(json.dumps(found), file=out, flush=True)
     except Exception as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
-        said = traceback.format_exception_only(error)[-1].partition("\n")[0]
-        sender.send({"failed": f"{said} ({Path(last.filename).name}:{last.lineno})"})
+        message = traceback.format_exception_only(error)[-1].partition("\n")[0]
+        print(json.dumps({"failed": f"{message} ({Path(last.filename).name}:{last.lineno})"}), file=out)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    check(*sys.argv[1:])

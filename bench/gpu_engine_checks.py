@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity
 from bench import machine
 from bench.gpu_checks import BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
 from bench.random_models import random_model, random_prompt
-from bench.recorded_text import Text
-from bench.report import Row
+from bench.recorded_text import RecordedText
+from bench.results import Row
 from bench.rounds import Recorded, busy, figures, length, on_lane
 from cpu_kv import CudaLink, Event
 from cpu_kv.mapped import PeerCopies
@@ -40,16 +40,16 @@ from offload_rt.planning.planner import plan
 from offload_rt.toml import load_config
 
 NOTHING_RESIDENT = {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
-HELD = 0.92  # acceptance of drafts, by coins: weights are random
-CALL = re.compile(r"cu(da)?[A-Z]")  # of CUDA's runtime or, by Triton, of its driver; no kernel
-ROOM = 128  # for what a run decodes
+HELD = 0.92  # acceptance of drafts, synthetic: weights are random
+CALL = re.compile(r"cu(da)?[A-Z]")  # of CUDA's runtime or, by Triton, its driver; not kernels
+ROOM = 128  # for decoded tokens
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A random prompt that a random model has read."""
+    """A random model that has read a random prompt."""
 
-    text: Text
+    text: RecordedText
     config: Config
     request: PlanRequest
     captures: Sequence[str]  # notices of captures that failed
@@ -61,14 +61,14 @@ class Opened:
 
 @contextmanager
 def opened(given: Given, context: int, keys: Mapping[str, object]) -> Iterator[Opened]:
-    """Reads a prompt of `context` tokens, and warms up."""
+    """Reads a prompt of `context` tokens, and decodes once to warm up."""
     device, sizes = given.device, given.sizes
     config, captures = load_config("retrieval", {**sizes.config, **keys}), list[str]()
     target = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, captures.append)
     hardware = usable_hardware(device, target.weight_bytes)
     shape = from_config(target.module.config, target.dtype, sizes.shape)
     request = PlanRequest(shape, None, config, context, ROOM, hardware)  # as the engine makes it
-    with closing(Text(target, None, CudaLink(device), config, context + ROOM)) as text:
+    with closing(RecordedText(target, None, CudaLink(device), config, context + ROOM)) as text:
         torch.cuda.reset_peak_memory_stats(device)
         prefill_ms = text.read([random_prompt(shape.vocabulary, context)])
         found = Opened(text, config, request, captures, prefill_ms / 1e3)
@@ -77,7 +77,7 @@ def opened(given: Given, context: int, keys: Mapping[str, object]) -> Iterator[O
 
 
 def graphs(given: Given) -> Iterator[Row]:
-    """Counts launches a round; fails where no CUDA graph is captured and replayed."""
+    """Counts launches per round; fails if no CUDA graph is captured and replayed."""
     with opened(given, given.sizes.short, {}) as text:
         yield from ({"failed": notice} for notice in text.captures)
         with launches() as calls:
@@ -91,7 +91,7 @@ def graphs(given: Given) -> Iterator[Row]:
 
 @contextmanager
 def launches() -> Iterator[Counter[str]]:
-    """Counts the calls of CUDA's runtime, by name, until the block ends."""
+    """Counts calls of CUDA's runtime in the block, by name."""
     calls = Counter[str]()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         yield calls
@@ -99,7 +99,7 @@ def launches() -> Iterator[Counter[str]]:
 
 
 def planned(given: Given) -> Iterator[Row]:
-    """Decodes 32K tokens as planned, ms a token beside the plan's; fails where memory exceeds the plan."""
+    """Decodes after 32K tokens as planned: ms a token beside the plan; fails if memory exceeds the plan."""
     device = given.device
     with opened(given, given.sizes.planned, {}) as text:
         memory = {name: size / GIB for name, size in plan(text.request).gpus[0].items()}
@@ -114,23 +114,23 @@ def planned(given: Given) -> Iterator[Row]:
 
 
 def streamed(given: Given) -> Iterator[Row]:
-    """Decodes 128K tokens, all streamed: share of the link's rate, gaps a round, ms a token."""
+    """Decodes after 128K tokens, all streamed: share of the link's rate, gaps per round, ms a token."""
     with opened(given, given.sizes.streamed, NOTHING_RESIDENT) as text:
         yield told(text, given)
 
 
 def told(text: Opened, given: Given) -> Row:
-    """Runs; returns where the KV lies, what the rounds took, and the use of the link."""
+    """Decodes; returns the tokens of each tier, the times of rounds, and the use of the link."""
     run = text.run(given.sizes.new_tokens)
     rate = text.request.hardware.gpus[0].to_device_rate
     return {"prefill_s": text.prefill_s} | text.text.placed | figures(run) | carried(run, rate)
 
 
 def carried(run: Recorded, pinned: float) -> Row:
-    """What the link carried to the device, and its gaps.
+    """Bytes that the link carried to the device, and gaps between its copies.
 
     Args:
-        pinned: GB/s of page-locked copies to the device alone.
+        pinned: GB/s of page-locked copies to the device, measured alone.
     """
     times, rounds = busy(run.copies), len(run.rounds)
     gigabytes = sum(one.byte_count for one in run.copies if not one.to_host) / 1e9
@@ -141,7 +141,7 @@ def carried(run: Recorded, pinned: float) -> Row:
 
 
 def cpu_share(given: Given) -> Iterator[Row]:
-    """Lets the CPU attend a quarter of 32K tokens: ms from its end to the next layer's queries."""
+    """Lets the CPU attend to a quarter of 32K tokens: ms from its result to the next layer's queries."""
     context, page = given.sizes.planned, load_config("retrieval", given.sizes.config).store.page
     keys = {"offload.resident_tokens": 0, "offload.cpu_tokens": context // 4 // page * page}
     with opened(given, context, keys) as text:
@@ -157,11 +157,11 @@ def cpu_share(given: Given) -> Iterator[Row]:
 
 @torch.inference_mode()
 def drafting(given: Given) -> Iterator[Row]:
-    """Times a drafted token alone and beside a stream."""
+    """Times a drafted token, alone and beside a stream."""
     device, sizes, entries = given.device, given.sizes, given.sizes.drafted_entries
     model = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, lambda notice: None)
     layout, backend = model.kv_layout(), choose_backend(device)
-    # To a pass all bounded caches are alike, and this one needs no full cache behind it.
+    # All bounded caches cost a pass the same, and this one needs no full cache.
     cache = StreamingCache(layout, model.rotary_frequencies, sinks=4, window=entries - 4, backend=backend)
     model.prepare(cache, (1,), None)
     CausalModel.forward(model, [PassInput(cache, NewTokens.chain(entries), 1)])
@@ -190,7 +190,7 @@ def drafting(given: Given) -> Iterator[Row]:
 
 
 def two_gpus(given: Given) -> Iterator[Row]:
-    """Compares tokens with one GPU's; fails if an exchange beside busy links takes more than 1 ms."""
+    """Compares tokens with one GPU's; fails also if an exchange beside busy links takes over 1 ms."""
     if torch.cuda.device_count() < 2:
         yield {"skipped": "there is one GPU"}
         return
@@ -208,14 +208,14 @@ def two_gpus(given: Given) -> Iterator[Row]:
     yield {"exchange_ms": ms}
     if ms > LONGEST_WAIT_MS:
         yield {"failed": f"queries and results took {ms:.1f} ms there and back behind bulk copies"}
-    # In float32, in which no two logits are as good as equal: bfloat16 rounds them to halves.
+    # In float32: in bfloat16 two logits may be equal.
     config = load_config("retrieval", {**given.sizes.config, **NOTHING_RESIDENT})
     prompt, found = random_prompt(1000, given.sizes.short), list[Any]()
     for others in ((), (other,)):
         target = CausalModel(random_model("tiny", device, torch.float32), "tiny")
         links = [CudaLink(one) for one in others]
         with closing(
-            Text(target, None, CudaLink(device), config, len(prompt) + ROOM, other_links=links)
+            RecordedText(target, None, CudaLink(device), config, len(prompt) + ROOM, other_links=links)
         ) as text:
             text.read([prompt])
             (result,), _ = text.run(config, given.sizes.new_tokens)
@@ -224,4 +224,4 @@ def two_gpus(given: Given) -> Iterator[Row]:
     equal = sum(one == other for one, other in zip(*found, strict=True))
     yield {"equal_tokens": equal, "tokens": len(found[0])}
     if equal < len(found[0]):
-        yield {"failed": f"with two GPUs {len(found[0]) - equal} of {len(found[0])} tokens are others"}
+        yield {"failed": f"with two GPUs {len(found[0]) - equal} of {len(found[0])} tokens differ"}

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and the ceiling it is held against."""
+"""The machine that a figure was measured on, and the memory rate that figures are held against."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import processor_name
 from offload_rt.machine.measuring import memory_rate
 
-READ_BYTES = GIB  # far more than any cache of a processor holds
+READ_BYTES = GIB  # far more than any processor caches
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -40,6 +40,6 @@ def slug(machine: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(\w+\)|@", " ", name.lower())).strip("-")
 
 
-def read_rate(device: torch.device, size: int = READ_BYTES) -> float:
-    """GB/s at which torch reads the memory of `device`, of a CPU with all threads: the best of some sums."""
-    return memory_rate(device, size)
+def read_rate(device: torch.device) -> float:
+    """GB/s at which torch reads the memory of `device`: the best of some sums, with all threads of a CPU."""
+    return memory_rate(device, READ_BYTES)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -13,46 +13,49 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from bench import inputs
-from bench.acceptance import CACHES, HEAVY_HITTERS, small_caches
-from bench.inputs import size
+from bench import arguments as args
+from bench.acceptance import CACHES, HEAVY_HITTERS, ROUND, small_caches
 from bench.needles import needle
-from bench.report import Row
-from bench.studies import Part, Study
+from bench.results import Row
+from bench.study import Part, Study
 from bench.texts import Texts
 from offload_rt.engine.prefill import prefill
 from offload_rt.engine.sequence import TokenSequence
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
-"""Lengths of prompts with one end, as divisors of the longest."""
+"""Lengths of prompts that end at the same token, as divisors of the longest."""
 HEAD_SLICE = 2048  # rows of logits at a time
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much `model-card` measures.
+    """Sizes of `model-card`.
 
     Attributes:
-        divisors: of the context; what is left are contexts at which small caches are compared.
-        shares: one over these of such a context is what they hold.
-        caches: their names.
+        context: tokens of the longest prompt.
+        step: tokens whose mean loss is a row.
+        positions: tokens over which acceptance is averaged.
+        seed: of the random passages.
+        divisors: small caches are compared at the context divided by each of these.
+        shares: small caches hold one over these of such a context.
+        caches: names of the small caches.
     """
 
-    context: int = size(131072, "tokens of the longest prompt", inputs.count(1024))
-    step: int = size(8192, "tokens whose loss is told together", inputs.count(1))
-    positions: int = size(256, "that the acceptance is a mean of", inputs.count(8))
-    seed: int = size(0, "of the passages", inputs.count(0), metavar="S")
+    context: int = 131072
+    step: int = 8192
+    positions: int = 256
+    seed: int = 0
     divisors: tuple[int, ...] = (4, 1)
     shares: tuple[int, ...] = (32, 8)
     caches: tuple[str, ...] = tuple(name for name in CACHES if name != HEAVY_HITTERS)
 
 
 def loss(study: Texts) -> list[Row]:
-    """Loss with more and more text before it.
+    """Loss along a prompt, and by its length.
 
-    Nats a token, of all texts and of each: of step after step of the prompt, and of its last tokens, with
-    less and less before them cut away. A change is against the shorter prompt above, with its standard
-    error, tokens taken for independent; a rise is a change of more than two of them.
+    Nats per token, the mean of all texts and each text: for successive steps of the prompt, and for its last
+    tokens after shorter and longer contexts. A change is against the next shorter prompt, with its standard
+    error if tokens are independent; the loss rises if the change exceeds two standard errors.
     """
     context, step = study.sizes.context, study.sizes.step
     windows = [context // part for part in WINDOWS]
@@ -69,7 +72,7 @@ def loss(study: Texts) -> list[Row]:
         place = {"prompt": prompt, "from": start, "to": start + losses.shape[1], "loss": fmean(by_text)}
         return place | of_change(change) | dict(zip(study.books, by_text, strict=True))
 
-    along = pad(torch.stack(found[context]), (1, 0), value=torch.nan)  # the first token has none
+    along = pad(torch.stack(found[context]), (1, 0), value=torch.nan)  # the first token has no loss
     rows = [row(context, start, along[:, start : start + step], None) for start in range(0, context, step)]
     ends = [torch.stack(losses)[:, -last:] for losses in found.values()]
     changes = [None, *(after - before for before, after in pairwise(ends))]
@@ -78,7 +81,7 @@ def loss(study: Texts) -> list[Row]:
 
 
 def of_change(change: Tensor | None) -> Row:
-    """What there is to say of the change of each token's loss."""
+    """Mean and standard error of the change of each token's loss, and whether the loss rises."""
     if change is None:
         return {"change": None, "error": None, "rises": None}
     mean, error = float(change.mean()), float(change.std() / change.numel() ** 0.5)
@@ -87,7 +90,7 @@ def of_change(change: Tensor | None) -> Row:
 
 @torch.inference_mode()
 def token_losses(sequence: TokenSequence, tokens: Sequence[int]) -> Tensor:
-    """Loss in nats of all tokens but the first one, while they are read: `[tokens - 1]`, float64, CPU."""
+    """Reads `tokens`; returns the loss in nats of all but the first: `[tokens - 1]`, float64, CPU."""
     model = sequence.target
     hidden = prefill(model, sequence.full, tokens, sequence.config.prefill.chunk, outputs=True)
     assert hidden is not None
@@ -98,22 +101,31 @@ def token_losses(sequence: TokenSequence, tokens: Sequence[int]) -> Tensor:
 
 
 def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list[int]:
-    """The last tokens of `prompt`, `window` in all; a beginning-of-text token stays in front of them."""
+    """The last `window` tokens of `prompt`; a beginning-of-text token stays in front of them."""
     first = [prompt[0]] if prompt[0] == beginning and window < len(prompt) else []
     return [*first, *prompt[max(0, len(prompt) - window) + len(first) :]]
 
 
 MODEL_CARD = Study(
-    name="model-card",
-    about="loss along a long prompt, needle score, acceptance of small caches",
     note="Columns `paper` are the paper's figures, of another model.",
     sizes=Sizes(),
-    if_quick={"context": 8192, "step": 1024, "positions": 128},
-    add_arguments=partial(inputs.add_arguments, draft=False),
+    quick={"context": 8192, "step": 1024, "positions": 128},
+    minutes=(20, 2),
     opened=Texts.opened,
-    parts={
-        "loss": Part(loss),
-        "needle": Part(needle),
-        "acceptance": Part(small_caches, ("cache", "context", "entries"), ("books", "needles")),
-    },
+    parts={"loss": Part(loss), "needle": Part(needle), "acceptance": Part(small_caches)},
 )
+run = MODEL_CARD.run
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the command."""
+    args.add_models(parser, draft=False)
+    args.add_numbers(
+        parser,
+        MODEL_CARD.sizes,
+        ("context", int, 1024, "tokens of the longest prompt"),
+        ("step", int, 1, "tokens whose mean loss is a row"),
+        ("positions", int, ROUND, "tokens over which acceptance is averaged"),
+        ("seed", int, 0, "of the random passages"),
+    )
+    MODEL_CARD.add_arguments(parser)

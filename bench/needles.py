@@ -1,4 +1,4 @@
-"""Whether a passage of random tokens is found again from anywhere in a long prompt."""
+"""Needles: passages of random tokens in a long prompt, which the model is to repeat."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from statistics import fmean
 
 import torch
 
-from bench.report import Row
+from bench.results import Row
 from bench.texts import Texts, passed, take
 from offload_rt.engine.sequence import TokenSequence
 
 PASSAGE = 32  # random tokens
-CUE = 8  # of them are repeated at the end of the prompt; the others are to follow
+CUE = 8  # of them are repeated at the end of the prompt; the model is to continue with the others
 SPACING = 64  # tokens of text between passages at one depth
 DEPTHS = 9
-EACH = 4  # passages a depth, where at least half of a prompt is left as it is
+EACH = 4  # passages at each depth, if at least half of the prompt remains text
 CONTEXTS = (16, 4, 2, 1)
-"""Lengths of prompts, as divisors of the longest."""
+"""Prompt lengths, as divisors of the longest."""
 
 
 def needle(study: Texts) -> list[Row]:
     """Needle score by depth.
 
-    Passages of random tokens are planted from the beginning of a prompt (0) to its end (1), and the beginning
-    of each is repeated behind the prompt: the share of its other tokens that the model predicts.
+    Passages of random tokens are planted from the beginning of a prompt (0) to its end (1), and the first
+    tokens of each are repeated behind the prompt. The score is the share of its other tokens that the model
+    predicts.
     """
     generator, alphabet = torch.Generator().manual_seed(study.sizes.seed), study.alphabet
     rows, least = list[Row](), DEPTHS * (PASSAGE + SPACING)
@@ -51,12 +52,13 @@ def plant(
     alphabet: Sequence[int],
     generator: torch.Generator,
 ) -> tuple[list[int], list[list[int]]]:
-    """A prompt of `length` tokens: the beginning of `text` with `each` passages at each of `depths` depths.
+    """Plants `each` passages at each of `depths` depths; returns the prompt and the passages.
 
-    Depth 0 is right behind the first token, the last depth ends with the prompt. Returns the passages too.
+    Depth 0 is right after the first token; the last depth ends with the prompt.
 
     Args:
-        alphabet: token ids that passages are drawn from.
+        length: of the prompt, in tokens.
+        alphabet: token IDs that passages are drawn from.
 
     Raises:
         ValueError: the passages do not fit.
@@ -79,12 +81,12 @@ def plant(
 
 @torch.inference_mode()
 def recall(sequence: TokenSequence, passages: Sequence[Sequence[int]], each: int) -> list[float]:
-    """By depth, the share of the passages' tokens after their cue that the model's argmax gives.
+    """The share of passage tokens after the cue that the model's argmax predicts, by depth.
 
-    The prompt must have been read. Each passage is cued behind the prompt, and its true tokens are forced.
+    The prompt must have been read. Each passage follows it, teacher forced.
 
     Args:
-        each: passages at a depth.
+        each: passages at each depth.
     """
     right = []
     for passage in passages:

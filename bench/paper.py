@@ -1,30 +1,25 @@
-"""`python -m bench paper`: the papers' tables and figures, in their form, on one model and its texts."""
+"""`python -m bench paper`: the tables and figures of the papers, measured on one model and its texts."""
 
 from __future__ import annotations
 
 import argparse
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
-from itertools import chain
-from statistics import median, stdev
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import inputs
+from bench import arguments as args
 from bench.acceptance import CACHES, small_caches
-from bench.inputs import say, size
-from bench.report import Row
-from bench.studies import Part, Study
-from bench.texts import Texts, passed, recompose, take
-from cpu_kv import PacedLink
-from offload_rt.api import LLM
+from bench.arguments import say
+from bench.continued import BUDGET_SHARE, Continued
+from bench.results import Row
+from bench.study import Part, Study
+from bench.texts import passed, recompose, take
 from offload_rt.config import LevelConfig
-from offload_rt.context import Context
 from offload_rt.drafting.expectations import (
     DRAFT_LENGTHS,
     LATER_CHOICES,
@@ -39,101 +34,22 @@ from offload_rt.levels.base import needs_draft_model
 from offload_rt.levels.sources import DatastoreLevel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.loading import DEMO
-from offload_rt.results import GenerationResult, SamplingParams
 from offload_rt.toml import load_config
 
-BUDGET_SHARE = 32
-
-
-class Continued(Texts):
-    """Texts that compositions continue."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Of all texts, one behind the other."""
-        return list(chain(*self.books.values()))
-
-    def keys(self, own: Mapping[str, object] = {}) -> dict[str, object]:
-        """Of a composition: those of all, its own, and above them those of the command line."""
-        budget = max(256, self.sizes.context // BUDGET_SHARE)
-        common = {"retrieval.budget": budget, "retrieval.recent": budget // 4, "speculation.step_down": False}
-        return {**common, **own, **dict(self.arguments.overrides)}
-
-    def drafting(self, depth: int, **level: object) -> dict[str, object]:
-        """Keys of the target over its retrieved cache, always the newest one, as the one level."""
-        levels = [{"model": "target", "cache": "retrieved", **level}]
-        own = {"speculation.levels": levels, "retrieval.refresh": "every"}
-        return self.keys(own) | {"speculation.gamma2": depth}
-
-    @contextmanager
-    def read(self, context: int | None = None, *, linked: bool = True) -> Iterator[Context]:
-        """The beginning of the text, for every composition to go on from.
-
-        Args:
-            linked: its KV lies behind the paced link.
-        """
-        config = "retrieval" if self.draft is None else "triforce"
-        link = PacedLink(self.sizes.rate * 1e9) if linked else None
-        prompt = self.tokens[: context or self.sizes.context]
-        with LLM.from_models(self.target, self.draft, self.tokenizer, config, self.keys(), link=link) as llm:
-            yield llm.read(prompt)
-
-    def measured(
-        self, context: Context, overrides: Mapping[str, object], config: str = "retrieval", **given: Any
-    ) -> Row:
-        """Of a continuation of each seed.
-
-        `error` is the standard error of `tokens_per_pass`, over the texts.
-
-        Args:
-            given: parameters of sampling that are others than those of the study.
-        """
-        params = SamplingParams(self.sizes.temperature, max_tokens=self.sizes.new_tokens, ignore_eos=True)
-        seeds = range(1, self.sizes.seeds + 1)
-        each = (replace(params, **given, seed=seed) for seed in seeds)
-        results = [continued(context, one, config, overrides) for one in each]
-        yields = [len(one.tokens) / one.rounds for one in results]
-        rounds = sum(one.rounds for one in results)
-        proposed = sum(one.timings.draft_n for one in results)
-        return {
-            "tokens_per_pass": sum(len(one.tokens) for one in results) / rounds,
-            "error": stdev(yields) / len(yields) ** 0.5 if len(yields) > 1 else None,
-            "proposed_per_pass": proposed / rounds,
-            "accepted": sum(one.timings.draft_n_accepted for one in results) / max(1, proposed),
-            "draft_ms_per_pass": sum(one.levels[0].ms for one in results) / rounds,
-            "ms_per_token": median(1e3 / one.timings.predicted_per_second for one in results),
-        }
-
-    def plain_ms(self, context: Context) -> float:
-        """ms a token of plain decoding."""
-        params = SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True)
-        return 1e3 / continued(context, params, "plain", self.keys()).timings.predicted_per_second
-
-
-def continued(
-    context: Context, params: SamplingParams, config: str, overrides: Mapping[str, object]
-) -> GenerationResult:
-    """Continues a context, which is afterwards as it was."""
-    result = context.generate((), params, config, overrides)
-    context.rewind(result.prompt_tokens)
-    return result
-
-
-PLAIN_TOKENS = 16
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
 GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6
 GAMMA_2 = dict(enumerate((1.62, 1.90, 2.13, 2.22, 2.26, 2.31, 2.24, 2.20), 1))  # with γ1 = 2
 LENGTHS = {64: None, 128: None, 256: 2.28, 512: None}
-"""What varies, and the paper's speed-up."""
+"""Values of a setting, and the paper's speed-up."""
 BUDGETS = (128, 64, 32, 16, 8)
-"""One over the share of the text that the retrieved cache holds."""
-DEPTH = 16  # of the chains that theory starts from
+"""The retrieved cache holds one over these of the context."""
+DEPTH = 16  # of the chains whose acceptance the theory starts from
 PAPER_CEILING = 13.1
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a table: what it is called, what is run, and the paper's speed-up over plain decoding."""
+    """A row of a table: its label, its configuration, and the paper's speed-up over plain decoding."""
 
     label: str
     config: str
@@ -142,12 +58,11 @@ class Variant:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
-def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Continued], list[Row]]:
-    """A part with a row for each variant, over the link; one that drafts with a small model needs one."""
+def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Continued], Iterator[Row]]:
+    """Makes a part with a row for each variant, over the link; those that lack a small model are left out."""
 
     @wraps(variants)
-    def measure(study: Continued) -> list[Row]:
-        rows = []
+    def measure(study: Continued) -> Iterator[Row]:
         with study.read() as context:
             for one in variants(study):
                 overrides = study.keys(one.overrides)
@@ -157,8 +72,7 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
                 plain_ms = study.plain_ms(context)
                 row = study.measured(context, overrides, one.config, **one.sampling)
                 over = {"over_plain": plain_ms / row["ms_per_token"], "paper": one.paper}
-                rows.append({"variant": one.label} | row | over)
-        return rows
+                yield {"variant": one.label} | row | over
 
     return measure
 
@@ -180,7 +94,7 @@ def temperatures(study: Continued) -> Iterator[Variant]:
 
 @sweep
 def gammas(study: Continued) -> Iterator[Variant]:
-    """How far each level drafts.
+    """Draft lengths of each level.
 
     TriForce, table 8.
     """
@@ -214,15 +128,16 @@ def budgets(study: Continued) -> Iterator[Variant]:
 
 @sweep
 def sources(study: Continued) -> Iterator[Variant]:
-    """Who drafts.
+    """Drafters.
 
-    TriForce, table 5, and the systems of other papers: look-up in the text and in a datastore of other texts,
+    TriForce, table 5, and the systems of other papers: look-up in the context and in a datastore of other
+        texts,
     a head on hidden states, a target without some of its layers, layers in groups.
     """
     yield Variant("n-grams of the text", "lookup")
     yield Variant("suffixes of the text", "suffix")
     if study.arguments.datastore is not None:
-        yield Variant("REST", "lookup", study.arguments.datastore, 1.47)
+        yield Variant("REST", "lookup", datastore_keys(study.arguments.datastore), 1.47)
     if study.name == DEMO or "head.path" in dict(study.arguments.overrides):
         yield Variant("a head on hidden states", "heads")
     for cache, name, paper in (("retrieved", "retrieved KV", None), ("shared", "all KV", 1.36)):
@@ -234,26 +149,26 @@ def sources(study: Continued) -> Iterator[Variant]:
 
 
 def acceptance_of(tokens: float, depth: int) -> float:
-    """The acceptance of each drafted token at which chains of `depth` yield so many tokens a pass."""
+    """The acceptance rate at which chains of `depth` yield `tokens` tokens per pass."""
     steps = 2**40
     return bisect(range(steps), tokens, key=lambda step: expected_tokens(step / steps, depth)) / steps
 
 
 def expected_of(shape: str, depth: int, acceptance: float) -> float:
-    """Tokens that a chain or a Sequoia tree yields by the acceptance of first children."""
+    """Tokens per pass that a chain or a Sequoia tree yields, given the acceptance of first children."""
     kind, _, nodes = shape.partition(":")
     if kind == "chain":
         return expected_tokens(acceptance, depth)
     return Plan((acceptance, *LATER_CHOICES), int(nodes)).tokens(depth)
 
 
-def ceilings(study: Continued) -> list[Row]:
+def ceilings(study: Continued) -> Iterator[Row]:
     """Theory and measurement.
 
-    TriForce, figure 5. `ceiling`: every drafted token stands, and every pass hides behind drafting.
-    `expected`: by the measured parts, with nothing drafted ahead; drafting ahead may exceed it.
+    TriForce, figure 5. `ceiling` is the speed-up if every drafted token is accepted and drafting hides every
+    pass; `expected` is the one that the measured parts give without drafting ahead, which may exceed it.
     """
-    longest, rows = study.sizes.context, list[Row]()
+    longest = study.sizes.context
     for context in (longest // 4, longest // 2, longest):
         say(f"ceiling at {context} tokens")
         with study.read(context) as text:
@@ -267,27 +182,25 @@ def ceilings(study: Continued) -> list[Row]:
         row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
         row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
         row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
-        rows.append(row | {"measured": pass_ms / found["ms_per_token"], "paper_ceiling": PAPER_CEILING})
-    return rows
+        yield row | {"measured": pass_ms / found["ms_per_token"], "paper_ceiling": PAPER_CEILING}
 
 
 CHAINS = tuple(f"chain@{depth}" for depth in (8, 16, 24, 32, 48))
 TREES = "sequences:4@24", "tree:2,2,2@16", "grown:64@16", "grown:128@32"
 SEQUOIA = "sequoia:64@16", "sequoia:128@32", "sequoia:256@32"
 SHAPES = (*CHAINS, *TREES, *SEQUOIA, "chain@32+suffix", "sequoia:256@32+suffix")
-"""Shapes, their depths, and what joins them."""
+"""Shapes, their depths, and drafts that are merged into them."""
 GROUPS = tuple(f"groups:{count}" for count in range(1, 6))
 LAYERS = ("all", *GROUPS, "skip:2", "skip:2,3", "skip:1a,2a,3a")
 GROWN = ("grown:10", "grown:20", "grown:40")
-"""Of depth 5, so 2, 4 and 8 nodes wide."""
+"""Trees of depth 5, so 2, 4 and 8 nodes wide."""
 PROBED = 64
 
 
 def shapes(study: Continued) -> list[Row]:
     """Shapes of drafts.
 
-    TriForce, figure 6c. Tokens that a pass yields; `expected` is what the acceptance of the first chain
-    promises.
+    TriForce, figure 6c. `expected` are the tokens per pass that the acceptance of the first chain predicts.
     """
     rows: list[Row] = []
     alpha: float | None = None
@@ -310,9 +223,9 @@ def shapes(study: Continued) -> list[Row]:
 def layers(study: Continued) -> list[Row]:
     """Layers in groups or left out.
 
-    EasySpec, figure 4 and table 4, and Draft & Verify; in place. `likeness` is the cosine of the last hidden
-    states to the exact ones. `own devices ms` is a prediction: what is left of a drafted token's time where
-    the attention blocks of a group run side by side, from the measured time of one.
+    EasySpec, figure 4 and table 4, and Draft & Verify; without the link. `likeness` is the cosine similarity
+    of the last hidden states to the exact ones. `own devices ms` is a prediction: the time per drafted token
+    if the attention blocks of a group run on devices of their own, from the measured time of one block.
     """
     alike = _likeness(study)
     rows: list[Row] = []
@@ -339,7 +252,7 @@ def layers(study: Continued) -> list[Row]:
 
 @torch.inference_mode()
 def _likeness(study: Continued) -> dict[str, float]:
-    """By order of layers, the mean cosine of the last hidden states to those of all layers in order."""
+    """Mean cosine similarity of the last hidden states to the exact ones, by order of layers."""
     context, found = study.sizes.context, dict[str, Tensor]()
     read, probed = study.tokens[:context], study.tokens[context : context + PROBED]
     with study.sequence("likeness of orders of layers", read, PROBED, "retrieval") as sequence:
@@ -357,55 +270,80 @@ def _likeness(study: Continued) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much `paper` measures; the last four are those of `model_card.Sizes`."""
+    """Sizes of `paper`; the last four are those of `model_card.Sizes`.
 
-    context: int = size(16384, "tokens of the prompt", inputs.count(256))
-    rate: float = size(2.0, "of the link", inputs.number(0.01), metavar="GB/s")
-    seeds: int = size(12, "texts of each row", inputs.count(1))
-    temperature: float = size(0.6, "of sampling", inputs.number(), metavar="T")
-    new_tokens: int = size(192, "of each text", inputs.count(8), "-n", "--new-tokens")
-    shapes: tuple[str, ...] = size(SHAPES, "of drafts", inputs.names(SHAPES), metavar="A,B")
+    Attributes:
+        rate: of the link, GB/s.
+        seeds: continuations of each row.
+        new_tokens: of each continuation.
+    """
+
+    context: int = 16384
+    rate: float = 2.0
+    seeds: int = 12
+    temperature: float = 0.6
+    new_tokens: int = 192
+    shapes: tuple[str, ...] = SHAPES
     positions: int = 192
     divisors: tuple[int, ...] = (1,)
     shares: tuple[int, ...] = (BUDGET_SHARE,)
     caches: tuple[str, ...] = tuple(CACHES)
 
 
-def _datastore(path: str) -> dict[str, object]:
-    """An argument type: what drafts from a datastore, as configuration keys."""
+def datastore_keys(path: str) -> dict[str, object]:
+    """Configuration keys for drafting from a datastore."""
     levels = [{"model": "datastore", "draft": "grown:64"}]
-    keys: dict[str, object] = {"speculation.levels": levels, "datastore.path": path}
-    DatastoreLevel(load_config("lookup", keys), LevelConfig("datastore")).source()  # or refuses
-    return keys
+    return {"speculation.levels": levels, "datastore.path": path}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that are no sizes."""
-    inputs.add_arguments(parser)
-    parser.add_argument("--datastore", type=_datastore, metavar="FILE", help="of other texts, for REST")
-
-
-VARIANT, SPEEDS = ("variant",), ("over_plain", "paper")
 PARTS = {
-    "policies": Part(small_caches, ("cache",), ("books", "needles")),
-    "temperatures": Part(temperatures, VARIANT, SPEEDS),
-    "gammas": Part(gammas, VARIANT, SPEEDS),
-    "lengths": Part(lengths),
-    "budgets": Part(budgets, VARIANT, ("tokens_per_pass",)),
-    "sources": Part(sources, VARIANT, ("tokens_per_pass", "over_plain")),
-    "shapes": Part(shapes, ("draft",), ("tokens_per_pass", "expected")),
-    "layers": Part(layers),
-    "ceiling": Part(ceilings, ("context",), ("ceiling", "expected", "measured")),
+    "policies": small_caches,
+    "temperatures": temperatures,
+    "gammas": gammas,
+    "lengths": lengths,
+    "budgets": budgets,
+    "sources": sources,
+    "shapes": shapes,
+    "layers": layers,
+    "ceiling": ceilings,
 }
 PAPER = Study(
-    name="paper",
-    about="the papers' tables and figures",
-    note="""Drafting is sampled, over a paced link that KV lies behind unless in place; `over plain` is how
-    many times as fast as plain decoding over the same link, `error` the standard error of the tokens a pass,
-    over the texts. Columns `paper` are the papers' own figures, of other models on other machines.""",
+    note="""Drafts are sampled. KV is behind a paced link unless a table says otherwise. `over plain` is the
+    speed-up over plain decoding over the same link, `error` the standard error of the tokens per pass over
+    the
+    seeds. Columns `paper` are the papers' own figures, of other models on other machines.""",
     sizes=Sizes(),
-    if_quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
-    add_arguments=add_arguments,
+    quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
+    minutes=(60, 5),
     opened=Continued.opened,
-    parts=PARTS,
+    parts={name: Part(measure) for name, measure in PARTS.items()},
 )
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the command."""
+    args.add_models(parser)
+    parser.add_argument("--datastore", metavar="FILE", help="of other texts, for the row REST")
+    args.add_numbers(
+        parser,
+        PAPER.sizes,
+        ("context", int, 256, "tokens of the prompt"),
+        ("rate", float, 0.01, "of the link, GB/s"),
+        ("seeds", int, 1, "continuations of each row"),
+        ("temperature", float, 0, "of sampling"),
+    )
+    most = f"of each continuation (default: {PAPER.sizes.new_tokens})"
+    parser.add_argument("-n", "--new-tokens", type=args.number(int, 8), metavar="N", help=most)
+    kind = args.listed(args.one_of(SHAPES))
+    parser.add_argument(
+        "--shapes", type=kind, metavar="A,B", help=f"of drafts (default: {args.shown(SHAPES)})"
+    )
+    PAPER.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures all parts that are asked for."""
+    if arguments.datastore is not None:
+        config = load_config("lookup", datastore_keys(arguments.datastore))
+        DatastoreLevel(config, LevelConfig("datastore")).source()  # or refuses
+    PAPER.run(arguments)

@@ -1,9 +1,9 @@
-"""`python -m bench prediction-accuracy`: what the planner predicts, beside what `bench offload` measured.
+"""`python -m bench prediction-accuracy`: the planner's predictions beside what `bench offload` measured.
 
-The planner is asked for the placements that were run, with figures that were measured apart from them in the
-same run: on a CPU, what attention and memory do alone, what a pass takes with the KV in place, what a drafted
-token and a verdict take where nothing is drafted ahead, and the bandwidth of the paced link; on a GPU, what
-`offload-rt doctor` says. Of a row itself it is given the acceptance of a drafted token, and nothing else.
+The planner predicts the placements that were run, from figures measured apart from them: on a CPU, the rates
+of attention and memory alone, a pass with the KV in place, a drafted token and a verdict with nothing drafted
+ahead, and the bandwidth of the paced link; on a GPU, those of `offload-rt doctor`. Of a row itself the
+planner is only given the acceptance of drafted tokens.
 """
 
 from __future__ import annotations
@@ -11,29 +11,36 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench import attention, inputs, report
+from bench import machine
 from bench.cases import IN_PLACE, Named
-from bench.report import Row
+from bench.results import RESULTS, Row, envelope, read_lines, table
 from bench.rounds import RATIO, alike, worst
+from cpu_kv import KVLayout, PagedKVStore
 from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.tiers import GpuTier
+from offload_rt.config import StoreConfig
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
+from offload_rt.files import check_writable, write_json
 from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inspection import usable_hardware
-from offload_rt.machine.measuring import CPU, compute_rate
+from offload_rt.machine.measuring import CPU, compute_rate, seconds
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.prediction import Predictor, attention_rate
 
-AMPLE_BYTES = 2**50  # memory that is no limit: what was run did fit
+AMPLE_BYTES = 2**50  # of memory: what was run did fit
 ATTENTION_REPEATS = 7
 PREDICTED = {
     "pass_ms": "pass",
@@ -43,13 +50,13 @@ PREDICTED = {
     "ms_per_token": "ms/token",
 }
 """Figures that are printed, predicted and measured."""
+ALIKE = "model", "draft", "texts", "dtype", "context", "new_tokens", "overrides"
+"""Fields of a record that are the same in the one with the KV in place."""
 
 
-def add_parser(commands: Any) -> None:
-    """Declares the command."""
-    about = "the planner's predictions beside a result of `bench offload`"
-    parser = inputs.command(commands, "prediction-accuracy", run, about)
-    default = inputs.RESULTS / "offload-cpu.jsonl"
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the command."""
+    default = RESULTS / "offload-cpu.jsonl"
     parser.add_argument("results", type=Path, nargs="?", default=default, help=f"default: {default.name}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: beside the results)")
 
@@ -57,14 +64,14 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Predicts every row anew, prints the table, writes the JSON."""
     path: Path = arguments.results
-    records = report.read_lines("results", path)
-    name = f"prediction-accuracy-{path.stem}.json"
-    out = inputs.destination(arguments.out or path.with_name(name), name)
+    records = read_lines("results", path)
+    out = arguments.out or path.with_name(f"prediction-accuracy-{path.stem}.json")
+    check_writable("--out", out)
     if not records or any(one["benchmark"] != "offload" for one in records):
         raise UsageError(f"results {path}: is no result of `bench offload`")
     rows, in_place = list[Row](), dict[str, Sequence[Row]]()
     for record in records:
-        of = json.dumps([record.get(key) for key in (*report.SETTINGS, "machine", "overrides")])
+        of = json.dumps([record.get(key) for key in ALIKE])
         if record["place"] == IN_PLACE.name:
             in_place[of] = record["rows"]
         for row in predict_rows(record, in_place.get(of, ())):
@@ -72,45 +79,69 @@ def run(arguments: argparse.Namespace) -> None:
             measured = {key: row["rounds"].get(key) for key in PREDICTED}
             named |= {"system": row["system"], "synthetic": row["synthetic"], "measured": measured}
             rows.append(named | {"predicted": row["predicted"], "ratio": row["rounds"][RATIO]})
-    result = report.envelope("prediction-accuracy", arguments, records[0]["machine"]) | {
-        "of": path.name,
-        "worst": worst([one["ratio"] for one in rows]),
-        "rows": rows,
-    }
-    # Two columns of a figure: predicted, measured.
-    header = ["place, system", *(word for name in PREDICTED.values() for word in (name, "measured")), "ratio"]
-    table = report.table(header, [_cells(one) for one in rows])
-    report.finish(out, result, [table], {"worst": result["worst"], "rows": len(rows)})
+    summary = {"worst": worst([one["ratio"] for one in rows]), "rows": len(rows)}
+    result = envelope(arguments, records[0]["machine"]) | summary | {"of": path.name, "rows": rows}
+    write_json("--out", out, result, indent=1)
+    print(table([_cells(one) for one in rows]), end="\n\n")
+    print(json.dumps(summary))
 
 
-def _cells(one: Row) -> list[str]:
-    values = [report.number(one[side][key]) for key in PREDICTED for side in ("predicted", "measured")]
-    return [f"{one['place']}, {one['system']}", *values, report.number(one["ratio"])]
+def _cells(one: Row) -> Row:
+    cells = {"place, system": f"{one['place']}, {one['system']}"}
+    for key, name in PREDICTED.items():
+        cells |= {name: one["predicted"][key], f"{name} measured": one["measured"][key]}
+    return cells | {"ratio": one["ratio"]}
 
 
 def measure_alone(
     device: torch.device, target: ModelShape, draft: ModelShape | None, context: int, gamma: int
 ) -> Row:
-    """What `predict_rows` goes by and rows do not tell, as JSON values."""
+    """Measures what `predict_rows` needs and rows do not tell; JSON values."""
     shapes = {"shape": _values(target), "draft_shape": draft and _values(draft)}
     if device.type == "cuda":
         return shapes | {"hardware": asdict(usable_hardware(device))}
-    queries = tuple(sorted({target.group * (1 + drafted) for drafted in (0, gamma // 2, gamma)}))
-    sized = (target.kv_heads, target.head_dim)
-    # The KV of all layers in one, so that no cache of the processor holds it.
-    case = attention.AttentionCase((sized,), target.layers * context, queries, ATTENTION_REPEATS)
-    rows = attention.measure(choose_backend(CPU), *sized, target.dtype, case)
+    queries = sorted({target.group * (1 + drafted) for drafted in (0, gamma // 2, gamma)})
     return shapes | {
         "processor": {
-            "attention": [{"queries": one["queries"], "rate": one["gb_s"]} for one in rows],
-            "memory_rate": rows[0]["read_gb_s"],
+            "attention": [asdict(rate) for rate in attention_rates(target, context, queries)],
+            "memory_rate": machine.read_rate(CPU),
             "compute_rate": compute_rate(CPU, torch.float32, 128, 1024),
         }
     }
 
 
+def attention_rates(shape: ModelShape, context: int, queries: Sequence[int]) -> list[AttentionRate]:
+    """GB/s of attention on the CPU over pages of the store, by how many queries share a key head.
+
+    The KV of all layers counts as one layer's, so that the processor cannot cache it.
+    """
+    tokens, heads, dim = shape.layers * context, shape.kv_heads, shape.head_dim
+    keys, values = torch.randn(2, heads, tokens, dim, generator=torch.Generator().manual_seed(0)).to(
+        shape.dtype
+    )
+    backend, rates = choose_backend(CPU), list[AttentionRate]()
+    with closing(
+        PagedKVStore(KVLayout(1, heads, dim, shape.dtype, StoreConfig.page), slab_tokens=tokens)
+    ) as store:
+        sequence = store.new_sequence()
+        sequence.append(0, keys, values)
+        for count in queries:
+            asked = torch.randn(heads, count, dim).to(shape.dtype)
+
+            def attend(asked: Tensor = asked) -> Tensor:
+                total = AttentionSum(backend, asked, heads, dim**-0.5)
+                for part in sequence.views(0):
+                    total.attend(*part)
+                return total.result()
+
+            attend()
+            taken = median(seconds(attend) for _ in range(ATTENTION_REPEATS))
+            rates.append(AttentionRate(count, (keys.nbytes + values.nbytes) / taken / 1e9))
+    return rates
+
+
 def _values(shape: ModelShape) -> Row:
-    """As JSON values; of a folder the end alone, for a result goes elsewhere."""
+    """A shape as JSON values, without paths of the machine."""
     return asdict(shape) | {"name": Path(shape.name).name, "dtype": str(shape.dtype).removeprefix("torch.")}
 
 
@@ -119,7 +150,7 @@ def _shape(values: Row) -> ModelShape:
 
 
 def predict_rows(record: Row, in_place: Sequence[Row]) -> list[Row]:
-    """Adds `predicted`, and `predicted_over_measured` to the `rounds`, where it can be told; those rows."""
+    """Adds `predicted` to rows, and the ratio to their `rounds`, where it is possible; returns these rows."""
     found = []
     for row in record["rows"] if record["link_rate_gb_s"] else ():
         if "rounds" in row and (predicted := predict(record, in_place, row)):
@@ -131,7 +162,7 @@ def predict_rows(record: Row, in_place: Sequence[Row]) -> list[Row]:
 
 
 def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] | None:
-    """What the planner says of one row, by the names in `PREDICTED`; None without its figures."""
+    """The planner's prediction of a row, by the names in `PREDICTED`; None if figures are missing."""
     system, found = row["system"], row["rounds"]
     config = Named.parse(system).config(record["options"])
     request = PlanRequest(
@@ -146,18 +177,21 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
     predictor = Predictor(request)
     if "processor" in record:
         alone = alike(in_place, system)
-        drafts = bool(config.speculation.levels)  # of one that does not, only the verdict counts
-        late = alike(record["rows"], system if drafts else None, late=True)
+        late = alike(record["rows"], system, late=True)
+        if not config.speculation.levels:  # only the verdict counts
+            late = next((row for row in record["rows"] if "draft_token_ms" in row.get("rounds", ())), None)
         if alone is None or late is None:
             return None
         predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])
-    cards, others = record.get("cards", 0), found.get("other_gpus_tokens", 0)
+    # Earlier versions wrote `cards` for other GPUs.
+    gpus: Any = record.get("gpus", record.get("cards", 0))
+    others = found.get("other_gpus_tokens", found.get("other_cards_tokens", 0))
     placement = Placement(
         resident_tokens=int(found["resident_tokens"]),
         cpu_tokens=int(found["cpu_tokens"]),
-        streamed_tokens=int(found["streamed_tokens"]),  # full pages alone
+        streamed_tokens=int(found["streamed_tokens"]),  # full pages only
         shape=request.target,
-        gpus=(GpuTier(0, int(others) // max(1, cards)),) * cards,
+        gpus=(GpuTier(0, int(others) // max(1, gpus)),) * gpus,
     )
     drafted = request.drafts[-1]
     verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)
@@ -167,7 +201,7 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
 
 
 def _hardware(record: Row) -> Hardware:
-    """A GPU's; or a processor that stands in for one, at the end of a paced link."""
+    """The GPU's figures, or those of a processor that stands for one behind a paced link."""
     if "hardware" in record:
         return Hardware.from_json(record["hardware"])
     figures, link, target = record["processor"], record["link_rate_gb_s"], _shape(record["shape"])
@@ -177,16 +211,17 @@ def _hardware(record: Row) -> Hardware:
     # FLOP a byte of KV, at as many queries as a draft has.
     intensity = target.attention_flops * (rates[-1].queries / target.group) / target.layer_token_bytes
     computing = rates[-1].rate * intensity / 1e3
+    others: Any = record.get("gpus", record.get("cards", 0))
     name = "a processor behind a paced link"
     processor = Gpu(name, AMPLE_BYTES, rates[0].rate, computing, link, link, launch_ms=0.0)
-    return Hardware(host, (processor,) * (1 + record.get("cards", 0)), True)
+    return Hardware(host, (processor,) * (1 + others), True)
 
 
 class MeasuredAlone(Predictor):
-    """What the processor does by itself as it was measured; what comes of it over a link is predicted.
+    """Takes the processor's own times as measured, and predicts what they come to over a link.
 
     Args:
-        pass_ms: with the KV in place.
+        pass_ms: of a pass with the KV in place.
         late: figures of rounds that draft first and pass then.
     """
 

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in the shapes of known models: written here, nothing is downloaded."""
+"""Checkpoints with random weights in the shapes of known models; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload_rt.model.shape import ModelShape
 
 PREFIX = "random:"
 LOGIT_DEVIATION = 20.0
-"""Real models are sure of most tokens; random ones are only where their logits are spread wide."""
+"""Real models are sure of most tokens; random ones are if their logits are spread wide."""
 
 POSITIONS = 262_144
 TINY = ModelShape("tiny", 4, 512, 1024, 8, 4, 64, 2048, 0)  # it counts its own parameters
@@ -34,7 +34,7 @@ SHAPES = {"tiny": TINY, **KNOWN}
 
 
 def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
-    """The folder of a checkpoint `random:SHAPE`, which is written into `work` where it is not there.
+    """Returns the folder of a checkpoint `random:SHAPE` in `work`, written if it does not exist.
 
     Raises:
         UsageError: there is no such shape, no memory to write it from, or no room on the disk.
@@ -51,23 +51,23 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
         free = shutil.disk_usage(work).free
         if needed > free:
             sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free in {work}"
-            raise UsageError(f"--model {name}: its weights take {sizes}; OFFLOAD_RT_CACHE names another one")
+            raise UsageError(f"--model {name}: its weights take {sizes}; set OFFLOAD_RT_CACHE to another")
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         random_model(shape, CPU, dtype).save_pretrained(unfinished)
-        shutil.copy(demo_model("target") / "tokenizer.json", unfinished)  # OpenVINO asks for one
+        shutil.copy(demo_model("target") / "tokenizer.json", unfinished)  # OpenVINO requires one
         unfinished.rename(folder)
     return folder
 
 
 def random_prompt(vocabulary: int, count: int) -> list[int]:
-    """Tokens drawn at random, the same ones each time."""
+    """Random token IDs, the same ones each time."""
     generator = torch.Generator().manual_seed(1)
     drawn: list[int] = torch.randint(vocabulary, (count,), generator=generator).tolist()
     return drawn
 
 
 def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
-    """Of a model in this shape, valid for so many positions."""
+    """The config of a model in this shape, valid for `positions` tokens."""
     kinds: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
     kind = kinds.get(shape.name[:5], LlamaConfig)
     config: PretrainedConfig = kind(
@@ -87,13 +87,13 @@ def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in the shape `name` of `SHAPES`, with random weights, the same ones each time."""
+    """A model in the shape `name` of `SHAPES` with random weights, the same ones each time."""
     config: Any = config_of(SHAPES[name], POSITIONS)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        # The final norm makes hidden states of length sqrt(hidden): logits deviate by as much as is asked.
+        # The final norm makes hidden states of length sqrt(hidden), so that logits have this deviation.
         head: Any = model.get_output_embeddings()
         head.weight.normal_(0.0, LOGIT_DEVIATION / config.hidden_size**0.5)
     model.eval()

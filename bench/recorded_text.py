@@ -1,12 +1,11 @@
-"""A prompt, continued again and again by several compositions, with all that happened recorded."""
+"""A prompt that several configurations continue again and again, with recorded rounds and copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 from bench.rounds import Recorded, interval
-from bench.synthetic_acceptance import HeldVerifier
+from bench.synthetic_acceptance import hold_acceptance
 from bench.systems import Prompt
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
@@ -21,14 +20,14 @@ from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.timeline import Timeline
 
 
-class Text:
-    """A prompt, of one text or several, in the store of an engine, continued by several compositions.
+class RecordedText:
+    """A prompt of one sequence or several in an engine, which configurations continue in turn.
 
     Args:
         link, other_links: are closed with the text.
-        config: its store, its prefill and the means that it keeps hold for every composition.
-        capacity: tokens of the longest text and its continuation together.
-        notices: what the user is told, the models' own notices among it; the engine's are added.
+        config: its keys for store, prefill and kept means hold for every configuration.
+        capacity: tokens of the longest sequence and its continuation together.
+        notices: messages for the user, the models' own among them; the engine's are added.
 
     Attributes:
         notices: all of them.
@@ -50,14 +49,13 @@ class Text:
         )
         self._timeline = self._engine.timeline = Timeline()
         self._recording = link if isinstance(link, RecordingLink) else None
-        self._seeds = count()
         self._prompt: Prompt = ()
         self.sequences: list[TokenSequence] = []
         self.close = self._engine.close
 
     @property
     def placed(self) -> dict[str, int]:
-        """How many tokens of a text lie where, whole pages are streamed."""
+        """Tokens of a sequence in each tier; whole pages are streamed."""
         page, tiers = self._engine.store.layout.page_size, self.sequences[0].tiers
         others = sum(gpu.tokens for gpu in tiers.gpus)
         placed = {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
@@ -65,12 +63,12 @@ class Text:
         streamed = (len(self._prompt[0]) - 1) // page * page - sum(placed.values())
         return placed | {"streamed_tokens": max(0, streamed)}
 
-    def _continuation(self, new_tokens: int, temperature: float = 0.0) -> Continuation:
-        draws = GeneratorDraws(next(self._seeds), self._engine.target.device)
-        return Continuation(Sampling(Sampler(temperature), draws), new_tokens)
+    def _continuation(self, new_tokens: int) -> Continuation:
+        draws = GeneratorDraws(0, self._engine.target.device)
+        return Continuation(Sampling(Sampler(), draws), new_tokens)
 
     def read(self, prompt: Prompt) -> float:
-        """Takes a prompt, if it is another one than before; returns ms of its prefill."""
+        """Reads a prompt, unless it is the one before; returns ms of its prefill."""
         if prompt != self._prompt:
             while self.sequences:
                 self._engine.close_sequence(self.sequences.pop())
@@ -85,29 +83,29 @@ class Text:
                 self._recording.record()
         return self._ms
 
-    def begin(self, config: Config, new_tokens: int = 1, temperature: float = 0.0) -> float:
-        """Back to the end of the prompt; returns ms in which the composition's caches took the prompt."""
+    def begin(self, config: Config, new_tokens: int = 1) -> float:
+        """Rewinds to the end of the prompt; returns ms in which the caches of `config` were filled."""
         settings = self._engine.available(config)
         for sequence, prompt in zip(self.sequences, self._prompt, strict=True):
             self._engine.rewind(sequence, len(prompt))
-            self._engine.begin(sequence, settings, self._continuation(new_tokens, temperature))
+            self._engine.begin(sequence, settings, self._continuation(new_tokens))
         return sum(sequence.read_ms for sequence in self.sequences)
 
     def run(
-        self, config: Config, new_tokens: int, held: float | None = None, temperature: float = 0.0
+        self, config: Config, new_tokens: int, held: float | None = None
     ) -> tuple[list[GenerationResult], Recorded]:
-        """Continues the prompt; the results of its texts, and the rounds of the first one.
+        """Continues the prompt greedily; returns the results, and the rounds of the first sequence.
 
         Args:
-            held: at what a synthetic verdict holds the acceptance.
+            held: the rate at which a synthetic rule holds acceptance; None: the acceptance is real.
         """
-        self.begin(config, new_tokens, temperature)
+        self.begin(config, new_tokens)
         if held is not None:
             for sequence in self.sequences:
-                sequence.verifier = HeldVerifier(sequence.verifier, held)
+                hold_acceptance(sequence.verifier, held)
         self._timeline.spans.clear()
         self._copies()
-        params = SamplingParams(temperature, max_tokens=new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         writers = [OutputProcessor(self._engine, one, params, None, self.notices) for one in self.sequences]
         try:
             finish(self._engine, writers)
@@ -115,7 +113,7 @@ class Text:
                 raise failed
         finally:
             for sequence in self.sequences:
-                self._engine.stop(sequence)  # the link would go on into a pass that nobody asks for
+                self._engine.stop(sequence)  # or the link would continue with the next pass
         rounds = self.sequences[0].rounds
         start, end = interval(rounds)
         copies = [copy for copy in self._copies() if start <= copy.end and copy.start <= end]

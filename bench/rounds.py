@@ -1,4 +1,4 @@
-"""What the rounds of a continuation say of the engine, what they are held against, and a picture of some."""
+"""Figures of the rounds of a continuation, their lower bounds, and a timeline of some rounds."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from bench import cases, report
-from bench.report import Row
+from bench import cases
+from bench.results import Row, pyplot
 from cpu_kv.link import CopyRecord
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.errors import UsageError
 from offload_rt.timeline import Span
 
 PLAIN = "ours:plain"
-AHEAD_OF_NOTHING = "offload.ahead=0"
+NOTHING_AHEAD = "offload.ahead=0"
 RATIO = "predicted_over_measured"
-NEAR_TIE = 1e-3  # of two logits: closer than what rounding may do to them
-BESIDE_A_PASS = 1.3  # times what a draft takes alone: the pass works on the same cores
+BESIDE_A_PASS = 1.3  # time of a draft beside a pass, over its time alone: both work on the same cores
 DRAWN_ROUNDS = 4
-DRAFTING = "draft (device)"
-COLOURS = ("#4878a8", "#78a8c8", "#c85848", "#58a868", "#a878b8")
-WARM_UP_ROUNDS = 1  # at the beginning of a run, not reported: nothing was streamed or drafted ahead of it
+WARM_UP_ROUNDS = 1  # of a run, not reported: nothing was streamed or drafted ahead of them
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
@@ -31,7 +27,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Recorded:
-    """The rounds of a continuation; `spans` and `copies` tell what ran when, where that was recorded."""
+    """The rounds of a continuation, and where they were recorded, its spans and copies."""
 
     rounds: Sequence[RoundTimes]
     spans: Sequence[Span]
@@ -39,14 +35,14 @@ class Recorded:
 
 
 def figures(run: Recorded) -> dict[str, float]:
-    """Of the steady rounds, what there is: times in ms, medians over rounds where nothing else is said.
+    """Figures of the steady rounds, where they exist: times in ms, medians over rounds unless said otherwise.
 
     - `ms_per_token`: from the begin of the second round to that of the last one.
     - `tokens_per_round`, `acceptance`: means; `drafted`: the most of a round.
-    - `draft_token_ms`: a mean, of drafts that no pass ran beside.
-    - `guessed_round_ms`: of rounds whose draft, a whole one, had been made while the pass before ran.
-    - `hits`: of the verdicts that something was drafted for, those that were guessed.
-    - `link_use`: what the link carried within a pass, over what it could have.
+    - `draft_token_ms`: a mean, of drafts without a pass beside them.
+    - `guessed_round_ms`: of rounds whose whole draft was made during the pass before.
+    - `hits`: share of verdicts that were guessed, among those that something was drafted for.
+    - `link_use`: see there.
     """
     rounds = steady(run.rounds)
     whole = len(rounds) == len(run.rounds)
@@ -81,22 +77,22 @@ def interval(rounds: Sequence[RoundTimes]) -> Interval:
 
 
 def steady(rounds: Sequence[RoundTimes]) -> Sequence[RoundTimes]:
-    """Without the first rounds, and without the last, which is cut short by the end of the text."""
+    """The rounds but the first, and the last one, which the end of the continuation cuts short."""
     return rounds[WARM_UP_ROUNDS:-1] if len(rounds) > WARM_UP_ROUNDS + 1 else rounds
 
 
 def acceptance(rounds: Sequence[RoundTimes]) -> float | None:
-    """Share of drafted tokens that stood, of those whose predecessors did; None without drafts.
+    """Share of drafted tokens that were accepted, among those whose predecessors were; None without drafts.
 
-    That is what the planner means by acceptance: a token behind a rejected one was never judged.
+    This is the planner's acceptance: tokens behind a rejected one are not judged.
     """
-    stood = sum(one.accepted for one in rounds)
-    judged = stood + sum(one.accepted < one.proposed for one in rounds)
-    return stood / judged if judged else None
+    accepted = sum(one.accepted for one in rounds)
+    judged = accepted + sum(one.accepted < one.proposed for one in rounds)
+    return accepted / judged if judged else None
 
 
 def busy(copies: Iterable[CopyRecord], *, to_host: bool = False) -> list[Interval]:
-    """When a direction of the link was carrying something: intervals that do not touch, in their order."""
+    """Intervals, in order and apart from each other, in which a direction of the link carried something."""
     joined: list[Interval] = []
     for start, end in sorted((copy.start, copy.end) for copy in copies if copy.to_host == to_host):
         if joined and start <= joined[-1][1]:
@@ -107,20 +103,19 @@ def busy(copies: Iterable[CopyRecord], *, to_host: bool = False) -> list[Interva
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in all, for intervals that do not overlap."""
+    """Total seconds of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
 def on_lane(run: Recorded, lane: str) -> list[Interval]:
-    """When something ran on a lane of the timeline."""
+    """Intervals in which something ran on a lane of the timeline."""
     return [(span.start, span.end) for span in run.spans if span.lane == lane]
 
 
 def link_use(run: Recorded) -> float | None:
-    """Median over passes but the first: bytes that the link carried in a pass, over what it could have.
+    """Share of a pass in which the link was busy, the median over passes but the first.
 
-    A pass counts from its first copy to its last, the beginning of the next pass's stream among them: that
-    is, from its begin where the link goes on at once, and to its end where it does not run dry before.
+    A pass counts from its first copy to its last, those that begin the next pass's stream included.
     """
     carried = busy(run.copies)
     shares = []
@@ -131,17 +126,15 @@ def link_use(run: Recorded) -> float | None:
     return median(shares) if shares else None
 
 
-def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Row]) -> None:
-    """Adds `rounds` to the rows whose rounds were looked into: medians over turns, and over their bounds.
+def summarise(rows: Sequence[Row], stream_token_ms: float) -> None:
+    """Adds `rounds` to the rows with figures of their rounds: medians over turns, and ratios to bounds.
 
-    `times_plain` and `ahead_speedup` are how many times as fast as plain decoding and as without drafting
-    ahead: medians over turns, in which the machine was the same. `round_over_max` is of guessed rounds, over
-    the longer of carrying the KV once and drafting alone. `pass_over_bound`, over the longer of the stream
-    and of the pass with its KV in place, may be below 1: the begin of a stream is carried before its pass.
+    `times_plain` and `ahead_speedup` are the speed-ups over plain decoding and over no drafting ahead:
+    medians over turns, within which the machine was the same. `round_over_max` is the time of guessed rounds
+    over the longer of carrying the KV once and drafting alone.
 
     Args:
-        stream_token_ms: for the link to carry the KV of a token; 0 without a link.
-        in_place: rows of the same systems with the KV in place; none where that is not to be had.
+        stream_token_ms: time in which the link carries the KV of a token; 0 without a link.
     """
     rows = [row for row in rows if row.get("figures")]
     for row in rows:
@@ -149,26 +142,22 @@ def summarise(rows: Sequence[Row], stream_token_ms: float, in_place: Sequence[Ro
         row["rounds"] = {
             name: median(turn[name] for turn in row["figures"] if name in turn) for name in names
         }
+    plain = alike(rows, PLAIN)
     for row in rows:
-        found, system = row["rounds"], row["system"]
-        plain = alike(rows, PLAIN)
-        late = alike(rows, system, late=True)
+        found, late = row["rounds"], alike(rows, row["system"], late=True)
         if plain is not None:
             found["times_plain"] = _times_as_fast(row, plain)
         if late is not None and late is not row:
             found["ahead_speedup"] = _times_as_fast(row, late)
         if stream_token_ms:
             stream = found["stream_ms"] = found["streamed_tokens"] * stream_token_ms
-            alone = alike(in_place, system)
-            bound = max(stream, alone["rounds"]["pass_ms"] if alone else 0.0)
-            found["pass_over_bound"] = found["pass_ms"] / bound if bound else None
             if late is not None and "guessed_round_ms" in found:
                 draft = found["drafted"] * late["rounds"]["draft_token_ms"]
                 found["round_over_max"] = found["guessed_round_ms"] / max(stream, draft)
 
 
 def drafting_ms(in_place: Sequence[Row]) -> float:
-    """What drafting beside a pass takes, by rows of systems with their KV in place.
+    """Time of drafting beside a pass, from rows of systems with their KV in place.
 
     Raises:
         UsageError: none of them drafted.
@@ -177,38 +166,22 @@ def drafting_ms(in_place: Sequence[Row]) -> float:
         if "draft_token_ms" in row.get("rounds", ()):
             drafting: float = row["rounds"]["drafted"] * row["rounds"]["draft_token_ms"]
             return BESIDE_A_PASS * drafting
-    raise UsageError("--systems: none has drafted with its KV in place, which tells how fast a link to pace")
+    raise UsageError("--systems: none of ours drafts, and the time of that tells how fast a link to pace")
 
 
-def alike(rows: Sequence[Row], system: str | None = None, *, late: bool = False) -> Row | None:
-    """The first row of the same system, whatever holds over a link; `late`: that drafted, nothing ahead."""
+def alike(rows: Sequence[Row], system: str, *, late: bool = False) -> Row | None:
+    """The first row of the same system, whatever its settings over a link.
+
+    Args:
+        late: whether it must have drafted with nothing ahead.
+    """
     for row in rows:
         found = row.get("rounds", {})
-        same = system is None or cases.in_place(row["system"]) == cases.in_place(system)
-        drafted = AHEAD_OF_NOTHING in row["system"].split("+") and "draft_token_ms" in found
+        same = cases.in_place(row["system"]) == cases.in_place(system)
+        drafted = NOTHING_AHEAD in row["system"].split("+") and "draft_token_ms" in found
         if found and same and (drafted or not late):
             return row
     return None
-
-
-def check_tokens(rows: Sequence[Row], in_place: Sequence[Row], where: str) -> None:
-    """Holds greedy tokens of ours against those of plain decoding with the KV in place, where it was run.
-
-    Raises:
-        UsageError: they are others, and not for two logits that are as good as equal.
-    """
-    plain = alike(in_place, PLAIN)
-    for row in rows:
-        if plain is None or "rounds" not in row or "first_difference" not in row:
-            continue  # nothing to hold it against; or a peer's, drawn, or held by coins
-        both = enumerate(zip(row["tokens"], plain["tokens"], strict=True))
-        first = next((at for at, (token, other) in both if token != other), None)
-        near = row["first_difference"] == first and row.get("logit_gap", NEAR_TIE) < NEAR_TIE
-        if not row["steady"] or (first is not None and not near):
-            raise UsageError(
-                f"{row['system']}, {where}: its tokens are not those of plain decoding in place: a fault of "
-                "the engine, or two logits closer than rounding; try another text"
-            )
 
 
 def _times_as_fast(row: Row, other: Row) -> float:
@@ -217,61 +190,31 @@ def _times_as_fast(row: Row, other: Row) -> float:
     return median(ratios)
 
 
-def headline(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the first link: plain decoding, which comes first, and the last system; the worst of all ratios."""
-    record = next((one for one in records if one["link_rate_gb_s"]), records[0])
-    plain, ours = (record["rows"][at].get("rounds", {}) for at in (0, -1))
-    told = [row.get("rounds", {}) for one in records for row in one["rows"]]
-    keys = ("round_over_max", "link_use", "ahead_speedup", "ms_per_token")
-    return {key: ours.get(key) for key in keys} | {
-        "outcome_hit_rate": ours.get("hits"),
-        "ratio_over_plain": ours.get("times_plain"),
-        "pass_over_bound": plain.get("pass_over_bound"),
-        "predicted_over_measured": worst([one[RATIO] for one in told if RATIO in one]),
-        "synthetic": record["rows"][-1]["synthetic"],
-    }
-
-
 def worst(ratios: Sequence[float]) -> float | None:
     """The ratio that is furthest from 1, either way."""
     return max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=None)
 
 
-def lanes(run: Recorded) -> dict[str, list[Interval]]:
-    """When each resource worked."""
-    return {
+def draw(run: Recorded, title: str, path: Path) -> None:
+    """Draws rounds in the middle of a run as PNG, a lane for each resource; a dashed line begins a round."""
+    plt, middle = pyplot(), max(0, (len(run.rounds) - DRAWN_ROUNDS) // 2)
+    start, end = interval(run.rounds[middle : middle + DRAWN_ROUNDS])
+    lanes = {
         "link to device": busy(run.copies),
         "link to host": busy(run.copies, to_host=True),
         "pass (device)": on_lane(run, "pass"),
-        DRAFTING: on_lane(run, "draft"),
+        "draft (device)": on_lane(run, "draft"),
         "CPU attention": on_lane(run, "cpu"),
     }
-
-
-def window(run: Recorded, count: int = DRAWN_ROUNDS) -> Interval:
-    """Of consecutive rounds in the middle of a run: of those that were drafted ahead, if there are."""
-    windows = [run.rounds[at : at + count] for at in range(max(1, len(run.rounds) - count + 1))]
-    # `max` keeps the first of equals, and the first round was drafted ahead of by nobody.
-    return interval(max(windows[1:] or windows, key=lambda rounds: sum(bool(one.guessed) for one in rounds)))
-
-
-def draw(run: Recorded, title: str, path: Path) -> None:
-    """Writes a picture of some consecutive rounds as PNG, a lane for each resource; beginnings are dashed."""
-    pyplot = report.pyplot()
-    start, end = window(run)
-    figure, axes = pyplot.subplots(figsize=(12, 3.6), layout="constrained")
-    named = lanes(run)
-    for place, (lane, colour) in enumerate(zip(named, COLOURS, strict=True)):
-        bars = [(1e3 * (a - start), 1e3 * (b - a)) for a, b in named[lane] if a < end and b > start]
-        # Edges part one draft from the next; a short copy would be all edge.
-        edge = "white" if lane == DRAFTING else colour
-        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors=edge, linewidth=0.5)
+    figure, axes = plt.subplots(figsize=(12, 3.6), layout="constrained")
+    for place, intervals in enumerate(lanes.values()):
+        bars = [(1e3 * (a - start), 1e3 * (b - a)) for a, b in intervals if a < end and b > start]
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=f"C{place}")
     for one in run.rounds:
         axes.axvline(1e3 * (one.started - start), color="black", linestyle="--", linewidth=0.8)
-    axes.set_yticks(range(len(named)), list(named))
-    axes.set_ylim(len(named) - 0.5, -0.5)
-    axes.set_xlim(0, 1e3 * (end - start))
-    axes.set_xlabel("ms; dashed: a round begins")
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set(xlim=(0, 1e3 * (end - start)), xlabel="ms; dashed: a round begins")
     axes.set_title(title, fontsize="medium")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)

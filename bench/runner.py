@@ -1,14 +1,13 @@
 """Runs systems side by side: in processes that are kept alive, timed in turn (A B C A B C …).
 
-The systems of a peer have a process each; those of ours and of transformers share one, and a prefill. A
-system that is not there, does not fit, fails, or does not answer in time is a row with the reason. Greedy
-tokens are held against those of the first system that yields any.
+Systems of a peer have a process each; those of ours and of transformers share one, and a prefill. A system
+that is not installed, does not fit, fails, or does not answer in time is a row with the reason. Greedy tokens
+are compared with those of the first system that yields any.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,19 +20,17 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from bench import report
 from bench.cases import Named
-from bench.report import Row
+from bench.results import Row, spread
 from bench.systems import Prompt, Setup
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.memory import available_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-OWN_ENVIRONMENT = ("ours", "transformers", "zero_style", "layer_prefetch")  # of what runs in this program's
-ONE_PROCESS = ("ours", "transformers")  # for all systems of it
-LINKED = ("ours", "zero_style", "layer_prefetch")  # which an emulated link means something to
-NOT_INSTALLED = "not installed: make bench-peers"
+OWN_ENVIRONMENT = ("ours", "transformers", "zero_style", "layer_prefetch")  # adapters that need no other one
+ONE_PROCESS = ("ours", "transformers")  # adapters whose systems share a process
+LINKED = ("ours", "zero_style", "layer_prefetch")  # adapters that an emulated link applies to
 WARM_UP_TOKENS = 8
 PATIENCE_S = 1800.0
 CLOSING_S = 5.0
@@ -41,37 +38,19 @@ CLOSING_S = 5.0
 Say = Callable[[str], None]
 
 
-def python_of(adapter: str) -> Path:
-    """The interpreter of its environment, which may not be there."""
-    return Path(sys.executable) if adapter in OWN_ENVIRONMENT else PEERS_PYTHON
-
-
-def there_by_now(system: str, error: str) -> bool:
-    """Whether what a system failed for want of has been installed since."""
-    if error == NOT_INSTALLED:
-        return PEERS_PYTHON.exists()
-    python = python_of(system.partition(":")[0])
-    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", error)
-    if missing is None or not python.exists():
-        return False
-    script = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    return subprocess.run([python, "-c", script, missing[1]]).returncode == 0
-
-
 class SystemFailed(RuntimeError):
-    """What a system says of itself, or that it says nothing."""
+    """A system reported an error, or gave no answer."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What continues a prompt on a machine.
+    """Systems that continue one prompt.
 
     Attributes:
         setup: has room for the prompt and its continuation.
         systems: `adapter:system+key=value`; the first one is the reference.
-        answers: what a greedy continuation of each text begins with if a needle is found.
         turns: interleaved runs of every system, after one that is not timed.
-        picture: what the last system draws of its last run; none without a path.
+        picture: path where the last system draws its last run; empty: nowhere.
     """
 
     setup: Setup
@@ -79,7 +58,6 @@ class Job:
     prompt: Prompt
     new_tokens: int
     turns: int
-    answers: Prompt = ()
     picture: str = ""
 
 
@@ -87,19 +65,19 @@ class Worker:
     """A process for systems of one adapter.
 
     Raises:
-        SystemFailed: it is not installed.
+        SystemFailed: the adapter's environment is not installed.
     """
 
     def __init__(self, adapter: str, setup: Setup, patience_s: float = PATIENCE_S) -> None:
-        python = python_of(adapter)
+        python = Path(sys.executable) if adapter in OWN_ENVIRONMENT else PEERS_PYTHON
         if not python.exists():
-            raise SystemFailed(NOT_INSTALLED)
+            raise SystemFailed("not installed: make bench-peers")
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(setup.threads)}
-        if adapter != "ours":  # which asks for it where there is a GPU, and may have done so here
+        if adapter != "ours":  # which sets it where there is a GPU, perhaps in this process too
             environment.pop("OMP_WAIT_POLICY", None)
         self._patience_s = patience_s
         self._connection, theirs = Pipe()
-        with theirs, (setup.folder / f"{adapter}.log").open("a") as log:  # what its libraries say
+        with theirs, (setup.folder / f"{adapter}.log").open("a") as log:  # what libraries print
             self._process = subprocess.Popen(
                 [str(python), "-m", "bench.worker", adapter, str(theirs.fileno())],
                 cwd=ROOT,
@@ -112,7 +90,11 @@ class Worker:
             )
 
     def ask(self, command: str, *arguments: object) -> dict[str, Any]:
-        """The answer to a command. Raises SystemFailed where there is an error, or no answer in time."""
+        """Sends a command and returns the answer.
+
+        Raises:
+            SystemFailed: the answer is an error, or there is none in time.
+        """
         try:
             self._connection.send([command, *arguments])
             if not self._connection.poll(self._patience_s):
@@ -127,7 +109,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Ends the process: lets its systems give back what they hold, if they do so at once. Idempotent."""
+        """Ends the process, after a moment in which its systems may release what they hold. Idempotent."""
         self._connection.close()
         try:
             with suppress(subprocess.TimeoutExpired):
@@ -136,14 +118,14 @@ class Worker:
             self._kill()
 
     def _kill(self) -> None:
-        """The process, if it still runs, and what it has started."""
+        """Kills the process, if it still runs, and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def run(job: Job, say: Say) -> list[Row]:
-    """A row for every system."""
+    """Returns a row for every system."""
     with ExitStack() as closing:
         return _Opened(job, closing, say).rows()
 
@@ -167,11 +149,15 @@ class _Opened:
                 self._opened[name] = answer
 
     def _worker(self, name: str) -> Worker:
-        """The process of a system. Raises SystemFailed where there can be none."""
+        """The process of a system, started if need be.
+
+        Raises:
+            SystemFailed: it cannot be started.
+        """
         adapter = name.partition(":")[0]
         process = adapter if adapter in ONE_PROCESS else name
         if self._job.setup.link_gb_s and adapter not in LINKED:
-            raise SystemFailed("has no link_gb_s: leave it 0")
+            raise SystemFailed("an emulated link does not apply to it")
         if process not in self._workers:
             if self._least > self._free and self._job.setup.device == "cpu":
                 left = f"{self._free / GIB:.1f} are left"
@@ -182,7 +168,7 @@ class _Opened:
         return self._workers[process]
 
     def _ask(self, name: str, command: str, *arguments: object) -> dict[str, Any] | None:
-        """None where it failed, now or before."""
+        """The answer of a system; None if it has failed, now or before."""
         if name in self._failed:
             return None
         try:
@@ -210,8 +196,7 @@ class _Opened:
             seconds = (perf_counter() - started) * (self._job.turns - turn)
             left = f", {seconds:.0f} s left here" if turn else ""
         rows = [self._row(name, read.get(name, 0.0), runs[name]) for name in runs]
-        if not self._job.setup.temperature:
-            self._compare([row for row in rows if "tokens" in row and row["synthetic"] is None])
+        self._compare([row for row in rows if "tokens" in row and row["synthetic"] is None])
         if self._job.picture:
             self._ask(self._job.systems[-1], "draw", self._job.picture)
         return rows
@@ -227,31 +212,25 @@ class _Opened:
             "label": opened["label"],
             "notes": [*opened["notes"], *last["notes"]],
             "prefill_ms": prefill_ms,
-            "ms_per_token": report.spread([one["ms"] / one["timed"] for one in runs]),
+            "ms_per_token": spread([one["ms"] / one["timed"] for one in runs]),
             "tokens_per_round": yielded,
             "accepted": last["accepted"],
-            "parts_ms": {name: ms / last["timed"] for name, ms in last["parts_ms"].items()},
             "tokens": tokens,
             "steady": all(one["tokens"] == tokens for one in runs),
         }
         if last["figures"]:
             row["figures"] = [one["figures"] for one in runs]
-        if self._job.answers:
-            texts = zip(*[iter(tokens)] * self._job.new_tokens, strict=True)
-            pairs = zip(texts, self._job.answers, strict=True)
-            both = [both for text, answer in pairs for both in zip(text, answer, strict=False)]
-            row["answered"] = sum(token == other for token, other in both) / len(both)
-        return row | {key: last[key] for key in ("peak_bytes", "locked_bytes", "device_bytes")}
+        return row | {key: last[key] for key in ("peak_bytes", "device_bytes")}
 
     def _compare(self, rows: Sequence[Row]) -> None:
-        """Where tokens leave those of the reference, and by how much its logit of its own one is higher."""
+        """Adds where tokens differ from the reference's first, and by how much its logit is higher there."""
         for row in rows:
             tokens, reference, expected = row["tokens"], rows[0]["system"], rows[0]["tokens"]
             both = enumerate(zip(tokens, expected, strict=False))
             first = next((at for at, (token, other) in both if token != other), None)
             row["first_difference"] = first
             if first is not None and len(self._job.prompt) == 1:
-                with suppress(SystemFailed):  # it does not tell
+                with suppress(SystemFailed):  # not every system has `logits_after`
                     system, asked = reference.partition(":")[2], expected[:first]
                     logits = self._worker(reference).ask("logits_after", system, asked)["logits"]
                     row["logit_gap"] = logits[expected[first]] - logits[tokens[first]]

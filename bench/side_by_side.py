@@ -1,140 +1,138 @@
-"""`python -m bench peers | speedup | batch | link | offload`: the cases, ours beside other systems."""
+"""`python -m bench peers | speedup | batch | link | offload`: systems that continue the same prompts."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import inputs, machine, needles, prediction_accuracy, random_models, report, rounds, runner
-from bench.cases import CASES, GPU_MEMORY_GIB, IN_PLACE, Case, Named, Place, declared, in_place
-from bench.inputs import PAGE, PICTURE, say
+from bench import arguments as args
+from bench import machine, prediction_accuracy, random_models, rounds, runner
+from bench.arguments import say
+from bench.cases import (
+    CASES,
+    GPU_MEMORY_GIB,
+    IN_PLACE,
+    Case,
+    Named,
+    Place,
+    in_place,
+    system,
+    with_acceptances,
+)
+from bench.results import PICTURE, Results, Row, cell, said, table
 from bench.runner import Job
 from bench.systems import Setup
 from offload_rt.errors import UsageError
-from offload_rt.files import write_whole
 from offload_rt.machine.memory import cache_folder
 from offload_rt.model.loading import check_same_tokens, choose_device, load_tokenizer
 from offload_rt.model.shape import find_shape
 from offload_rt.text import encode
 
 ABOUT = """\
-All systems have the same weights, token ids and machine, and their own best settings. They go on from the
-end of the same prompt, in turn, greedily unless a temperature is given, and none stops at an end token. A
-time a token is the median over turns. Prefill and decoding are timed apart; prompts are read in chunks of
-one size. Ratios are over transformers with its static cache, the fastest that it has for long texts. Tokens
-are compared with the first system's; a gap is by how much its logit of its own token is higher where they
-first differ. What a plain pass reads is KV and weights, in memory, or KV over an emulated link; a system's
-share of that time counts the tokens that its passes yield. Systems of one program share a process, and with
-it the prefill and the peak of memory.
+All systems have the same weights, token IDs and machine, and their own best settings. They continue the same
+prompt in turn, greedily, and no end token stops them. A time per token is the median over turns, without
+prefill. Tokens are compared with the first system's; a gap is by how much its logit of its own token is
+higher where they first differ. Ratios are over transformers with its static cache, the fastest that it has
+for long prompts, and over our plain decoding. A plain pass reads KV and weights in memory, or KV over an
+emulated link; `of bound` counts the tokens that a pass yields. Systems of one program share a process, and
+with it the prefill and the peak of memory.
 """
-
 ROUNDS = """\
 The engine over a link, against its own plain decoding and its lower bounds. On a CPU the link is paced: it
 carries the KV once in the time that drafting beside a pass takes (balanced), twice that time, or half of it,
-by what was measured with the KV in place. Torch has one thread: pass, drafting and the link share the cores.
-Times are medians, in ms, of the rounds but the first and the last; ratios of two systems are medians of
-those within a turn. Pass over bound: over the longer of the stream and of the same pass in place. Round over
-max: rounds whose draft had been made while the pass before ran, over the longer of carrying the KV once and
-drafting alone. Link use: what the link carried within a pass, over what it could have. Predicted: by the
-planner, from what was measured in place and of the rounds that are drafted first and passed then.
+as measured with the KV in place. Torch has one thread: pass, drafting and the link share the cores. Times are
+medians in ms over the rounds but the first and the last; ratios of two systems are medians over turns.
+`round/max`: rounds whose draft was made during the pass before, over the longer of carrying the KV once and
+drafting alone. `link use`: what the link carried during a pass, over what it could have. `predicted`: by the
+planner, from what was measured in place and from rounds that draft first and pass then.
 """
-CHUNK = 2048
+CHUNK = 2048  # prompt tokens that are read at a time
 ROOM = 8  # tokens behind the longest continuation
-NEEDLES = 9  # passages, from the beginning of the prompt to its end; the one in the middle is asked for
+REFERENCES = {"× StaticCache": "transformers:static", "× our plain": "ours:plain"}
+ROUND_COLUMNS = {
+    "tokens a round": "tokens_per_round",
+    "pass": "pass_ms",
+    "draft": "draft_ms",
+    "ahead": "ahead_ms",
+    "round": "round_ms",
+    "hits": "hits",
+    "link use": "link_use",
+    "round/max": "round_over_max",
+    "× plain": "times_plain",
+    "predicted/measured": "predicted_over_measured",
+}
 
 
-def add_parser(commands: Any) -> None:
-    """Declares a command for each case."""
-    shapes = f"default: the demo pair; SHAPE, for timing only: {', '.join(random_models.SHAPES)}"
-    dtype = "float32, on a GPU bfloat16 for random weights"
-    for case in CASES:
-        parser = inputs.command(commands, case.name, partial(run, case), case.about)
-        inputs.add_arguments(parser, model="FOLDER|random:SHAPE", about=shapes, dtype=dtype)
-        inputs.add_sizes(parser, case, without=("batches", "link_gb_s") if case.places[0].name else ())
-        parser.add_argument("--needles", action="store_true", help="ask for a passage in the prompt's middle")
-        rates = inputs.several(inputs.number(most=1.0))
-        held = "coins hold the acceptance of our drafts, which is labelled as synthetic"
-        parser.add_argument("--acceptance", type=rates, default=(), metavar="A,B", help=held)
-        heat = "of sampling (default: 0, greedy)"
-        parser.add_argument("--temperature", type=inputs.number(), default=0.0, metavar="T", help=heat)
-        most = f"of a GPU, but for llama.cpp (default: {GPU_MEMORY_GIB:g} for random weights, else all)"
-        parser.add_argument("--gpu-memory", type=inputs.number(), metavar="GiB", help=most)
-        inputs.add_output(parser, "JSON lines; what it holds is kept")
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the case `name`."""
+    case, add = CASES[name], parser.add_argument
+    whole, rate = partial(args.number, int), args.number(float, 0, 1)
+    args.add_models(parser, shapes=", ".join(random_models.SHAPES))
+    about = "adapter:system; ours may have keys of their own: ours:retrieval+retrieval.budget=512"
+    about += f" (default: {args.shown(case.systems)})"
+    add("--systems", type=args.listed(system), metavar="A,B", help=about)
+    about = f"prompt lengths in tokens (default: {args.shown(case.contexts)})"
+    add("--contexts", type=args.listed(whole(2)), metavar="N,N", help=about)
+    if not case.places[0].name:
+        about = f"sequences continued together (default: {args.shown(case.batches)})"
+        add("--batches", type=args.listed(whole(1)), metavar="N,N", help=about)
+        about = f"bandwidth of an emulated link; 0: none (default: {case.link_gb_s:g})"
+        add("--link", dest="link_gb_s", type=args.number(float, 0), metavar="GB/s", help=about)
+    about = f"tokens of a run (default: {case.new_tokens})"
+    add("-n", "--new-tokens", type=whole(2), metavar="N", help=about)
+    about = f"runs of every system in turn, after one that is not timed (default: {case.turns})"
+    add("--turns", type=whole(1), metavar="N", help=about)
+    about = "rates at which the acceptance of our drafts is held; such rows are labelled synthetic"
+    add("--acceptance", type=args.listed(rate), default=(), metavar="A,B", help=about)
+    args.add_output(parser, case.quick)
 
 
-def run(case: Case, arguments: argparse.Namespace) -> None:
-    """Measures point after point, appends each to the file, and writes the page and the plot."""
-    if arguments.plot:
-        report.pyplot()  # or refuses
+def run(arguments: argparse.Namespace) -> None:
+    """Measures a case point by point."""
+    case: Case = CASES[arguments.command]
     link = getattr(arguments, "link_gb_s", None)
     device = _device(arguments.device, case.link_gb_s if link is None else link)
     if device.type == "cuda":
         case = replace(case, **case.on_cuda)
-    case = inputs.fitted(case, case.if_quick, arguments)
+    case = replace(case, **args.fitted(arguments, case, case.quick))
     options = {**case.options, **dict(arguments.overrides)}
-    draft, paced = inputs.sources(arguments)[1] is not None, any(place.stream for place in case.places)
-    systems = declared(case.systems, arguments.acceptance, options, draft=draft, paced=paced)
-    if arguments.temperature and any(Named.parse(text).acceptance is not None for text in systems):
-        raise UsageError("--temperature: an acceptance is held for greedy decoding alone")
+    systems = with_acceptances(case.systems, arguments.acceptance, options)
     case = replace(case, systems=systems, options=options)
     with ExitStack() as after:
         if case.threads and device.type == "cpu":
             after.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(case.threads)
-        study = _Study(case, arguments, device)
-        records = [study.record(*point) for point in study.points]
-    page = report.page(records)
-    title = f"# {case.about[0].upper()}{case.about[1:]}"
-    measured = " ".join((ROUNDS if records[0]["place"] else ABOUT).split())
-    text = f"{title}\n\n`python -m bench {case.name}`. {measured}\n\n{page}\n"
-    write_whole(study.out.with_suffix(PAGE), text)
-    print(page)
-    rows = [row for record in records for row in record["rows"]]
-    if all("error" in row for row in rows):
-        raise UsageError(f"no system ran; {rows[0]['system']}: {rows[0]['error']}")
-    if arguments.plot and not records[0]["place"]:
-        report.plot(records, study.out.with_suffix(PICTURE))
-    print(json.dumps(rounds.headline(records) if records[0]["place"] else records))
+        _Points(case, arguments, device).measure()
 
 
-class _Study:
-    """A case on this machine.
-
-    Attributes:
-        out: the file of its records.
-        points: contexts, how many texts, and where their KV lies.
-    """
+class _Points:
+    """The points of a case, on this machine: prompt lengths, batch sizes, and places of the KV."""
 
     def __init__(self, case: Case, arguments: argparse.Namespace, device: torch.device) -> None:
-        self._case, self._arguments, self._described = case, arguments, machine.describe(device)
-        self.out = inputs.destination(arguments.out, f"{case.name}-{machine.slug(self._described)}.jsonl")
-        random = str(arguments.model).startswith(random_models.PREFIX)
+        self._case, self._device = case, device
+        self._random = str(arguments.model).startswith(random_models.PREFIX)
         on_gpu, work = device.type == "cuda", cache_folder() / "bench"
-        if random and (arguments.text or arguments.needles):
-            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text and --needles")
-        if arguments.gpu_memory is not None and not on_gpu:
-            raise UsageError(f"--gpu-memory {arguments.gpu_memory:g}: runs on the CPU; leave it out")
+        if self._random and arguments.text:
+            raise UsageError(f"--model {arguments.model}: reads no text; leave out --text")
         dtype = arguments.dtype
         if dtype in (None, "auto"):
-            dtype = "bfloat16" if random and on_gpu else "float32"
-        kind, sources = getattr(torch, dtype), inputs.sources(arguments)
+            dtype = "bfloat16" if self._random and on_gpu else "float32"
+        kind, sources = getattr(torch, dtype), args.sources(arguments)
         model, draft = _folder(sources[0], kind, work), sources[1] and _folder(sources[1], kind, work)
         if draft:
             check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
-        self._shape, self._plain = find_shape(model, kind), Named("ours", "plain").config(case.options)
-        texts, self._tokens = self._read_tokens(model)
-        self._prompts = {sizes: self._prompt(*sizes) for sizes in product(case.contexts, case.batches)}
-        memory = GPU_MEMORY_GIB * random if arguments.gpu_memory is None else arguments.gpu_memory
+        self._shape = find_shape(model, kind)
+        self._draft_shape = find_shape(draft, kind) if draft else None
+        self._plain = Named("ours", "plain").config(case.options)
+        texts, self._tokens = self._read_tokens(model, arguments)
         self._setup = Setup(
             str(model),
             str(draft) if draft else None,
@@ -146,142 +144,117 @@ class _Study:
             work=str(work),
             kv_token_bytes=self._shape.token_bytes,
             weight_bytes=self._shape.weight_bytes,
-            temperature=arguments.temperature,
-            gpu_memory_gib=memory if on_gpu else 0.0,
+            gpu_memory_gib=GPU_MEMORY_GIB if self._random and on_gpu else 0.0,
         )
-        self._common: dict[str, Any] = {
-            "benchmark": case.name,
-            "schema": report.SCHEMA,
-            "machine": {key: one for key, one in self._described.items() if key != "load_average"},
-            "model": inputs.model_name(sources[0]),
-            "draft": sources[1] and inputs.model_name(sources[1]),
-            "checkpoints": [_fingerprint(folder) for folder in (model, draft) if folder],
-            "texts": list(texts),
+        settings = {
+            "model": args.model_name(sources[0]),
+            "draft": sources[1] and args.model_name(sources[1]),
             "dtype": dtype,
-            "needles": arguments.needles,
-            "temperature": arguments.temperature,
-            "link_gb_s": case.link_gb_s,
-            "gpu_memory_gib": self._setup.gpu_memory_gib,
+            "texts": texts,
             "new_tokens": case.new_tokens,
             "turns": case.turns,
+            "link_gb_s": case.link_gb_s,
+            "gpu_memory_gib": self._setup.gpu_memory_gib,
             "systems": list(case.systems),
             "overrides": {key: str(one) for key, one in case.options.items()},
         }
-        self.points = list(product(case.contexts, case.batches, case.places))
-        self._held = self._read()
-        if not self._held.keys() >= {(*sizes, place.name) for *sizes, place in self.points}:
-            rate = machine.read_rate(device)  # while nothing else is in memory
-            self._alone: dict[str, Any] = {"read_rate_gb_s": rate}
-            if case.places[0].name:
-                small = find_shape(draft, kind) if draft else None
-                sizes = case.contexts[-1], self._plain.speculation.gamma2
-                self._alone |= prediction_accuracy.measure_alone(device, self._shape, small, *sizes)
+        note = "Random weights: for timing only. " if self._random else ""
+        note += " ".join((ROUNDS if case.places[0].name else ABOUT).split())
+        self._results = Results(arguments, device, settings, note, _overview)
+        self._alone: Row = {}
 
-    def _read_tokens(self, model: Path) -> tuple[Sequence[str], list[int]]:
-        """Where the tokens of all prompts come from, and these.
+    def measure(self) -> None:
+        """Measures all points, and reports them."""
+        case, results = self._case, self._results
+        points = list(product(sorted(case.contexts), sorted(case.batches), case.places))
+        for context, batch, place in points:
+            key = {"context": context, "batch": batch, "place": place.name}
+            record = results.record(key, partial(self._measured, context, batch, place), _section)
+            if all("error" in row for row in record["rows"]):
+                row = record["rows"][0]
+                say(f"no system ran at this point; {row['system']}: {row['error']}")
+        records = results.records
+        if all("error" in row for record in records for row in record["rows"]):
+            raise UsageError(f"no system ran; {records[0]['rows'][0]['error']}")
+        results.finish({"ms_per_token": _times(records)})
+
+    def _read_tokens(self, model: Path, arguments: argparse.Namespace) -> tuple[list[str], list[int]]:
+        """Reads the tokens of all prompts; returns where they come from too.
 
         Raises:
-            UsageError: there is no tokenizer, or not enough of a text.
+            UsageError: there is no tokenizer, or the text is too short.
         """
-        case, arguments = self._case, self._arguments
-        most = case.batches[-1] * case.contexts[-1]
-        if str(arguments.model).startswith(random_models.PREFIX):
-            return ("drawn at random",), random_models.random_prompt(self._shape.vocabulary, most)
+        case, most = self._case, max(self._case.batches) * max(self._case.contexts)
+        if self._random:
+            return ["random tokens"], random_models.random_prompt(self._shape.vocabulary, most)
         tokenizer = load_tokenizer(model)
         if tokenizer is None:
             raise UsageError(f"--model {model}: has no tokenizer to read a text with")
-        names, texts = zip(*inputs.read_texts(arguments.text), strict=True)
-        tokens = encode(tokenizer, "\n".join(texts))
+        texts = args.read_texts(arguments.text)
+        tokens = encode(tokenizer, "\n".join(texts.values()))
         if most > len(tokens):
-            together = f", --batches {case.batches[-1]}" if case.batches[-1] > 1 else ""
-            longest = f"--contexts {case.contexts[-1]}{together}"
+            together = f", --batches {max(case.batches)}" if max(case.batches) > 1 else ""
+            longest = f"--contexts {max(case.contexts)}{together}"
             raise UsageError(f"{longest}: the text has {len(tokens)} tokens; use a longer --text")
-        return names, tokens
+        return list(texts), tokens
 
-    def _prompt(self, context: int, batch: int) -> tuple[list[list[int]], list[list[int]]]:
-        """So many texts, one behind the other in what was read; and what answers each, if that is asked for.
-
-        Raises:
-            UsageError: it cannot be asked for in so short a text.
-        """
-        texts = [self._tokens[at * context : (at + 1) * context] for at in range(batch)]
-        if not self._arguments.needles:
-            return texts, []
-        answers = list[list[int]]()
-        alphabet, generator = sorted(set(self._tokens)), torch.Generator().manual_seed(0)
-        for text in texts:
-            length = context - needles.CUE
-            try:
-                text[:], passages = needles.plant(text, length, NEEDLES, 1, alphabet, generator)
-            except ValueError as error:
-                raise UsageError(f"--contexts {context}: {error}; use a longer one") from None
-            passage = passages[NEEDLES // 2]
-            text += passage[: needles.CUE]
-            answers.append(passage[needles.CUE :])
-        return texts, answers
-
-    def _read(self) -> dict[tuple[int, int, str], dict[str, Any]]:
-        """What an earlier run of the same kind has left, by context, batch and place."""
-        held = {}
-        for one in report.read_lines("--out", self.out) if self.out.exists() else ():
-            sizes = one["context"], report.batch(one)
-            prompt, _ = self._prompts.get(sizes, ([], []))
-            common = self._common | {"prompt": _digest(chain(*prompt))}
-            missed = {row["system"]: row["error"] for row in one["rows"] if "error" in row}
-            same = all(one.get(key) == value for key, value in common.items())
-            some = len(missed) < len(one["rows"])
-            if same and some and not any(runner.there_by_now(*each) for each in missed.items()):
-                held[*sizes, one["place"]] = one
-        return held
-
-    def record(self, context: int, batch: int, place: Place) -> dict[str, Any]:
-        """What was or is now measured of all systems at a context, a batch and a place."""
-        case, shape, setup = self._case, self._shape, self._setup
-        prompt, answers = self._prompts[context, batch]
-        where = ", ".join(filter(None, [report.sizes(context, batch), place.name]))
-        if held := self._held.get((context, batch, place.name)):
-            say(f"{where}: as measured at {held['date']}, in {self.out}")
-            return held
-        alone = self._held.get((context, batch, IN_PLACE.name), {"rows": []})["rows"]
+    def _measured(self, context: int, batch: int, place: Place) -> Row:
+        """Measures all systems at one point."""
+        case, shape = self._case, self._shape
+        if not self._alone:  # while nothing else is in memory
+            self._alone = {"read_rate_gb_s": machine.read_rate(self._device)}
+            if place.name:
+                sizes = max(case.contexts), self._plain.speculation.gamma2
+                self._alone |= prediction_accuracy.measure_alone(
+                    self._device, shape, self._draft_shape, *sizes
+                )
+        name = _name(context, batch, place.name)
+        earlier = self._results.held({"context": context, "batch": batch, "place": IN_PLACE.name})
+        rows_in_place: list[Row] = earlier["rows"] if earlier else []
         kv_bytes, link = batch * context * shape.token_bytes, case.link_gb_s
         if place.stream:
-            link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(alone))
-            say(f"{where}: a link of {link:.2f} GB/s")
-        systems = tuple(dict.fromkeys(map(in_place, case.systems))) if place is IN_PLACE else case.systems
+            link = kv_bytes / 1e6 / (place.stream * rounds.drafting_ms(rows_in_place))
+            say(f"{name}: a link of {link:.2f} GB/s")
         options = {**case.options, **place.options(context, self._plain.store.page)}
-        capacity = context + case.new_tokens + ROOM
-        own = replace(
-            setup, capacity=capacity, link_gb_s=link, cards=place.cards, options=options, batch=batch
+        rows = runner.run(
+            self._job(context, batch, place, link, options), lambda text: say(f"{name}: {text}")
         )
-        picture = str(self.out.with_suffix(PICTURE).resolve()) if self._arguments.plot and place.drawn else ""
-        job = Job(own, systems, prompt, case.new_tokens, case.turns, answers, picture)
-        rows = runner.run(job, lambda text: say(f"{where}: {text}"))
         if "hardware" in self._alone:
             link = self._alone["hardware"]["gpus"][0]["to_device_rate"]
         in_memory = (kv_bytes + shape.step_bytes) / 1e6 / self._alone["read_rate_gb_s"]
-        record = report.envelope(case.name, self._arguments, self._described) | self._common | self._alone
-        record |= {
+        record = self._alone | {
             "context": context,
-            "batch": batch,
             "place": place.name,
-            "cards": place.cards,
-            "prompt": _digest(chain(*prompt)),
-            "load_average": self._described["load_average"],
+            "gpus": place.gpus,
             "link_rate_gb_s": link,
             "bound_ms": kv_bytes / 1e6 / link if link else in_memory,
             "options": options,
             "rows": rows,
         }
         if place.name:
-            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0, alone)
-            rounds.check_tokens(rows, rows if place is IN_PLACE else alone, where)
-            prediction_accuracy.predict_rows(record, alone)
-        _append(self.out, record)
-        self._held[context, batch, place.name] = record
+            rounds.summarise(rows, shape.token_bytes / 1e6 / link if link else 0.0)
+            prediction_accuracy.predict_rows(record, rows_in_place)
         return record
 
+    def _job(self, context: int, batch: int, place: Place, link: float, options: Mapping[str, Any]) -> Job:
+        """The job of a point. Its sequences are successive parts of the text."""
+        case = self._case
+        systems = tuple(dict.fromkeys(map(in_place, case.systems))) if place is IN_PLACE else case.systems
+        capacity = context + case.new_tokens + ROOM
+        setup = replace(
+            self._setup,
+            capacity=capacity,
+            link_gb_s=link,
+            gpus=place.gpus,
+            options=dict(options),
+            batch=batch,
+        )
+        prompt = [self._tokens[at * context : (at + 1) * context] for at in range(batch)]
+        picture = str(self._results.path.with_suffix(PICTURE).resolve()) if place.drawn else ""
+        return Job(setup, systems, prompt, case.new_tokens, case.turns, picture)
 
-def _folder(source: inputs.Source, dtype: torch.dtype, work: Path) -> Path:
+
+def _folder(source: args.Source, dtype: torch.dtype, work: Path) -> Path:
     if str(source).startswith(random_models.PREFIX):
         return random_models.checkpoint(str(source), dtype, work)
     return Path(source).resolve()
@@ -291,21 +264,96 @@ def _device(name: str, link_gb_s: float) -> torch.device:
     if not link_gb_s:
         return choose_device(name)
     if name not in ("auto", "cpu"):
-        raise UsageError(f"--device {name}: an emulated link is a processor's; give --link 0")
+        raise UsageError(f"--device {name}: a link is emulated on the CPU only; give --link 0")
     return torch.device("cpu")
 
 
-def _fingerprint(folder: Path) -> str:
-    """Of a checkpoint, by its config and the sizes of its files."""
-    sizes = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
-    return _digest([(folder / "config.json").read_text(), sizes])
+def _name(context: int, batch: int, place: str) -> str:
+    """A point in words."""
+    tokens = f"{context // 1024}K" if context % 1024 == 0 else str(context)
+    each = f"{batch} × {tokens} tokens" if batch > 1 else f"{tokens} tokens"
+    return ", ".join(filter(None, [each, place]))
 
 
-def _digest(values: Iterable[object]) -> str:
-    return hashlib.sha256(json.dumps(list(values)).encode()).hexdigest()[:16]
+def _name_of(record: Row) -> str:
+    return _name(record["context"], record["batch"], record["place"])
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    """A line more; what an earlier run did not write to its end is dropped."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    write_whole(path, f"{text[: text.rfind(chr(10)) + 1]}{json.dumps(record)}\n")
+def _times(records: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """ms a token by system and point."""
+    found: dict[str, dict[str, float]] = {}
+    for record in records:
+        for row in (one for one in record["rows"] if "error" not in one):
+            found.setdefault(row["system"], {})[_name_of(record)] = row["ms_per_token"]["median"]
+    return found
+
+
+def _overview(records: Sequence[Row]) -> str:
+    """A table of ms a token by system and point, where there are several points."""
+    points = [_name_of(record) for record in records]
+    if len(points) < 2:
+        return ""
+    rows = [
+        {"system": name} | {point: of.get(point) for point in points} for name, of in _times(records).items()
+    ]
+    return f"## Milliseconds per token, of all sequences together\n\n{table(rows)}"
+
+
+def _section(record: Row) -> str:
+    """A point: the fastest system first, or in their order where rounds are looked into."""
+    rows = [row for row in record["rows"] if "error" not in row]
+    if not record["place"]:
+        rows.sort(key=lambda row: row["ms_per_token"]["median"])
+    cells = [_round_cells(row, record) if record["place"] else _cells(row, record, rows) for row in rows]
+    what, rate = "What a plain pass reads", f"{record['read_rate_gb_s']:.0f} GB/s of memory"
+    if record["link_rate_gb_s"]:
+        rate = f"{record['link_rate_gb_s']:.3g} GB/s of the link"
+        what = "Carrying all KV once" if record["place"] else what  # a share of it may lie elsewhere
+    bound = f"{what} takes {record['bound_ms']:.1f} ms at the {rate}."
+    failed = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
+    of_rows = table(cells) if cells else ""
+    return "\n\n".join(filter(None, [f"## {_name_of(record)}", bound, of_rows, failed]))
+
+
+def _cells(row: Row, record: Row, rows: Sequence[Row]) -> Row:
+    """A system beside others."""
+    times = {one["system"]: one["ms_per_token"]["median"] for one in rows}
+    spread, yielded = row["ms_per_token"], row["tokens_per_round"]
+    taken = spread["median"]
+    ratios = {name: (of in times and times[of] / taken) or None for name, of in REFERENCES.items()}
+    share = record["bound_ms"] / yielded / taken if yielded and taken else None
+    return {
+        "system": said([row["label"], *row["notes"]]),
+        "ms a token": taken,
+        "least": spread["min"],
+        "most": spread["max"],
+        **ratios,
+        "tokens a pass": yielded,
+        "accepted": ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or None,
+        "of bound": share and f"{share:.0%}",
+        "prefill s": row["prefill_ms"] / 1e3,
+        "tokens": _agreement(row, record["batch"]),
+        "peak GiB": row["peak_bytes"] / 2**30,
+    }
+
+
+def _round_cells(row: Row, record: Row) -> Row:
+    """A system whose rounds were looked into; a peer has none."""
+    found = row.get("rounds", {})
+    times = {"ms a token": found.get("ms_per_token", row["ms_per_token"]["median"])}
+    told = {name: found.get(key) for name, key in ROUND_COLUMNS.items()}
+    system = said([row["label"], *row["notes"]])
+    return {"system": system} | times | told | {"tokens": _agreement(row, record["batch"])}
+
+
+def _agreement(row: Row, batch: int) -> str:
+    """Describes how the tokens of a system compare with the reference's."""
+    if row["synthetic"] is not None:
+        return "held"
+    if not row["steady"]:
+        return "vary from run to run"
+    if row["first_difference"] is None:
+        return "equal"
+    gap = f", gap {cell(row['logit_gap'])}" if "logit_gap" in row else ""
+    sequence, at = divmod(row["first_difference"], len(row["tokens"]) // batch)
+    return f"differ at {at}{f' of sequence {sequence + 1}' if batch > 1 else ''}{gap}"

@@ -1,80 +1,87 @@
-"""A synthetic verdict that holds acceptance at a given value, for models whose weights are random.
+"""An acceptance rule that ignores the logits and draws verdicts at a given acceptance rate.
 
-What a round costs is real: drafts, passes over the full cache, commits. Which drafted tokens stand is drawn
-by coins, and so is whether drafting ahead had guessed the token after them: never a measure of any model's
-acceptance. Every row of a report that rests on it is labelled `synthetic`.
+It is for models with random weights, whose own acceptance means nothing. Drafts, passes over the full cache
+and commits cost what they always cost; only which drafted tokens are accepted is drawn, and whether drafting
+ahead guessed the token after them. Every row of a report that uses it is labelled `synthetic`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload_rt.drafting.base import Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.scheduler import Forward, Read, Work
 from offload_rt.planning.prediction import RUNNER_UP_HITS
-from offload_rt.rejection_sampling import Draft
+from offload_rt.rejection_sampling import Draft, Verdict
+from offload_rt.sampling import Draws
 
 
-class HeldVerifier(Verifier):
-    """The verifier it is made from, except that coins decide in the place of its logits.
-
-    For greedy decoding of chains. The token in the place of a rejected one is the one guessed for that place,
-    if one was, as often as the planner assumes.
+def hold_acceptance(verifier: Verifier, acceptance: float) -> None:
+    """Lets `verifier`, which decodes chains greedily, accept each drafted token at a given rate.
 
     Args:
-        acceptance: chance that a drafted token stands, given that those before it do; the same chance that
-            the token after a draft that stands as a whole is the one that drafting ahead guessed.
+        acceptance: probability that a drafted token is accepted if those before it are; the same probability
+            holds for the token after a fully accepted draft being the one that drafting ahead guessed. The
+            token in the place of a rejected one is the guessed one as often as the planner assumes.
     """
+    drafter: Any = NotedProposals(verifier.drafter)
+    verifier.drafter, verifier.rule = drafter, SyntheticRule(drafter, acceptance)
 
-    def __init__(self, over: Verifier, acceptance: float) -> None:
-        vars(self).update(vars(over))
-        self._acceptance = acceptance
-        self._coins = torch.Generator().manual_seed(0)
-        self._begun: list[TokenView] = []  # texts that were drafted below while the pass ran
-        begin = self.drafter.proposal
 
-        def proposal(view: TokenView, shape: DraftShape) -> Proposal:
-            self._begun.append(view)
-            return begin(view, shape)
+class NotedProposals:
+    """A drafter that remembers which continuations of the verified sequence it was asked to draft from."""
 
-        vars(self.drafter)["proposal"] = proposal
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._length: int | None = None  # of the verified sequence
+        self._asked: list[TokenView] = []
 
-    def verification(self, view: TokenView, draft: Draft) -> Forward:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        if self._length is None:
+            self._length = len(view)
+        self._asked.append(view)
+        return self._drafter.proposal(view, shape)
+
+    def observe(self, view: TokenView, round: Round) -> None:
         self._length = len(view)
-        self._begun.clear()
-        return super().verification(view, draft)
+        self._asked.clear()
+        self._drafter.observe(view, round)
 
-    def verdict(self, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
-        drafted = draft.tokens
-        drafted.arrive((yield Read(drafted.pending(), self.stats)))
-        outcomes = [begun.part(self._length) for begun in self._begun]
-        guesses = {len(tokens) - 1: tokens[-1] for tokens in outcomes}
-        logits = self._held_logits(drafted.known, guesses, output.logits)
-        return (yield from super().verdict(draft, part, replace(output, logits=logits)))
+    def guesses(self) -> dict[int, int]:
+        """The last token of each outcome that was drafted ahead, by the number of tokens before it."""
+        outcomes = [view.part(self._length or 0) for view in self._asked]
+        return {len(tokens) - 1: tokens[-1] for tokens in outcomes if tokens}
 
-    def _held_logits(self, drafted: Sequence[int], guesses: dict[int, int], logits: Tensor) -> Tensor:
-        """Logits whose greedy choice after the text and after each drafted token is what the coins say."""
-        chosen = []
-        for place, proposed in enumerate((*drafted, guesses.pop(len(drafted), None))):
-            stands, guessed = self._chance() < self._acceptance, self._chance() < RUNNER_UP_HITS
-            other = int(self._chance() * (logits.shape[-1] - 1))
-            if proposed is None:
-                chosen.append(other)
-            elif stands:
-                chosen.append(proposed)
-            elif guessed and place in guesses:
-                chosen.append(guesses[place])
-            else:
-                chosen.append((proposed + 1 + other) % logits.shape[-1])
-        rows = torch.tensor(chosen, device=logits.device)
-        return torch.zeros_like(logits).scatter_(1, rows[:, None], 1.0)
 
-    def _chance(self) -> float:
-        return float(torch.rand((), generator=self._coins, dtype=torch.float64))
+class SyntheticRule:
+    """An `AcceptanceRule` that draws verdicts; see `hold_acceptance`."""
+
+    def __init__(self, drafter: NotedProposals, acceptance: float) -> None:
+        self._drafter, self._acceptance = drafter, acceptance
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(
+        self, draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws
+    ) -> tuple[Verdict, Tensor]:
+        guesses, vocabulary, count = self._drafter.guesses(), logits.shape[-1], len(draft)
+        # Three numbers for every token, whatever becomes of it: a verdict does not shift those after it.
+        chances = torch.rand(1 + count, 3, generator=self._generator, dtype=torch.float64).tolist()
+        accepted = next((at for at in range(count) if chances[at][0] >= self._acceptance), count)
+        agreed, guessed, other = chances[accepted]
+        token = logits.new_full((), int(other * (vocabulary - 1)), dtype=torch.long)
+        guess = guesses.get(accepted)
+        if accepted < count:
+            token = (draft.tokens.on(logits.device)[accepted] + 1 + token) % vocabulary  # another one
+            use_guess = guessed < RUNNER_UP_HITS
+        else:
+            use_guess = agreed < self._acceptance
+        if guess is not None and use_guess:
+            token = torch.full_like(token, guess)
+        return Verdict(torch.full_like(token, accepted), token), logits.amax(-1)

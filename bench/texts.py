@@ -1,4 +1,4 @@
-"""Models and texts, as studies measure them; and a text in a full cache, outside of any decoding."""
+"""Models and texts for studies, and a text in a full cache outside of any decoding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench import inputs
-from bench.inputs import say
+from bench import arguments as args
+from bench.arguments import say
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend
 from offload_rt.config import Config
@@ -31,21 +31,21 @@ from offload_rt.text import encode
 from offload_rt.toml import load_config
 
 READ_ON = ("acceptance", "policies", "layers")
-"""Parts of studies that go on behind the context."""
+"""Parts of studies that read text behind the context too."""
 
 
 @contextmanager
 def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 0) -> Iterator[TokenSequence]:
-    """A sequence for a text of so many tokens, with room for `room` more; nothing has been read.
+    """Opens an empty sequence for `tokens` tokens, with room for `room` more.
 
-    Where `config` retrieves, all is kept that any small cache may choose by.
+    Where `config` retrieves, the sequence keeps whatever any small cache may choose chunks by.
     """
     device, on_gpu = target.device, target.device.type == "cuda"
     config = config.having("retrieval.select", "mean_keys").having("retrieval.rest", True)
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
         shared = Shared(target, None, store, link, choose_backend(device))
-        runner = target.for_length(tokens, room)  # the token behind them opens a round that does not come
+        runner = target.for_length(tokens, room)
         shape = shape_of(target.module, target.dtype, target.name)
         request = PlanRequest(shape, None, config, max(1, tokens), room, named_hardware(NO_GPU))
         with closing(TokenSequence(shared, request, runner, tokens + room + 1)) as sequence:
@@ -53,22 +53,22 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
 
 
 def take(sequence: TokenSequence, tokens: Sequence[int]) -> None:
-    """Lets the full cache hold all of `tokens`, and the small ones of the sequence's config take them."""
-    sequence.read([*tokens, 0])  # a text's last token opens the first round and is not in the cache
+    """Reads all `tokens` into the full cache, and fills the small caches of the sequence's config."""
+    sequence.read([*tokens, 0])  # a sequence's last token opens the first round and is not in the cache
     recompose(sequence, sequence.planned)
 
 
 def recompose(sequence: TokenSequence, config: Config) -> None:
-    """Fills the small caches of `config` over the text as it is."""
+    """Fills the small caches of `config` from the full cache as it is."""
     room = sequence.full.sequence.reserved_tokens - len(sequence.tokens)
     sampling = Sampling(Sampler(), GeneratorDraws(0, sequence.full.device))
     sequence.begin(config, Continuation(sampling, max(1, room)))
 
 
 def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> PassOutput:
-    """What a pass of `tokens`, behind all that the verifier's cache holds, puts out after the last `rows`.
+    """Passes `tokens` behind all that the verifier's cache holds; returns the output after the last `rows`.
 
-    The pass is pending in the cache: commit it or leave it.
+    The new KV is pending in the cache: commit or drop it.
     """
     forward = verifier.forward(range(-1, len(tokens) - 1), tokens, rows=rows, hidden=hidden)
     return forward.model.forward([forward.input], forward.plan)[0]
@@ -76,7 +76,7 @@ def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool
 
 @dataclass(frozen=True)
 class Texts:
-    """What the parts of a study read.
+    """Models and tokenized texts that the parts of a study read.
 
     Attributes:
         name: of the target.
@@ -94,24 +94,25 @@ class Texts:
 
     @classmethod
     def opened(cls, arguments: argparse.Namespace, sizes: Any) -> Self:
-        """
+        """Loads the models and texts that the arguments name.
+
         Raises:
             UsageError: there is no such model or text, the model has no tokenizer, or a text is too short.
         """
-        texts, device = inputs.read_texts(arguments.text), choose_device(arguments.device)
-        source, draft_source = inputs.sources(arguments)
+        texts, device = args.read_texts(arguments.text), choose_device(arguments.device)
+        source, draft_source = args.sources(arguments)
         target = load_model(source, device, choose_dtype(arguments.dtype or "float32", device))
         draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
             raise UsageError(f"model {source} has no tokenizer, and a text needs one")
-        books = {name: encode(tokenizer, text) for name, text in texts}
+        books = {name: encode(tokenizer, text) for name, text in texts.items()}
         needed = sizes.context + sizes.positions * any(part in READ_ON for part in arguments.parts)
         for name, tokens in books.items():
             if len(tokens) < needed:
-                said = f"has {len(tokens)} tokens, and {needed} are needed"
-                raise UsageError(f"text {name}: {said}; leave it out, or use a shorter --context")
-        return cls(target, draft, tokenizer, inputs.model_name(source), books, sizes, arguments)
+                message = f"has {len(tokens)} tokens, and {needed} are needed"
+                raise UsageError(f"text {name}: {message}; leave it out, or use a shorter --context")
+        return cls(target, draft, tokenizer, args.model_name(source), books, sizes, arguments)
 
     @property
     def device(self) -> torch.device:
@@ -120,11 +121,12 @@ class Texts:
     @property
     def settings(self) -> dict[str, Any]:
         dtype = str(self.target.dtype).removeprefix("torch.")
-        return {"model": self.name, "dtype": dtype, "texts": list(self.books)}
+        overrides = {key: str(value) for key, value in self.arguments.overrides}
+        return {"model": self.name, "dtype": dtype, "texts": list(self.books), "overrides": overrides}
 
     @property
     def alphabet(self) -> list[int]:
-        """Token ids that passages may be drawn from."""
+        """Token IDs that random passages are drawn from."""
         special = set(self.tokenizer.all_special_ids)
         vocabulary = self.target.config.get_text_config().vocab_size
         return [token for token in range(vocabulary) if token not in special]
@@ -137,7 +139,7 @@ class Texts:
     def sequence(
         self, what: str, tokens: Sequence[int], room: int = 0, config: str = "plain"
     ) -> Iterator[TokenSequence]:
-        """See `sequence_over`."""
+        """Opens a sequence for `tokens`; see `sequence_over`."""
         say(what)
         target = CausalModel(self.target, self.name)
         with sequence_over(target, self.config(config), len(tokens), room) as sequence:

@@ -1,7 +1,7 @@
-"""A process that runs systems of one adapter, `python -m bench.worker ADAPTER DESCRIPTOR`.
+"""A process that runs systems of one adapter: `python -m bench.worker ADAPTER DESCRIPTOR`.
 
-Over the connection it is asked one thing of one system at a time: `[command, system, argument, …]`. It
-imports no more of this package than the adapter, so that it runs in an environment of the peer's own.
+The connection carries commands for one system at a time: `[command, system, argument, …]`. Only the adapter
+is imported from this package, so that the process can run in the environment of a peer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench.systems import Opener, Setup, System
 
 
 def main(adapter: str, descriptor: str) -> None:
-    """Answers whatever is asked until the connection is closed."""
-    os.set_inheritable(int(descriptor), False)  # what a system starts must not keep it open
+    """Answers commands until the connection is closed."""
+    os.set_inheritable(int(descriptor), False)  # processes that a system starts must not keep it open
     connection = Connection(int(descriptor))
     opened: dict[str, System] = {}
     with suppress(EOFError, OSError):  # of the connection
@@ -29,16 +29,7 @@ def main(adapter: str, descriptor: str) -> None:
             command, name, *arguments = connection.recv()
             try:
                 if command == "open":
-                    systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
-                    setup: Setup
-                    (setup,), system = arguments, name.partition("+")[0]
-                    if system not in systems:
-                        raise ValueError(f"{adapter} has no system {system}; there are {', '.join(systems)}")
-                    if setup.gpu_memory_gib and "torch" in sys.modules:  # not for llama.cpp, nor vLLM
-                        cap(setup.gpu_memory_gib, setup.device)
-                    opened[name] = systems[system](setup)
-                    with suppress(OSError):  # its peak counts from here on: not what was converted for it
-                        Path("/proc/self/clear_refs").write_text("5")
+                    opened[name] = _open(adapter, name.partition("+")[0], *arguments)
                 answer = _ask(opened[name], command, *arguments) | memory()
             except Exception as error:
                 traceback.print_exc()
@@ -47,6 +38,18 @@ def main(adapter: str, descriptor: str) -> None:
             connection.send(answer)
     for system in opened.values():
         system.close()
+
+
+def _open(adapter: str, name: str, setup: Setup) -> System:
+    systems: dict[str, Opener] = importlib.import_module(f"bench.systems.{adapter}").SYSTEMS
+    if name not in systems:
+        raise ValueError(f"{adapter} has no system {name}; there are {', '.join(systems)}")
+    if setup.gpu_memory_gib and "torch" in sys.modules:  # llama.cpp does not use torch
+        cap(setup.gpu_memory_gib, setup.device)
+    system = systems[name](setup)
+    with suppress(OSError):  # resets the peak: conversion of weights does not count
+        Path("/proc/self/clear_refs").write_text("5")
+    return system
 
 
 def _ask(system: System, command: str, *arguments: Any) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def _ask(system: System, command: str, *arguments: Any) -> dict[str, Any]:
 
 
 def cap(gib: float, device: Any) -> None:
-    """Keeps torch to a part of a GPU's memory."""
+    """Limits torch to a part of a GPU's memory."""
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
@@ -70,15 +73,11 @@ def cap(gib: float, device: Any) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes: the peaks of the process on host and device, and what it holds page-locked."""
+    """Peaks of the process on host and device, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    held = {name: 1024 * int(status.get(key, "0").split()[0]) for name, key in _STATUS.items()}
     torch = sys.modules.get("torch")
     device = torch.cuda.max_memory_reserved() if torch and torch.cuda.is_available() else 0
-    return held | {"device_bytes": device}
-
-
-_STATUS = {"peak_bytes": "VmHWM", "locked_bytes": "VmPin"}
+    return {"peak_bytes": 1024 * int(status["VmHWM"].split()[0]), "device_bytes": device}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Captures on a CPU as CUDA does them: operations on addresses are kept, and nothing of Python is."""
+"""Captures graphs on a CPU as CUDA does: operations on addresses are recorded, Python is not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _address(tensor: Tensor) -> int:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Notes every operation on tensors, and runs them again into the same memory."""
+    """Records every operation on tensors, and runs them again into the same memory."""
 
     READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,19 +34,19 @@ class OperationRecorder(TorchDispatchMode):
         given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         fresh = [result for result in results if _address(result) not in given]
-        if fresh or func._schema.is_mutable:  # else a view, which needs no work
-            self._noted.append((func, args, kwargs, fresh))
+        if fresh or func._schema.is_mutable:  # others are views
+            self._operations.append((func, args, kwargs, fresh))
         return out
 
     def spoil(self) -> None:
-        """A real capture runs nothing: whatever was computed meanwhile must not be counted on."""
-        for *_, results in self._noted:
+        """Overwrites what was computed: a real capture computes nothing."""
+        for *_, results in self._operations:
             for result in results:
                 result.fill_(torch.nan if result.is_floating_point() else 0)
 
     def replay(self) -> None:
         with torch.inference_mode():
-            for func, args, kwargs, results in self._noted:
+            for func, args, kwargs, results in self._operations:
                 found = func(*args, **kwargs)
                 again = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
                 for result, new in zip(results, again if results else (), strict=True):
@@ -54,12 +54,12 @@ class OperationRecorder(TorchDispatchMode):
 
 
 class RecordingCapture:
-    """A `graphs.Capture`.
+    """A `cuda_graphs.Capture` that records operations.
 
     Attributes:
-        captured: how many steps were.
-        replayed: how often one was run again.
-        fails: from now on nothing can be captured.
+        captured: number of captured steps.
+        replayed: number of replays.
+        fails: whether captures fail from now on.
     """
 
     def __init__(self) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
-import platform
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from bench_setup import SMALL, SMALLER, Inside, bench_main, records
 from emulated_gpu import EMULATED, GPUS, PINNED
-from test_bench_offload import SMALLER, TINY_KEYS, Inside, copies, times
 
-import bench.__main__ as command_line
 from bench import (
+    cases,
     gpu,
     gpu_checks,
     gpu_engine_checks,
@@ -32,13 +28,14 @@ from bench import (
     side_by_side,
     worker,
 )
-from bench.cases import CASES
-from bench.gpu_checks import TINY, Given
+from bench.cases import CASES, ON_CUDA
+from bench.gpu_checks import Given, Sizes
 from bench.random_models import SHAPES
+from bench.results import Row
 from bench.rounds import Recorded
-from bench.studies import Row
 from bench.systems import ours
 from cpu_kv import PacedLink
+from cpu_kv.link import CopyRecord
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
 from offload_rt.machine import inspection
@@ -48,129 +45,96 @@ from offload_rt.model.loading import load_model
 
 CPU = torch.device("cpu")
 GIB = 2**30
-
-# ------------------------------------------------------------------------------------------------ the runner
-
-
-def full(given: Given) -> Iterator[Row]:
-    yield {"rate": 0.5}
-    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
-
-
-def dies(given: Given) -> Iterator[Row]:
-    yield {"rate": 1.5}
-    os._exit(7)
-
-
-FOUND: dict[str, Callable[[Given], Any]] = {
-    "first": lambda given: [{"rate": 2.5}, {"sizes": given.sizes.name}],
-    "full": full,
-    "dies": dies,
-    "hangs": lambda given: time.sleep(60),
-    "wrong": lambda given: [{"failed": "the result is wrong"}, {"failed": "another too"}, {"rate": 1}],
-    "alone": lambda given: [{"skipped": "there is one GPU"}],
-    "last": lambda given: [{"cases": [{"rate": 1}], "rate": 3.5}],
+FEW = {
+    key: SMALL[key] for key in SMALL if key.startswith(("retrieval.b", "retrieval.recent", "spec", "store"))
 }
+TINY = Sizes("tiny", 60, "tiny", 4 * 2**20, 1024, 64, 200, 200, 200, 14, 2, ON_CUDA | FEW)
 
 
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where results go of checks that take the place of all; their processes are copies of this one."""
-    limited = dataclasses.replace(TINY, limit_s=2)
-    monkeypatch.setattr(gpu, "TINY", limited)
-    monkeypatch.setattr(gpu, "CHECKS", FOUND)
-    monkeypatch.setattr(gpu, "PROCESSES", multiprocessing.get_context("fork"))
-    monkeypatch.setattr(gpu, "choose_device", lambda name: CPU)
-    monkeypatch.setattr(gpu, "no_cuda_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return tmp_path / "checks.jsonl"
-
-
-def read(path: Path) -> tuple[Row, list[Row]]:
-    head, *rows = map(json.loads, path.read_text().splitlines())
-    return head, rows
-
-
-def test_whatever_fails_the_others_run_and_a_line_is_written_when_a_check_is_done(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_each_check_is_a_line_whatever_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(FOUND, "first", lambda given: [{"lines": len(read(out)[1])}])
-    monkeypatch.setitem(FOUND, "last", lambda given: [{"lines": len(read(out)[1])}])
-    assert command_line.main(["gpu", "--tiny", "--out", str(out)]) == 1
-    head, rows = read(out)
-    assert head["command"] == "python -m bench gpu --tiny --out checks.jsonl"
-    assert head["versions"]["torch"] == torch.__version__ and head["versions"]["kernel"] == platform.release()
-    assert head["machine"]["cores"] > 0 and head["sizes"]["name"] == "tiny"
-    written = [row.pop("lines") for row in rows if "lines" in row]
-    assert written == [0, len(FOUND) - 1], "all lines before it, when it runs"
-    assert all(row.pop("seconds") >= 0 for row in rows)
-    out_of_memory = rows[1].pop("why")[0]
-    assert re.fullmatch(
-        r"torch.OutOfMemoryError: CUDA out of memory. \(test_bench_gpu.py:\d+\)", out_of_memory
-    )
-    assert rows == [
-        {"check": "first", "status": "ok"},
-        {"check": "full", "status": "failed", "rate": 0.5},
-        {"check": "dies", "status": "failed", "why": ["its process ended with 7"], "rate": 1.5},
-        {"check": "hangs", "status": "failed", "why": ["not done after 2 s"]},
-        {"check": "wrong", "status": "failed", "why": ["the result is wrong", "another too"], "rate": 1},
-        {"check": "alone", "status": "skipped", "why": ["there is one GPU"]},
-        {"check": "last", "status": "ok"},
-    ]
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [[row["status"], f"{row['check']}:"] for row in rows]
-    assert json.loads(last) == {
-        "ok": ["first", "last"],
-        "failed": ["full", "dies", "hangs", "wrong"],
-        "skipped": ["alone"],
+    out = tmp_path / "checks.jsonl"
+    found: dict[str, list[Row]] = {
+        "planned": [{"rate": 2.5}, {"cases": [{"rate": 1}]}],
+        "graphs": [{"failed": "the result is wrong"}, {"failed": "another too"}, {"rate": 1}],
+        "two-gpus": [{"skipped": "there is one GPU"}],
     }
+    written: list[int] = []
+
+    def findings(name: str, sizes: Sizes) -> list[Row]:
+        assert sizes.name == "quick"
+        written.append(len(out.read_text().splitlines()))
+        return found[name]
+
+    monkeypatch.setattr(gpu, "findings", findings)
+    monkeypatch.setattr(gpu, "no_cuda_device", lambda: None)
+    assert bench_main(f"gpu --quick --only planned,graphs,two-gpus --out {out}") == 1
+    head, *rows = records(out)
+    assert head["command"].startswith("python -m bench gpu --quick") and head["sizes"]["name"] == "quick"
+    assert written == [1, 2, 3], "a line is written when its check is done"
+    assert [(row["check"], row["status"], row["why"]) for row in rows] == [
+        ("planned", "ok", []),
+        ("graphs", "failed", ["the result is wrong", "another too"]),
+        ("two-gpus", "skipped", ["there is one GPU"]),
+    ]
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert "rate 2.50" in first and "cases" not in first
+    assert json.loads(last) == {"ok": ["planned"], "failed": ["graphs"], "skipped": ["two-gpus"]}
+    assert (
+        bench_main("gpu --only first") == 2 and "'first' is none of page-locking" in capsys.readouterr().err
+    )
 
 
-def test_some_checks_and_a_quick_look(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["gpu", "--only", "last,alone,first", "--quick", "--out", str(out)]) == 0
-    _, rows = read(out)
-    assert [row["check"] for row in rows] == ["last", "alone", "first"] and rows[2]["sizes"] == "quick"
-    shown = capsys.readouterr().out.splitlines()[0]
-    assert "rate 3.5" in shown and "cases" not in shown
+def test_a_check_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    script = "import os, sys; print('{\"of\": \"' + '-'.join(sys.argv[1:]) + '\"}', flush=True); os._exit(7)"
+    (tmp_path / "bench/gpu.py").write_text(script)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    said = "its process ended with 7, or was not done after 60 s"
+    assert list(gpu.findings("graphs", TINY)) == [{"of": "graphs-tiny"}, {"failed": said}]
 
 
-def test_results_go_to_a_file_by_default(out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu.inputs, "RESULTS", tmp_path / "results")
-    assert command_line.main(["gpu", "--only", "first"]) == 0
-    assert command_line.main(["gpu", "--only", "first", "--quick"]) == 0
-    names = sorted(path.name for path in (tmp_path / "results").iterdir())
-    assert names == ["gpu-checks.jsonl", "gpu-quick.jsonl"]
-
-
-def test_mistakes_are_told_in_a_line(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_check_ends_by_what_it_raises_and_is_kept_to_24_gib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for given, message in (
-        (["--only", "first,second", "--out", str(out)], "'second' is none of first, full, dies, hangs"),
-        (["--out", str(out.parent)], "is a folder"),
-        (["--out", str(out)], "bench gpu: torch finds none"),
+    def full(given: Given) -> Iterator[Row]:
+        print("not a finding")
+        yield {"kept": list(kept)}
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
+
+    kept: list[float] = []
+    monkeypatch.setitem(gpu.SIZES, "tiny", TINY)
+    monkeypatch.setattr(gpu, "CHECKS", {"full": full})
+    monkeypatch.setattr(gpu, "choose_device", lambda name: CPU)
+    for name, tell in (
+        ("device_count", lambda: 2),
+        ("set_per_process_memory_fraction", lambda share, home: kept.append(share)),
+        ("get_device_properties", lambda home: SimpleNamespace(total_memory=96 * GIB)),
     ):
-        missing = "torch finds none" if "torch" in message else None
-        monkeypatch.setattr(gpu, "no_cuda_device", lambda missing=missing: missing)
-        assert command_line.main(["gpu", *given]) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1 and not out.exists()
-
-
-def test_the_help_lists_every_check_in_its_order(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["gpu", "--help"]) == 0
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    told = [line for line in lines if line and line[0] in gpu.CHECKS]
-    assert told == [[name, check.__doc__] for name, check in gpu.CHECKS.items()]
+        monkeypatch.setattr(torch.cuda, name, tell)
+    monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    gpu.check("full", "tiny")
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"kept": [0.25, 0.25]}
+    error = r"torch.OutOfMemoryError: CUDA out of memory. \(test_bench_gpu.py:\d+\)"
+    assert re.fullmatch(error, second["failed"])
 
 
 # ---------------------------------------------------------------------- the checks, on the emulated device
 
-emulated = pytest.mark.skipif(not EMULATED, reason="of the emulated device alone")
+emulated = [pytest.mark.gpu, pytest.mark.skipif(not EMULATED, reason="of the emulated device alone")]
+
+
+def on_emulated_device(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in [*emulated, pytest.mark.usefixtures("device")]:
+        test = mark(test)
+    return test
 
 
 def found(name: str) -> Row:
-    """What a check finds: its figures, and under `failed` what is wrong."""
+    """The figures of a check, and under `failed` what is wrong."""
     figures: Row = {"failed": []}
     for row in gpu.CHECKS[name](Given(torch.device("cuda", 0), TINY)):
         figures["failed"] += [row.pop("failed")] if "failed" in row else []
@@ -214,152 +178,126 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     GPUS.copies.clear()
 
 
-ORDER = (
-    ("registration", {"gpus", "attention", "triton", "lock_s", "to_device_gb_s", "to_host_gb_s"}),
-    ("overtaking", {"urgent_ms", "default_stream_ms", "urgent_overtook"}),
-    ("attention", {"backend", "triton", "largest_error", "shares_of_rate", "cases"}),
-    ("graphs", {"launches_a_round", "calls_a_round"}),
-    ("planned", {"peak_gib", "planned_gib", "ms_per_token", "planned_ms_per_token", "prefill_s"}),
-    ("streamed", {"share_of_pinned", "gap_ms_a_round", "ms_per_token", "streamed_tokens"}),
-    ("cpu-share", {"to_next_queries_ms", "attention_ms", "cpu_tokens"}),
-    ("drafting", {"alone_ms", "beside_stream_ms", "read_ms", "copy_gb_s"}),
-    ("two-gpus", {"exchange_ms", "equal_tokens", "tokens"}),
-)
+FIGURES = {
+    "page-locking": {"gpus", "locked_bytes", "lock_s"},
+    "overtaking": {"urgent_ms", "default_stream_ms", "urgent_overtook"},
+    "attention": {"backend", "triton", "largest_error", "largest_share_of_rate", "cases"},
+    "graphs": {"launches_a_round", "calls_a_round"},
+    "planned": {"peak_gib", "planned_gib", "ms_per_token", "planned_ms_per_token", "prefill_s"},
+    "streamed": {"share_of_pinned", "gap_ms_a_round", "ms_per_token", "streamed_tokens"},
+    "cpu-share": {"to_next_queries_ms", "attention_ms", "cpu_tokens"},
+    "drafting": {"alone_ms", "beside_stream_ms", "read_ms", "copy_gb_s"},
+    "two-gpus": {"exchange_ms", "equal_tokens", "tokens"},
+}
 
 
-@pytest.mark.gpu
-@emulated
-def test_all_checks_run_in_their_order(device: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PROCESSES", multiprocessing.get_context("fork"))
-    path = tmp_path / "out.jsonl"
-    assert command_line.main(["gpu", "--tiny", "--out", str(path)]) == 0
-    _, rows = read(path)
-    assert [row["check"] for row in rows] == [name for name, _ in ORDER]
-    for row, (_, names) in zip(rows, ORDER, strict=True):
-        assert row["status"] == "ok" and names <= set(row), row
-    by_name = {row["check"]: row for row in rows}
-    assert by_name["streamed"]["streamed_tokens"] == 192 and by_name["planned"]["streamed_tokens"] == 0
-    assert by_name["cpu-share"]["cpu_tokens"] == 48
-    assert by_name["graphs"]["calls_a_round"]["cudaGraphLaunch"] > 1
-    assert by_name["two-gpus"]["equal_tokens"] == by_name["two-gpus"]["tokens"] == TINY.new_tokens
-    assert by_name["two-gpus"]["other_gpus_tokens"] > 0
-
-
-@pytest.mark.gpu
-@emulated
-def test_every_process_is_kept_to_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    fractions: list[float] = []
-    monkeypatch.setattr(gpu, "CHECKS", {"look": lambda given: [{"kept": list(fractions)}]})
-    told: dict[str, Callable[..., Any]] = {
-        "set_per_process_memory_fraction": lambda share, home: fractions.append(share),
-        "get_device_properties": lambda home: SimpleNamespace(total_memory=96 * GIB),
+@on_emulated_device
+@pytest.mark.parametrize("name", FIGURES)
+def test_checks(name: str) -> None:
+    figures = found(name)
+    assert list(FIGURES) == list(gpu.CHECKS) and FIGURES[name] <= set(figures) and not figures["failed"]
+    told = {
+        "streamed": ("streamed_tokens", 192),
+        "planned": ("streamed_tokens", 0),
+        "cpu-share": ("cpu_tokens", 48),
     }
-    for name, tell in told.items():
-        monkeypatch.setattr(torch.cuda, name, tell)
-    sent: list[Row] = []
-    monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *_, **__: None)
-    gpu._check("look", TINY, SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
-    assert sent == [{"kept": [0.25, 0.25]}]
+    key, value = told.get(name, ("failed", []))
+    assert figures[key] == value
+    if name == "two-gpus":
+        assert figures["equal_tokens"] == figures["tokens"] == TINY.new_tokens
+        assert figures["other_gpus_tokens"] > 0
+    if name == "graphs":
+        assert figures["calls_a_round"]["cudaGraphLaunch"] > 1
 
 
-@pytest.mark.gpu
-@emulated
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_copy_engine_that_serves_bulk_copies_alone_is_a_failure(
-    device: None, broken: bool, monkeypatch: pytest.MonkeyPatch
+def _refuse(*given: Any) -> Any:
+    raise RuntimeError("no graph today")
+
+
+def _no_kernels_between_pieces(patch: pytest.MonkeyPatch) -> None:
+    """In virtual time: small copies wait for 64 MiB and more."""
+    patch.setattr(GPUS, "schedule", "engine")
+    patch.setattr(torch.Tensor, "fill_", lambda tensor, value: tensor)
+
+
+def _busy_copy_engines(patch: pytest.MonkeyPatch) -> None:
+    _no_kernels_between_pieces(patch)
+    patch.setattr(gpu_engine_checks.PeerCopies, "MOST_BYTES", 4096)
+
+
+def _refused_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PINNED, "register", lambda *given: 2)
+    patch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *given: 2))
+
+
+def _torn_memory(patch: pytest.MonkeyPatch) -> None:
+    computed = gpu_checks.computed_copy
+    patch.setattr(gpu_checks, "computed_copy", lambda one, out=None: computed(one.flip(0), out=out))
+
+
+def _half_of_the_keys(patch: pytest.MonkeyPatch) -> None:
+    of = gpu_checks.attended
+
+    def attended(backend: Any, queries: Any, keys: Any, values: Any, *given: Any) -> Any:
+        if keys.dim() == 4:  # pages
+            keys, values = keys[: len(keys) // 2], values[: len(values) // 2]
+        return of(backend, queries, keys, values, *given)
+
+    patch.setattr(gpu_checks, "attended", attended)
+
+
+def _wrong_merging(patch: pytest.MonkeyPatch) -> None:
+    finish = GpuAttention.finish
+    negated = lambda remote, started: [-finish(remote, started)[0], *finish(remote, started)[1:]]  # noqa: E731
+    patch.setattr(GpuAttention, "finish", negated)
+
+
+Break = Callable[[pytest.MonkeyPatch], object]
+BROKEN: list[tuple[str, Break, str]] = [
+    ("page-locking", _refused_memory, "page-lock"),
+    ("page-locking", _torn_memory, "other bytes"),
+    ("overtaking", _no_kernels_between_pieces, "urgent: a small copy took"),
+    (
+        "attention",
+        lambda patch: patch.setattr(gpu_checks.triton_operators, "check", _refuse),
+        "Triton kernels",
+    ),
+    # Of a page that is masked completely, the kernel makes NaN.
+    (
+        "attention",
+        lambda p: p.setattr(TorchCudaBackend, "mask", lambda one, mask, dtype: mask.to(dtype)),
+        "nan",
+    ),
+    ("attention", _half_of_the_keys, "differs from float64"),
+    ("graphs", lambda patch: patch.setattr(CudaCapture, "__call__", _refuse), "no graph today"),
+    ("graphs", lambda patch: patch.setattr(GraphedModel, "LONGEST", 0), "no CUDA graph was launched"),
+    (
+        "planned",
+        lambda patch: patch.setattr(torch.cuda, "max_memory_allocated", lambda home: 3 * GIB),
+        "the peak is 3.00 GiB",
+    ),
+    ("two-gpus", _busy_copy_engines, "there and back behind bulk copies"),
+    ("two-gpus", _wrong_merging, "tokens differ"),
+]
+
+
+@on_emulated_device
+@pytest.mark.parametrize(("name", "damage", "failure"), BROKEN)
+def test_a_check_fails_where_something_is_broken(
+    name: str, damage: Break, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In virtual time: without the kernels between pieces, small copies wait for 64 MiB and more."""
+    damage(monkeypatch)
+    assert failure in found(name)["failed"][0]
+
+
+@on_emulated_device
+def test_a_copy_engine_that_yields_is_no_failure() -> None:
     GPUS.schedule = "engine"
-    if broken:
-        monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: tensor)
-    figures = found("overtaking")
-    assert (figures["urgent_ms"] > 1) == (figures["default_stream_ms"] > 1) == broken
-    assert len(figures["failed"]) == 2 * broken
-    assert broken or figures["urgent_overtook"]
+    assert not found("overtaking")["failed"] and not found("two-gpus")["failed"]
 
 
-@pytest.mark.gpu
-@emulated
-@pytest.mark.parametrize("broken", ["refused", "torn"])
-def test_memory_that_kernels_cannot_use_is_a_failure(
-    device: None, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if broken == "refused":
-        monkeypatch.setattr(PINNED, "register", lambda *given: 2)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *given: 2))
-        monkeypatch.setattr(gpu_checks, "measure_link", lambda *given: (1.0, 1.0, (4, 16)))
-    else:
-        computed = gpu_checks.computed_copy
-        monkeypatch.setattr(gpu_checks, "computed_copy", lambda one, out=None: computed(one.flip(0), out=out))
-    (failure,) = found("registration")["failed"]
-    assert ("page-lock" if broken == "refused" else "other bytes") in failure
-
-
-@pytest.mark.gpu
-@emulated
-@pytest.mark.parametrize("broken", ["triton", "mask", "half"])
-def test_wrong_attention_is_a_failure(device: None, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def differs(home: str) -> None:
-        raise RuntimeError("a kernel differs from its plain form by 2")
-
-    if broken == "triton":
-        monkeypatch.setattr(gpu_checks.triton_operators, "check", differs)
-    elif broken == "mask":  # of a page that is masked completely, the kernel makes NaN
-        monkeypatch.setattr(TorchCudaBackend, "mask", lambda backend, mask, dtype: mask.to(dtype))
-    else:
-        attended = gpu_checks.attended
-        halves = lambda parts: [tuple(one[: len(one) // 2] for one in pair) for pair in parts]  # noqa: E731
-        monkeypatch.setattr(
-            gpu_checks,
-            "attended",
-            lambda backend, asked, parts, scale: attended(backend, asked, halves(parts), scale),
-        )
-    figures = found("attention")
-    (failure,) = figures["failed"]
-    wrong = {one["layout"] for one in figures["cases"] if not one["off"] < gpu_checks.ALLOWED_ERROR}
-    if broken == "triton":
-        assert failure == "Triton kernels: RuntimeError: a kernel differs from its plain form by 2"
-        assert not wrong
-    elif broken == "mask":
-        assert wrong == {"masked"} and "in 3 cases" in failure
-    else:
-        assert wrong == {"resident", "segments", "pages"} and "differs from float64" in failure
-
-
-@pytest.mark.gpu
-@emulated
-@pytest.mark.parametrize("broken", ["capture", "silent"])
-def test_a_round_without_graphs_is_a_failure(
-    device: None, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(capture: CudaCapture, step: Callable[[], Any]) -> Any:
-        raise RuntimeError("no graph today")
-
-    if broken == "capture":
-        monkeypatch.setattr(CudaCapture, "__call__", refuse)
-    else:
-        monkeypatch.setattr(GraphedModel, "LONGEST", 0)
-    failures = found("graphs")["failed"]
-    assert failures[-1] == "no CUDA graph was launched" and len(failures) == 1 + (broken == "capture")
-    assert broken == "silent" or "no graph today" in failures[0]
-
-
-@pytest.mark.gpu
-@emulated
-def test_memory_beyond_the_plan_is_a_failure(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda home: 3 * GIB)
-    figures = found("planned")
-    assert figures["peak_gib"] == 3.0
-    assert figures["planned_gib"] == pytest.approx(
-        sum(figures["planned_parts_gib"].values()) - figures["planned_parts_gib"]["reserve"]
-    )
-    (failure,) = figures["failed"]
-    assert failure.startswith("the peak is 3.00 GiB")
-
-
-@pytest.mark.gpu
-@emulated
-def test_the_next_queries_are_those_of_the_same_pass(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_emulated_device
+def test_the_next_queries_are_those_of_the_same_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = {"pass": [(0.0, 1.0), (2.0, 3.0)], "cpu": [(0.1, 0.2), (0.3, 0.4), (2.1, 2.2), (2.5, 2.6)]}
     monkeypatch.setattr(gpu_engine_checks, "on_lane", lambda run, lane: lanes[lane])
     figures = found("cpu-share")
@@ -368,63 +306,41 @@ def test_the_next_queries_are_those_of_the_same_pass(device: None, monkeypatch: 
     assert figures["attention_ms"] == pytest.approx(100)
 
 
-@pytest.mark.gpu
-@emulated
-@pytest.mark.parametrize("broken", [None, "copy engines", "merging"])
-def test_two_gpus(device: None, broken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if broken == "copy engines":
-        GPUS.schedule = "engine"
-        monkeypatch.setattr(gpu_engine_checks.PeerCopies, "MOST_BYTES", 4096)
-        monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: tensor)
-    elif broken == "merging":
-        finish = GpuAttention.finish
-        monkeypatch.setattr(
-            GpuAttention,
-            "finish",
-            lambda remote, started: [-finish(remote, started)[0], *finish(remote, started)[1:]],
-        )
-    else:
-        GPUS.schedule = "engine"
-    figures = found("two-gpus")
-    assert (figures["exchange_ms"] > 1) == (broken == "copy engines")
-    assert (figures["equal_tokens"] < figures["tokens"]) == (broken == "merging")
-    assert len(figures["failed"]) == (broken is not None)
-
-
 def test_one_gpu_skips_the_check_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert list(gpu.CHECKS["two-gpus"](Given(CPU, TINY))) == [{"skipped": "there is one GPU"}]
 
 
-# ------------------------------------------------------------------------------ `bench offload`, and figures
+def test_figures_of_the_link() -> None:
+    # Four rounds of 0.8 s in each of which the link is idle once.
+    gaps = (0.6, 0.4, 0.2, 0.1)
+    spans = [span for at, gap in enumerate(gaps) for span in ((at, at + 0.1), (at + 0.1 + gap, at + 0.8))]
+    carried = [CopyRecord(False, 10**9, *span) for span in spans] + [CopyRecord(True, 1, 0.15, 0.5)]
+    run = Recorded([None] * 4, [], carried)  # type: ignore[list-item]
+    told = gpu_engine_checks.carried(run, pinned=4.0)
+    assert told["copy_gb_s"] == pytest.approx(8 / (4 * 0.8 - sum(gaps))) and told["gb_a_round"] == 2.0
+    assert told["share_of_pinned"] == pytest.approx(told["copy_gb_s"] / 4)
+    assert told["longest_gap_ms"] == pytest.approx(600)
+    assert told["gap_ms_a_round"] == pytest.approx((1300 + 3 * 200) / 4)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """A tiny model on a GPU that a processor and a paced link stand for."""
-    measured = named_hardware("rtx4090")
-    monkeypatch.setitem(SHAPES, "tiny", SMALLER)
-    card = dataclasses.replace(measured.gpus[0], memory_bytes=GIB)
-    return dataclasses.replace(measured, gpus=(card,))
+# ---------------------------------------------------------------------------------- `bench offload` on a GPU
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("memory_bytes", [GIB, 2**20])
 def test_ours_is_measured_streamed_and_as_planned(
-    small: Hardware, memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `bench offload` does on a card."""
-    card = dataclasses.replace(small.gpus[0], memory_bytes=memory_bytes)
-    hardware = dataclasses.replace(small, gpus=(card,))
-    describe, caps = machine.describe, list[float]()
-
-    def refuse(step: Callable[[], torch.Tensor]) -> Any:
-        raise RuntimeError("no graph today")
-
-    declared = CASES[-1]
-    case = dataclasses.replace(declared, on_cuda={**declared.on_cuda, "options": TINY_KEYS})
+    """A processor and a paced link stand for the GPU."""
+    named = named_hardware("rtx4090")
+    card = dataclasses.replace(named.gpus[0], memory_bytes=memory_bytes)
+    hardware, describe, caps = dataclasses.replace(named, gpus=(card,)), machine.describe, list[float]()
+    declared = CASES["offload"]
+    case = dataclasses.replace(declared, on_cuda={**declared.on_cuda, "options": SMALL})
     monkeypatch.setenv("OFFLOAD_RT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(side_by_side, "CASES", (case,))
+    monkeypatch.setitem(SHAPES, "tiny", SMALLER)
+    monkeypatch.setitem(cases.CASES, "offload", case)
     monkeypatch.setattr(side_by_side, "choose_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(machine, "describe", lambda device: describe(CPU))
     monkeypatch.setattr(machine, "read_rate", lambda device: 1000.0)
@@ -434,21 +350,15 @@ def test_ours_is_measured_streamed_and_as_planned(
     monkeypatch.setattr(ours, "usable_hardware", lambda device: hardware)
     monkeypatch.setattr(ours, "load_model", lambda path, device, dtype: load_model(path, CPU, dtype))
     monkeypatch.setattr(ours, "CudaLink", lambda device: PacedLink(25e9))
-    monkeypatch.setattr(ours, "GraphedModel", lambda *given: GraphedModel(*given, capture=refuse))
-    given = ["offload", "--model", "random:tiny", "--device", "cuda", "--acceptance", "1"]
-    out = tmp_path / "out.jsonl"
-    given += ["--contexts", "160", "--turns", "1", "--no-plot", "--out", str(out)]
-    assert command_line.main(given) == (0 if memory_bytes == GIB else 2)
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [one["place"] for one in records] == ["streamed", "planned"]
-    assert records[0]["options"] == TINY_KEYS | {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
-    assert records[1]["options"] == TINY_KEYS and set(caps) == {24.0}
-    for record in records:
+    monkeypatch.setattr(ours, "GraphedModel", lambda *given: GraphedModel(*given, capture=_refuse))
+    given = f"offload --model random:tiny --device cuda --acceptance 1 --out {tmp_path}/out.jsonl"
+    assert bench_main(given, "--contexts 160 --turns 1") == (0 if memory_bytes == GIB else 2)
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [one["place"] for one in found] == ["streamed", "planned"] and set(caps) == {24.0}
+    assert found[0]["options"] == SMALL | {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
+    for record in found:
         assert record["new_tokens"] == 48 and record["gpu_memory_gib"] == 24
         assert record["link_rate_gb_s"] == card.to_device_rate
-        assert [row["system"].partition("+")[0] for row in record["rows"]] == ["ours:plain"] + 4 * [
-            "ours:retrieval"
-        ]
         for row in record["rows"]:
             if memory_bytes == GIB:
                 assert "error" not in row and row["rounds"]["predicted_over_measured"] > 0
@@ -457,20 +367,20 @@ def test_ours_is_measured_streamed_and_as_planned(
                 assert "GPU" in row["error"], "refused before its weights are loaded"
 
 
-def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_gpu_is_planned_with_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [1.0]
-    told: dict[str, Callable[..., Any]] = {
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=96 * GIB),
-        "set_per_process_memory_fraction": lambda share, device: shares.append(share),
-        "get_per_process_memory_fraction": lambda device: shares[-1],
-        "mem_get_info": lambda device: (80 * GIB, 96 * GIB),
-        "memory_reserved": lambda device: 5 * GIB,
-        "memory_allocated": lambda device: 4 * GIB,
-    }
-    for name, tell in told.items():
+    for name, tell in (
+        ("get_device_properties", lambda device: SimpleNamespace(total_memory=96 * GIB)),
+        ("set_per_process_memory_fraction", lambda share, device: shares.append(share)),
+        ("get_per_process_memory_fraction", lambda device: shares[-1]),
+        ("mem_get_info", lambda device: (80 * GIB, 96 * GIB)),
+        ("memory_reserved", lambda device: 5 * GIB),
+        ("memory_allocated", lambda device: 4 * GIB),
+    ):
         monkeypatch.setattr(torch.cuda, name, tell)
-    machine = SimpleNamespace(hardware=named_hardware("rtx4090"))
-    monkeypatch.setattr(inspection, "inspect", lambda on_progress: machine)
+    monkeypatch.setattr(
+        inspection, "inspect", lambda on_progress: SimpleNamespace(hardware=named_hardware("rtx4090"))
+    )
 
     def usable() -> float:
         return inspection.usable_hardware(torch.device("cuda", 0), 3 * GIB).gpus[0].memory_bytes / GIB
@@ -480,22 +390,3 @@ def test_a_capped_card_is_planned_with_what_is_left_of_the_cap(monkeypatch: pyte
     assert usable() == 24 - 5 + 1 + 3
     worker.cap(200.0, "cuda:0")
     assert shares == [1.0, 0.25, 1.0]
-
-
-def test_what_a_run_says_of_its_link() -> None:
-    rounds = [times(float(at), ms, None) for at, ms in enumerate((900.0, 800.0, 500.0, 800.0))]
-    # A gap in each pass, which takes 0.8 s from its begin to its last copy; then none before the next one.
-    gaps = (0.6, 0.4, 0.2, 0.1)
-    carried = [
-        copy for at, gap in enumerate(gaps) for copy in copies((at, at + 0.1), (at + 0.1 + gap, at + 0.8))
-    ]
-    carried = [dataclasses.replace(copy, byte_count=10**9) for copy in carried]
-    found = gpu_engine_checks.carried(
-        Recorded(rounds, [], [*carried, *copies((0.15, 0.5), to_host=True)]), pinned=4.0
-    )
-    assert found["copy_gb_s"] == pytest.approx(8 / (4 * 0.8 - sum(gaps)))
-    assert found["share_of_pinned"] == pytest.approx(found["copy_gb_s"] / 4)
-    assert found["longest_gap_ms"] == pytest.approx(600)
-    assert found["gap_ms_a_round"] == pytest.approx((1300 + 3 * 200) / 4)
-    assert found["gb_a_round"] == 2.0
-    assert gpu_engine_checks.carried(Recorded(rounds, [], []), pinned=4.0)["longest_gap_ms"] == 0

@@ -1,4 +1,4 @@
-"""What adapters over transformers' models share: a prompt read once, ways to go on, KV in host memory."""
+"""Shared by adapters over transformers' models: a prompt read once, decoding loops, KV in host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.systems import Prompt, Run, Setup
 
 
 def load(folder: str, setup: Setup, attention: str = "sdpa") -> Any:
-    """A checkpoint on the device of `setup`, whose generation no token ends."""
+    """Loads a checkpoint on the device of `setup`; no token ends its generation."""
     if setup.device == "cpu":
         torch.set_num_threads(setup.threads)
     dtype = getattr(torch, setup.dtype)
@@ -26,14 +26,14 @@ def load(folder: str, setup: Setup, attention: str = "sdpa") -> Any:
 
 
 class Text:
-    """A model that has read all of a prompt but its texts' last tokens.
+    """A model and a cache that holds a prompt but for the last token of each sequence.
 
     Args:
-        chunk: tokens that it reads at a time.
-        new_cache: makes what it reads into; None: a `DynamicCache`.
+        chunk: tokens read at a time.
+        new_cache: makes the cache; None: a `DynamicCache`.
 
     Attributes:
-        ids: the prompt, `[texts, tokens]`.
+        ids: the prompt, `[batch, tokens]`.
     """
 
     def __init__(self, model: Any, chunk: int, new_cache: Callable[[], Any] | None = None) -> None:
@@ -44,7 +44,7 @@ class Text:
 
     @torch.inference_mode()
     def read(self, prompt: Prompt) -> float:
-        """Takes a prompt, if it is another one than before; returns ms of its prefill."""
+        """Reads a prompt, unless it is the one before; returns ms of its prefill."""
         if prompt != self._prompt:
             self.cache = None  # frees its memory before the next one is filled
             self.cache, self._prompt = self._new_cache(), prompt
@@ -60,7 +60,7 @@ class Text:
 
     @torch.no_grad()
     def rewind(self, cache: Any) -> None:
-        """Lets a cache forget all but what was read."""
+        """Rewinds a cache to the end of what was read."""
         length = self.ids.shape[1] - 1
         if not isinstance(cache, StaticCache):
             cache.crop(length - cache.get_seq_length())
@@ -71,9 +71,9 @@ class Text:
                 raise ValueError(f"a {type(layer).__name__} cannot be rewound")
             layer.cumulative_length.fill_(length)
 
-    @torch.no_grad()  # what is made in inference mode could not be written by `generate`
+    @torch.no_grad()  # `generate` could not write to tensors of inference mode
     def static_cache(self, capacity: int) -> StaticCache:
-        """One of `capacity` tokens with what was read."""
+        """A static cache of `capacity` tokens with a copy of what was read."""
         static = StaticCache(config=self.model.config, max_cache_len=capacity)
         layers: list[Any] = list(static.layers)
         for layer, full in zip(layers, self.cache.layers, strict=True):
@@ -83,14 +83,12 @@ class Text:
 
 
 class Continued:
-    """A text that is continued by `generate`, or by passes without what `generate` does around them.
+    """Continues a text by `generate`, or by a loop of passes, which is faster.
 
     Args:
-        static: over a `StaticCache` that takes what was read.
+        static: whether it uses a `StaticCache`.
+        looped: whether it runs a loop of passes.
         options: of `generate`.
-
-    Attributes:
-        model: that the loop runs.
     """
 
     notes: tuple[str, ...] = ()
@@ -105,7 +103,7 @@ class Continued:
         looped: bool = False,
         **options: Any,
     ) -> None:
-        self.label, self.setup, self.text, self.model = label, setup, text, text.model
+        self.label, self.setup, self.text = label, setup, text
         self._static, self._looped, self._options = static, looped, options
         self._cache: Any = None
 
@@ -123,23 +121,19 @@ class Continued:
     def _loop(self, count: int) -> Run:
         started, tokens, token = perf_counter(), [], self.text.ids[:, -1:]
         for _ in range(count):
-            out = self.model(token, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-            logits = out.logits[:, -1].float()
-            if self.setup.temperature:
-                token = torch.multinomial((logits / self.setup.temperature).softmax(-1), 1)
-            else:
-                token = logits.argmax(-1, keepdim=True)
+            out = self.text.model(token, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(token)
         found = torch.cat(tokens, dim=1).flatten().tolist()
         return Run(found, 1e3 * (perf_counter() - started), len(found), count)
 
     def _generate(self, count: int) -> Run:
-        """Timed from the first round's tokens to the last: without what `generate` sets up, but where one
-        round made all."""
-        arrivals, ids, law = _Arrivals(), self.text.ids, self.setup.temperature
+        """Times from the first round's tokens to the last, without the setup of `generate`, unless one round
+        made all."""
+        arrivals, ids = _Arrivals(), self.text.ids
         options = self._options | {"past_key_values": self._cache, "max_new_tokens": count}
-        options |= {"attention_mask": torch.ones_like(ids), "streamer": arrivals, "do_sample": bool(law)}
-        out = self.text.model.generate(ids, **options, **({"temperature": law, "top_k": 0} if law else {}))
+        options |= {"attention_mask": torch.ones_like(ids), "streamer": arrivals, "do_sample": False}
+        out = self.text.model.generate(ids, **options)
         times, (_, *rounds) = zip(*arrivals, strict=True)
         ms = 1e3 * (times[-1] - times[1 if len(rounds) > 1 else 0])
         found = out[:, ids.shape[1] :].flatten().tolist()
@@ -158,7 +152,7 @@ class Continued:
 
 
 class _Arrivals(list[tuple[float, int]]):
-    """When tokens come, and how many at a time; first of all comes the prompt."""
+    """A streamer that notes when tokens arrive and how many; the prompt arrives first."""
 
     def put(self, value: Tensor) -> None:
         self.append((perf_counter(), value.numel()))
@@ -168,9 +162,9 @@ class _Arrivals(list[tuple[float, int]]):
 
 
 class HostLayer(DynamicLayer):
-    """KV of a layer in host memory, in buffers `[texts, heads, capacity, head_dim]`.
+    """KV of a layer in host memory, in buffers `[batch, heads, capacity, head_dim]`.
 
-    `keys` and `values` are views of what is filled: `crop` shortens them, and `update` goes on from there.
+    `keys` and `values` are views of the filled part: `crop` shortens them, and `update` continues there.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -195,7 +189,7 @@ class HostLayer(DynamicLayer):
 
 
 def put(buffers: Sequence[Tensor], start: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Writes keys and values from token `start` on; returns all that is filled then."""
+    """Writes keys and values from token `start` on; returns views of the filled part."""
     end = start + states[0].shape[2]
     for buffer, new in zip(buffers, states, strict=True):
         buffer.narrow(2, start, end - start).copy_(new)  # a slice would quietly end at the capacity

@@ -1,8 +1,8 @@
 """DeepSpeed-ZeRO-Inference: transformers' generation over a model whose weights ZeRO stage 3 holds.
 
 ZeRO stage 3 gathers a module's weights when its forward pass begins. Here all of them stay on the device, or
-all of them stay in CPU memory and cross the link in every pass. The KV cache is transformers' `StaticCache`,
-which is faster than the dynamic one, whose layers are copied whenever they grow.
+in CPU memory and cross the link in every pass. The KV cache is transformers' `StaticCache`, which is faster
+than the dynamic one, whose layers are copied whenever they grow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVERY_WEIGHT = 10**12
 
 
 class ZeroInference(Continued):
-    """DeepSpeed without its launcher, once in a process.
+    """DeepSpeed without its launcher; once in a process.
 
     Args:
         offloaded: whether the weights stay in CPU memory.
@@ -51,7 +51,7 @@ class ZeroInference(Continued):
 
 
 def _deepspeed(setup: Setup, device: torch.device) -> Any:
-    """The package, in a group of this process alone."""
+    """Imports the package, in a process group of this process alone."""
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["TORCH_EXTENSIONS_DIR"] = str((setup.folder / "torch_extensions").resolve())
     # ninja, which compiles them, is installed next to Python.
@@ -59,7 +59,7 @@ def _deepspeed(setup: Setup, device: torch.device) -> Any:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(device.index or 0)}
     import deepspeed
 
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # needs no port
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # it needs no port
     backend = "nccl" if device.type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     return deepspeed

@@ -30,16 +30,16 @@ class PrefetchedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer; a pass over one token gets what has crossed the link."""
+        """Appends keys and values of a layer; a pass over one token gets what has crossed the link."""
         start = self.get_seq_length(layer_idx)
-        if key_states.shape[2] > 1 or not start:  # of the prompt, whose KV is on the device
+        if key_states.shape[2] > 1 or not start:  # the prompt, whose KV is on the device
             return super().update(key_states, value_states, layer_idx)
         arrived = self._arrived(layer_idx)
         super().update(key_states, value_states, layer_idx)
         return put(arrived, start, (key_states, value_states))
 
     def _arrived(self, index: int) -> list[Tensor]:
-        """The buffers in which the KV of a layer is now; the next layer is on its way to the others."""
+        """Waits for the KV of a layer and begins to fetch the next one; returns the buffers of the former."""
         if self._next is None or self._next[0] != index:
             self._fetch(index)
         assert self._next is not None
@@ -49,7 +49,7 @@ class PrefetchedCache(Cache):
         return here
 
     def _fetch(self, index: int) -> None:
-        """Begins to carry the KV of a layer into the buffers that are not in use."""
+        """Begins to copy the KV of a layer into the buffers that are not in use."""
         layer: Any = self.layers[index]
         if not self._buffers:
             self._buffers = [[torch.empty_like(one) for one in layer.buffers] for _ in range(2)]
@@ -59,7 +59,7 @@ class PrefetchedCache(Cache):
         self._next = index, self._link.copy([(to[:, :, :count], of[:, :, :count]) for to, of in pairs])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets tokens, and waits for what is under way."""
+        """Drops tokens, and waits for the pending copy."""
         if self._next is not None:
             self._next[1].synchronize()
         self._next = None
@@ -69,11 +69,11 @@ class PrefetchedCache(Cache):
 class Rebuilt(Continued):
     """One token a pass, each over all KV."""
 
-    notes: tuple[str, ...] = ("rebuilt; the link is emulated, and free for the prompt",)
+    notes: tuple[str, ...] = ("rebuilt; the link is emulated, and the prompt does not cross it",)
 
     def __init__(self, setup: Setup) -> None:
         if not setup.link_gb_s:
-            raise ValueError("has a meaning over a link only: --link GB/s")
+            raise ValueError("needs an emulated link: --link GB/s")
         model = load(setup.model, setup)
         layers: int = model.config.num_hidden_layers
         if layers < 2:
@@ -85,7 +85,7 @@ class Rebuilt(Continued):
 
     def run(self, new_tokens: int) -> Run:
         run = super().run(new_tokens)
-        self.text.rewind(self.text.cache)  # waits for what is under way: others come next
+        self.text.rewind(self.text.cache)  # waits for the pending copy: other systems come next
         return run
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's paged attention on a CPU: KV in float32, and as it comes, in 8 bits."""
+"""OpenVINO GenAI's paged attention on a CPU: with KV in float32, and by default in 8 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class OpenVino:
-    """A pipeline that keeps the blocks of the prompt it has read."""
+    """A pipeline that keeps the KV blocks of its prompt."""
 
     def __init__(self, exact: bool, setup: Setup) -> None:
         if setup.device != "cpu":
@@ -26,18 +26,16 @@ class OpenVino:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = True
         scheduler.max_num_batched_tokens = setup.chunk
-        wider = 1 if setup.dtype == "float32" else 2  # KV is float32 at most, whatever the weights are
+        wider = 1 if setup.dtype == "float32" else 2  # KV may be float32, whatever the weights are
         kv_bytes = wider * setup.kv_token_bytes * setup.capacity * setup.batch
         scheduler.cache_size = 1 + -(-kv_bytes // GIB)
         given: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
         if exact:
             given |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
-        # It reads no other unquantised type.
+        # It reads no other type that is not quantized.
         file = str(gguf_file(Path(setup.model), "float16", setup.folder))
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(file, scheduler, "CPU", given)
-        self._how = openvino_genai.GenerationConfig(ignore_eos=True, do_sample=setup.temperature > 0)
-        if setup.temperature:
-            self._how.temperature, self._how.top_k, self._how.top_p = setup.temperature, 0, 1.0
+        self._how = openvino_genai.GenerationConfig(ignore_eos=True, do_sample=False)
         version = openvino_genai.__version__.partition("-")[0]
         self.label = f"OpenVINO GenAI {version}, {'float32' if exact else '8-bit'} KV"
         self.notes: tuple[str, ...] = ("weights are rounded to float16",) if setup.dtype == "float32" else ()
@@ -56,11 +54,11 @@ class OpenVino:
         return Run([token for text in texts for token in text[:new_tokens]], ms, timed)
 
     def _generate(self, count: int) -> tuple[float, list[list[int]]]:
-        """Tokens of each text, and ms in which all but the first ones were made."""
+        """Tokens of each sequence, and the ms that all but the first ones took."""
         self._how.max_new_tokens = count
         texts = [self._pipeline.add_request(*text, self._how) for text in enumerate(self._prompt)]
         while not all(text.can_read() for text in texts):
-            self._pipeline.step()  # reads what the cache of blocks leaves of the prompt
+            self._pipeline.step()  # reads the part of the prompt that is not in the prefix cache
         started = perf_counter()
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()

@@ -1,4 +1,4 @@
-"""offload-rt: every configuration, by its name. They share one prefill in one process."""
+"""offload-rt: every configuration, by its name. They share a process and a prefill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import offload_rt
 from bench.cases import text_config
-from bench.recorded_text import Text
+from bench.recorded_text import RecordedText
 from bench.rounds import draw, figures
 from bench.systems import Opener, Prompt, Run, Setup
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
@@ -25,14 +25,14 @@ from offload_rt.toml import config_names, load_config
 
 
 @lru_cache(1)
-def shared_text(setup: Setup) -> Text:
-    """What all systems of ours continue."""
+def shared_text(setup: Setup) -> RecordedText:
+    """The prompt that all configurations continue."""
     if setup.device == "cpu":
         torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)
     dtype = choose_dtype(setup.dtype, device)
     config = text_config(setup.options, draft=bool(setup.draft))
-    if device.type == "cuda":  # refused before weights are loaded that have no room
+    if device.type == "cuda":  # refuses what does not fit before weights are loaded
         shape, small = find_shape(setup.model, dtype), setup.draft and find_shape(setup.draft, dtype)
         hardware = usable_hardware(device)
         plan(PlanRequest(shape, small or None, config, setup.capacity, 0, hardware)).check()
@@ -43,10 +43,10 @@ def shared_text(setup: Setup) -> Text:
     )
     assert target is not None
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()
-    cards: Sequence[Link] = ()
+    others: Sequence[Link] = ()
     if setup.link_gb_s:
-        link, *cards = (PacedLink(1e9 * setup.link_gb_s) for _ in range(1 + setup.cards))
-    return Text(target, draft, link, config, setup.capacity, notices, cards)
+        link, *others = (PacedLink(1e9 * setup.link_gb_s) for _ in range(1 + setup.gpus))
+    return RecordedText(target, draft, link, config, setup.capacity, notices, others)
 
 
 class Ours:
@@ -55,42 +55,42 @@ class Ours:
     def __init__(self, name: str, setup: Setup) -> None:
         config = load_config(name, {**setup.options, **setup.settings})
         if setup.draft is None and needs_draft_model([config]):
-            raise ValueError(f"{name} needs a draft: --draft FOLDER")
+            raise ValueError(f"{name} needs a draft model: --draft FOLDER")
         given = "".join(f", {key} = {value}" for key, value in setup.settings.items())
         self.label = f"offload-rt {offload_rt.__version__}, {name}{given}"
-        held = f"synthetic acceptance {setup.acceptance:g}" if setup.acceptance is not None else None
-        self.notes: tuple[str, ...] = () if held is None else (held,)
+        held = setup.acceptance
+        self.notes: tuple[str, ...] = () if held is None else (f"synthetic acceptance {held:g}",)
         self._config, self._setup, self._text = config, setup, shared_text(setup)
 
     def prepare(self, prompt: Prompt) -> float:
-        """What a configuration makes of the prompt for itself (its caches, an index) is part of it."""
+        """Reads the prompt; the time to fill this configuration's own caches is part of the result."""
         read_ms = self._text.read(prompt)
         return read_ms + self._text.begin(self._config)
 
     def run(self, new_tokens: int) -> Run:
         setup = self._setup
-        done, self._run = self._text.run(self._config, new_tokens, setup.acceptance, setup.temperature)
+        done, self._run = self._text.run(self._config, new_tokens, setup.acceptance)
         tokens = [token for one in done for token in one.tokens]
-        levels = {of[0].name: of for of in zip(*(one.levels for one in done), strict=True)}  # of all texts
+        levels = {of[0].name: of for of in zip(*(one.levels for one in done), strict=True)}
         plain = sum(one.plain_tokens for one in done)
-        told = (
-            f"{plain} of {len(tokens)} tokens were decoded plainly, as drafting them would have taken longer"
-        )
-        stood = {name: sum(one.accepted for one in of) for name, of in levels.items()}
+        told = f"{plain} of {len(tokens)} tokens were decoded plainly, as speculation would have taken longer"
         proposed = {name: sum(one.proposed for one in of) for name, of in levels.items()}
         return Run(
             tokens,
             max(one.timings.predicted_ms for one in done),
             len(tokens),
             max(one.rounds for one in done),
-            {name: stood[name] / count for name, count in proposed.items() if count},
-            {name: sum(one.ms for one in of) for name, of in levels.items()},
+            {
+                name: sum(one.accepted for one in levels[name]) / count
+                for name, count in proposed.items()
+                if count
+            },
             (*self._text.notices, *([told] if plain else ())),
             figures(self._run) | self._text.placed,
         )
 
     def draw(self, path: str) -> None:
-        """A picture of some rounds of the last run, as PNG."""
+        """Draws some rounds of the last run as PNG."""
         lies = (f"{count:,} {name.replace('_', ' ')}" for name, count in self._text.placed.items())
         link = f"over a link of {self._setup.link_gb_s:.2f} GB/s" if self._setup.link_gb_s else "over PCIe"
         draw(self._run, f"{self.label} {link}: {', '.join(lies)}", Path(path))

@@ -1,11 +1,10 @@
-"""transformers: `generate`, with look-up and assisted, and loops over other caches; one prefill for all."""
+"""transformers: `generate`, also with look-up and assisted, and loops of passes. They share a prefill."""
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import DynamicCache
@@ -13,17 +12,17 @@ from transformers import DynamicCache
 from bench.systems import Opener, Prompt, Run, Setup
 from bench.systems._passes import Continued, Text, load
 
-LOOKUP_TOKENS = 10  # what prompt look-up proposes a round by default
+LOOKUP_TOKENS = 10  # per round, as prompt look-up proposes by default
 
 
 @lru_cache(2)  # target and draft
-def shared_text(folder: str, setup: Setup) -> Text:
-    """What all systems here continue."""
+def shared_prompt(folder: str, setup: Setup) -> Text:
+    """The prompt that all systems here continue."""
     model = load(folder, setup)
     prepare = model.prepare_inputs_for_generation
 
     def going_on(input_ids: Tensor, next_sequence_length: int = 0, **kwargs: Any) -> Any:
-        """The first pass of look-up and assisted generation takes the whole text behind a filled cache."""
+        """Passes only what the cache lacks; look-up and assisted generation would pass the whole text."""
         lacking = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
         return prepare(input_ids, next_sequence_length=lacking, **kwargs)
 
@@ -32,16 +31,14 @@ def shared_text(folder: str, setup: Setup) -> Text:
 
 
 class Generate(Continued):
-    """A way to continue the shared text."""
+    """Continues the shared prompt."""
 
-    def __init__(self, how: str, setup: Setup, *, compiled: bool = False, **given: Any) -> None:
-        text = shared_text(setup.model, setup)
+    def __init__(self, how: str, setup: Setup, **given: Any) -> None:
+        text = shared_prompt(setup.model, setup)
         super().__init__(f"transformers {transformers.__version__}, {how}", setup, text, **given)
-        if compiled:
-            self.model = torch.compile(text.model)
 
     def close(self) -> None:
-        shared_text.cache_clear()
+        shared_prompt.cache_clear()
         super().close()
 
 
@@ -50,8 +47,8 @@ class Assisted(Generate):
 
     def __init__(self, how: str, setup: Setup) -> None:
         if setup.draft is None or setup.draft == setup.model:
-            raise ValueError("assisted generation needs a draft of its own: --draft FOLDER")
-        self._draft = shared_text(setup.draft, setup)
+            raise ValueError("assisted generation needs a draft model: --draft FOLDER")
+        self._draft = shared_prompt(setup.draft, setup)
         super().__init__(how, setup, assistant_model=self._draft.model)
 
     def prepare(self, prompt: Prompt) -> float:
@@ -60,20 +57,20 @@ class Assisted(Generate):
     def run(self, new_tokens: int) -> Run:
         model, cache = self._draft.model, self._draft.cache
         self._draft.rewind(cache)
-        # An assistant has no other way to be given a filled cache.
+        # There is no other way to give an assistant a filled cache.
         model.generate = partial(type(model).generate, model, past_key_values=cache)
         return super().run(new_tokens)
 
 
 class Offloaded(Generate):
-    """A cache in host memory; each layer's KV is on its way to the device one layer ahead."""
+    """A cache in host memory; each layer's KV is copied to the device one layer ahead."""
 
     def __init__(self, how: str, setup: Setup) -> None:
         if setup.device == "cpu":
             raise ValueError("an offloaded cache needs a GPU")
         super().__init__(how, setup, looped=True)
-        offloaded = partial(DynamicCache, config=self.model.config, offloading=True)
-        self.text = Text(self.model, setup.chunk, offloaded)
+        offloaded = partial(DynamicCache, config=self.text.model.config, offloading=True)
+        self.text = Text(self.text.model, setup.chunk, offloaded)
 
 
 SYSTEMS: dict[str, Opener] = {
@@ -81,8 +78,5 @@ SYSTEMS: dict[str, Opener] = {
     "lookup": partial(Generate, "generate with prompt look-up", prompt_lookup_num_tokens=LOOKUP_TOKENS),
     "assisted": partial(Assisted, "generate, assisted by the draft"),
     "static": partial(Generate, "StaticCache in a loop of passes", static=True, looped=True),
-    "static-compiled": partial(
-        Generate, "StaticCache in a loop of compiled passes", static=True, looped=True, compiled=True
-    ),
     "offloaded": partial(Offloaded, "DynamicCache offloaded, in a loop of passes"),
 }

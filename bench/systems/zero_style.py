@@ -26,16 +26,17 @@ def host_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of `query` `[texts, query_heads, queries, head_dim]` over host KV `[texts, heads, tokens,
+    """Attention of `query` `[batch, query_heads, queries, head_dim]` over host KV `[batch, heads, tokens,
     head_dim]`.
 
-    Single queries go to the CPU. A chunk of the prompt is compute-bound, and the KV comes to it.
+    Single queries go to the CPU. For chunks of the prompt, which are compute-bound, the KV goes to the
+    device.
     """
     if query.shape[2] > 1:
         key, value = key.to(query.device), value.to(query.device)
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
         return out, None
-    # The query heads of a KV head are its rows, so that it is read once for all of them.
+    # The query heads of a KV head become rows, so that its KV is read once for all of them.
     rows = query.cpu().reshape(*key.shape[:2], -1, query.shape[3])
     out = scaled_dot_product_attention(rows, key, value, scale=scaling)
     return out.reshape(len(out), 1, query.shape[1], -1).to(query.device), None
@@ -55,11 +56,11 @@ class Rebuilt(Continued):
         label = f"ZeRO-Inference style, rebuilt on transformers {transformers.__version__}"
         super().__init__(label, setup, text, looped=True)
         if setup.link_gb_s:
-            self.notes += ("queries and results cross for nothing",)
+            self.notes += ("queries and results cross the link in no time",)
 
     def run(self, new_tokens: int) -> Run:
         run = super().run(new_tokens)
-        return replace(run, rounds=None) if self.setup.link_gb_s else run  # its KV crosses no link
+        return replace(run, rounds=None) if self.setup.link_gb_s else run  # its KV does not cross the link
 
 
 SYSTEMS: dict[str, Opener] = {"rebuilt": Rebuilt}

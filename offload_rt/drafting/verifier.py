@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
-from offload_rt.rejection_sampling import Draft, verify, verify_greedy
+from offload_rt.rejection_sampling import Draft, Verdict, verify, verify_greedy
 from offload_rt.sampling import Draws, Sampler, choices
 from offload_rt.tokens import Tokens
 
@@ -33,6 +33,28 @@ class Sampling:
     stop_tokens: Collection[int] = ()
 
 
+class AcceptanceRule(Protocol):
+    """Decides which tokens of a draft are accepted, and which token follows them."""
+
+    def __call__(
+        self, draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws
+    ) -> tuple[Verdict, Tensor]:
+        """Returns the verdict, and a tensor with a NaN exactly if `logits` has one.
+
+        Args:
+            logits: `[1 + nodes, vocabulary]`, the verifier's before each node and after the last.
+            probs: the same after temperature, top-k and top-p; None for greedy decoding.
+        """
+
+
+def lossless(draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws) -> tuple[Verdict, Tensor]:
+    """Keeps the output distribution that of the verifier; see `rejection_sampling`."""
+    if probs is None:
+        chosen = choices(logits)
+        return verify_greedy(draft, chosen), logits.gather(-1, chosen[:, None])
+    return verify(draft, probs, draws), probs[:, :1]
+
+
 @dataclass(eq=False)
 class Verifier:
     """A model over a cache, with a drafter that proposes to it.
@@ -45,6 +67,8 @@ class Verifier:
         plan: order of layers; None: as the model runs them.
         first_plan: order of layers of a draft's first pass, over the newest verified tokens: all layers in
             turn calibrate a verifier whose own plan is rougher (EasySpec's bonus calibration); None: `plan`.
+        rule: accepts and rejects drafted tokens. Any other than `lossless` changes the output; benchmarks
+            hold the acceptance rate of random weights with one.
     """
 
     name: str
@@ -54,6 +78,7 @@ class Verifier:
     sampling: Sampling
     plan: LayerPlan | None = None
     first_plan: LayerPlan | None = None
+    rule: AcceptanceRule = field(default=lossless, kw_only=True)
 
     def __post_init__(self) -> None:
         self.stats = LevelStats(self.name)
@@ -110,11 +135,7 @@ class Verifier:
         """Accepts or rejects `draft`, the last tokens of `part`, and commits its KV. The host waits once."""
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
         probs = None if sampler.greedy else sampler.probs(logits)
-        if probs is None:
-            chosen = choices(logits)
-            verdict, probe = verify_greedy(draft, chosen), logits.gather(-1, chosen[:, None])
-        else:
-            verdict, probe = verify(draft, probs, self.sampling.draws), probs[:, :1]
+        verdict, probe = self.rule(draft, logits, probs, self.sampling.draws)
         # One of the probed values is NaN exactly if any logit is.
         row, token, nan, *drawn = yield Read(
             [verdict.row, verdict.token, probe.isnan().any(), *draft.tokens.pending()], self.stats

@@ -1,4 +1,4 @@
-"""The tokens that a cache holds as speculation against a plain forest."""
+"""The speculative tokens of a cache behave like a plain forest."""
 
 from __future__ import annotations
 
