@@ -40,7 +40,7 @@ def run(
     options: dict[str, Any] = {"overrides": overrides | {"speculation.levels": levels}, "link": LINKS[link]()}
     with LLM.from_models(target, draft, config="retrieval", **options) as llm:
         result = llm.read(PROMPT, params.max_tokens).generate((), params)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         return result, sequence.rounds
 
 

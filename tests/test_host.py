@@ -57,7 +57,7 @@ class Reads:
                 stack = traceback.walk_stack(sys._getframe(1))
                 frames = [f"{frame.f_code.co_filename}:{line}" for frame, line in stack]
                 # The store's own tensors are in host memory, and so are the scores of a refresh.
-                if "caches/refill.py" not in frames[0] and not any("/cpu_kv/" in one for one in frames):
+                if "caches/refresh.py" not in frames[0] and not any("/cpu_kv/" in one for one in frames):
                     self.others.append(f"{method}: {frames[0]}")
             return given(tensor, *args, **kwargs)
 
@@ -81,7 +81,7 @@ def test_the_host_waits_once_a_verified_step(config: str, temperature: float, re
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
     with LLM.from_models(target, noisy_copy(target), config=config, overrides=OVERRIDES) as llm:
         events = llm.stream(byte_ids(300), params)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         levels = sequence.verifier.levels
         before = {level.name: (level.host_reads, level.passes) for level in levels}  # of the prefill
         reads.others.clear()
@@ -130,7 +130,7 @@ def test_drafting_does_not_wait_for_a_gpu(
         events = llm.stream(byte_ids(300), params)
         for _ in range(24):  # until all graphs are captured
             next(events)
-        (sequence,) = llm.engine._sequences
+        (sequence,) = llm.engine.sequences
         monkeypatch.setattr(scheduler, "to_host", allowed)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -89,7 +89,7 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
 
 
 def test_memory_of_a_card() -> None:
-    """What is known by arithmetic: weights, 4,096 entries twice with means of pages in whole pages, a ring of 3 × 64 MiB."""
+    """Known by arithmetic: weights, 4,096 entries twice with means, in whole pages, a ring of 3 × 64 MiB."""
     parts = gpu_memory(request(), 0)
     assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
     assert parts["retrieved_caches"] == 2 * 4864 * 512 * 1024
