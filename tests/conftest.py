@@ -39,7 +39,11 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Selects some cases of slow tests on an emulated GPU; `EMULATED_CUDA_EVERY=1` runs all."""
     if EMULATED_CUDA:
         every = int(os.environ.get("EMULATED_CUDA_EVERY", "20"))
-        slow = [item for item in items if item.path.stem in ("test_graphs", "test_streaming_engine")]
+        slow = [
+            item
+            for item in items
+            if item.path.stem in ("test_context", "test_graphs", "test_streaming_engine")
+        ]
         left_out = set(slow)
         for _, cases in groupby(sorted(slow, key=_test), key=_test):
             left_out -= {*list(cases)[::every]}  # the first of each test at least

@@ -61,6 +61,7 @@ def place_mlps(model: PreTrainedModel, home: torch.device, gpu: torch.device, co
     for layer in layers:
         layer.mlp = torch.nn.Identity()  # while the rest of the model moves
     torch.nn.Module.to(model, home)
+    model.tie_weights()  # torch may have made new parameters, which share nothing
     for layer, block in zip(layers, blocks, strict=True):
         layer.mlp = RemoteMlp(block, home, gpu)
     return model
