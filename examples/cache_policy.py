@@ -20,6 +20,7 @@ class StridedCache(BoundedCache):
         self._source = source
 
     def build(self, queries):
+        """Takes the entries from the full cache, which has read a prompt."""
         self.speculative.clear()
         self.entries = self._oldest = 0
         length = self._source.verified_length
@@ -28,9 +29,10 @@ class StridedCache(BoundedCache):
         read = self._source.engine.read
         kept = [*(read(at, at + 1) for at in spread), read(recent, length)]
         self._append_verified(torch.cat(kept, dim=3))  # [layers, 2, kv_heads, tokens, head_dim]
-        self.verified_length = length
+        self.verified_length = length  # it stands for all of them
 
     def _victims(self, count):
+        """Newly verified tokens overwrite the oldest recent ones."""
         slots = [SPREAD + (self._oldest + at) % RECENT for at in range(count)]
         self._oldest += count
         return slots

@@ -19,9 +19,10 @@ class Phrases(Source):
         self._phrases = phrases
 
     def extend(self, view):
-        pass  # phrases do not depend on what has been verified
+        """Does nothing: phrases do not depend on what has been verified."""
 
     def find(self, view, depth):
+        """Returns what may follow the end of `view`, `depth` tokens at most."""
         longest = max(map(len, self._phrases), default=0)
         end = view.part(max(0, len(view) - longest))
         for size in range(len(end), 0, -1):
