@@ -192,7 +192,7 @@ class Placement:
     cpu_tokens: int  # the next ones, attended by the CPU
     streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
     shape: ModelShape
-    gpus: tuple[GpuTier, ...] = ()  # between the CPU's and the last ones: of each other GPU
+    gpus: tuple[GpuTier, ...] = ()  # of the other GPUs in turn, between the CPU's and the last ones
 
     @property
     def resident_bytes(self) -> int:

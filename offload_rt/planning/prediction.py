@@ -185,7 +185,7 @@ class Predictor:
         if placement.cpu_tokens:
             attending = self._cpu_attention(target, placement.cpu_tokens, queries)
             cpu = dense.ms + attending / (host.attention_beside_link if streamed else 1.0) + exchanges
-        for tier, gpu in zip(placement.gpus, gpus[1:], strict=True):
+        for tier, gpu in zip(placement.gpus, gpus[1:], strict=False):  # GPUs without a tier hold nothing
             if tier.tokens:
                 attending = self._gpu_attention(gpu, target, tier.tokens, queries)
                 others = max(others, dense.ms + attending + exchanges)
