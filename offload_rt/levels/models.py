@@ -17,7 +17,7 @@ from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
+from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, kept_means
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
@@ -212,9 +212,7 @@ class RetrievedLevel(ModelLevel):
         return AttentionScores(full.layout, full.device, retrieval.chunk, decay, made.pages)
 
     def check_read(self, read_by: Config, page: int) -> None:
-        (chunks, pages), by = self.kept_means, RetrievedLevel(read_by, self.level)
-        retrieved = self.name in read_by.speculation.names
-        kept_chunks, kept_pages = by.kept_means if retrieved else (None, False)
+        (chunks, pages), (kept_chunks, kept_pages) = self.kept_means, kept_means(read_by)
         name, chunk = self.config.name, self.config.retrieval.chunk
         if chunks not in (None, kept_chunks):
             raise UsageError(
