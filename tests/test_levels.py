@@ -11,6 +11,10 @@ from tiny_models import tiny_target
 from offload_rt import LLM
 from offload_rt.levels.base import LEVELS
 from offload_rt.levels.models import RetrievedLevel
+from offload_rt.machine.hardware import named_hardware
+from offload_rt.model.shape import SHAPES
+from offload_rt.planning.placement import PlanRequest, host_memory
+from offload_rt.toml import load_config
 
 NAME = "target:own"
 OWN = SIZES | {"speculation.levels": [NAME]}
@@ -30,3 +34,14 @@ def test_another_composition_reads_the_means_that_a_level_of_the_user_kept() -> 
         own = again(context)
         assert [level.name for level in own.levels] == [NAME, "target:full"]
         assert again(context, config="retrieval", overrides=SIZES).tokens == own.tokens
+
+
+def test_memory_of_levels_that_give_it_one_name_is_added_up() -> None:
+    def retrieved_caches(*levels: str) -> int:
+        config = load_config("retrieval", {"speculation.levels": levels})
+        hardware = named_hardware("none")
+        return host_memory(PlanRequest(SHAPES["llama2-7b"], None, config, 4096, 64, hardware))[
+            "retrieved_caches"
+        ]
+
+    assert retrieved_caches("target:retrieved", NAME) == 2 * retrieved_caches(NAME)

@@ -316,7 +316,8 @@ def _computing_memory(request: PlanRequest) -> Memory:
     target = request.target
     memory = {"weights": target.weight_bytes - request.elsewhere * target.mlp_bytes}
     for level in request.levels:
-        memory |= level.memory(request)
+        for name, size in level.memory(request).items():  # two levels may give a purpose the same name
+            memory[name] = memory.get(name, 0) + size
     # The prompt's hidden states, and on a GPU the KV of the layer under way.
     memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + _chunk_memory(request)
     if not request.in_place:
