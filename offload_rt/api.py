@@ -111,7 +111,7 @@ class LLM:
         _check_files(configs, tokenizer)
         if draft is not None:
             check_same_tokens(tokenizer, name, load_tokenizer(draft), str(draft))
-        elsewhere = None
+        remote_mlps = None
         if size_hint is not None or others:
             shape = find_shape(name, wanted, rope)
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
@@ -129,9 +129,9 @@ class LLM:
                 planned = planned_for(sizes := (sizes[0] // 2, 1))
             if size_hint is not None:
                 self.predicted_ms = planned.check().ms_per_token
-            if planned.request.elsewhere:
-                elsewhere = others[0], planned.request.elsewhere
-        target = load_model(source, place, wanted, on_progress, elsewhere=elsewhere, rope=rope)
+            if planned.request.remote_mlps:
+                remote_mlps = others[0], planned.request.remote_mlps
+        target = load_model(source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope)
         small = None
         if draft is not None:
             loaded = load_model(draft, place, target.dtype, on_progress, "load draft")

@@ -251,7 +251,7 @@ class Engine:
     ) -> PlanRequest:
         remote = len(self.target.remote_mlps)
         shapes = self._shapes
-        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, mlps_elsewhere=remote)
+        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, given_remote_mlps=remote)
 
     @cached_property
     def _assumed_hardware(self) -> Hardware:
@@ -278,8 +278,8 @@ class Engine:
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
-        elsewhere = self.target.remote_mlps  # on the first of the other GPUs
-        there = sum(block.weight_bytes for block in elsewhere)
+        remote_mlps = self.target.remote_mlps  # on the first of the other GPUs
+        there = sum(block.weight_bytes for block in remote_mlps)
         others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
         if sequences > 1:

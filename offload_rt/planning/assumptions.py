@@ -25,8 +25,8 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"{gpu.memory_rate:.0f} GB/s, {gpu.compute_rate:.0f} TFLOP/s, link {gpu.to_device_rate:.1f} GB/s "
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
-    if request.elsewhere:
-        yield f"MLP blocks of {request.elsewhere} of {request.target.layers} layers are on GPU 1"
+    if request.remote_mlps:
+        yield f"MLP blocks of {request.remote_mlps} of {request.target.layers} layers are on GPU 1"
     if request.other_gpus:
         yield "GPU 0 computes, the others keep and attend KV, each over its own link"
 

@@ -45,7 +45,7 @@ class PlanRequest:
     hardware: Hardware
     same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
-    mlps_elsewhere: int | None = None  # `elsewhere`, once it is decided
+    given_remote_mlps: int | None = None  # `remote_mlps`, once that is decided
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -97,17 +97,19 @@ class PlanRequest:
         return not self.hardware.gpus
 
     @cached_property
-    def elsewhere(self) -> int:
+    def remote_mlps(self) -> int:
         """MLP blocks of the target whose weights are on the second GPU: as few as make room on the first."""
-        if self.mlps_elsewhere is not None:
-            return self.mlps_elsewhere
-        left = _left(replace(self, mlps_elsewhere=0), 0, self.given_resident or 0) if self.other_gpus else 0
+        if self.given_remote_mlps is not None:
+            return self.given_remote_mlps
+        left = (
+            _left(replace(self, given_remote_mlps=0), 0, self.given_resident or 0) if self.other_gpus else 0
+        )
         if left >= 0:
             return 0
         # Decided before weights are loaded, for sequences that are planned afterwards: then less may be free.
         missing = (GPU_RESERVE_BYTES - left, -left)
         roomy, least = (min(self.target.layers, -(-size // self.target.mlp_bytes)) for size in missing)
-        return roomy if shortage(replace(self, mlps_elsewhere=roomy)) is None else least
+        return roomy if shortage(replace(self, given_remote_mlps=roomy)) is None else least
 
     @property
     def other_gpus(self) -> tuple[Gpu, ...]:
@@ -265,9 +267,9 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
         "staging_ring": request.ring_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
-    if gpu == 1 and request.elsewhere:
+    if gpu == 1 and request.remote_mlps:
         chunk = min(request.config.prefill.chunk, request.context)
-        memory["weights"] = request.elsewhere * target.mlp_bytes
+        memory["weights"] = request.remote_mlps * target.mlp_bytes
         memory["prefill"] = chunk * (2 * target.hidden + 3 * target.intermediate) * target.dtype.itemsize
     if gpu:
         return memory
@@ -314,7 +316,7 @@ def host_memory(request: PlanRequest) -> Memory:
 def _computing_memory(request: PlanRequest) -> Memory:
     """Returns the bytes that the processor that computes holds."""
     target = request.target
-    memory = {"weights": target.weight_bytes - request.elsewhere * target.mlp_bytes}
+    memory = {"weights": target.weight_bytes - request.remote_mlps * target.mlp_bytes}
     for level in request.levels:
         for name, size in level.memory(request).items():  # two levels may give a purpose the same name
             memory[name] = memory.get(name, 0) + size

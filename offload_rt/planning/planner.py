@@ -113,7 +113,7 @@ class Plan:
                 "cpu_attended_tokens": placement.cpu_tokens,
                 "late_resident_tokens": self.late_resident_tokens,
                 "other_gpus": [asdict(gpu) for gpu in placement.gpus],
-                "mlp_blocks_elsewhere": request.elsewhere,
+                "remote_mlps": request.remote_mlps,
             },
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
@@ -145,7 +145,7 @@ def _plan(request: PlanRequest) -> Plan:
         nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
         return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, said)
     predictor = Predictor(fitting)
-    plain = replace(fitting.having("speculation.levels", ()), mlps_elsewhere=fitting.elsewhere)
+    plain = replace(fitting.having("speculation.levels", ()), given_remote_mlps=fitting.remote_mlps)
     best = _best_round(predictor)
     predicted = Prediction(
         pass_ms=best.verification.ms,

@@ -119,7 +119,7 @@ class Predictor:
         self.processor = next(iter(request.hardware.gpus), self.host)  # what decodes
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
-        remote = self.request.elsewhere if shape.name == self.target.name else 0
+        remote = self.request.remote_mlps if shape.name == self.target.name else 0
         reading = self.processor.read_ms(shape.step_bytes)
         products = max(reading, self.processor.compute_ms(2 * queries * shape.step_parameters))
         attending = self._attention(shape, entries, queries)
@@ -291,7 +291,7 @@ class Predictor:
         if self.request.in_place:
             return computing + launching
         gpu = self.request.hardware.gpus[0]
-        sent = self.request.elsewhere * tokens * target.hidden * target.dtype.itemsize
+        sent = self.request.remote_mlps * tokens * target.hidden * target.dtype.itemsize
         computing += sent / gpu.to_host_rate / 1e6 + sent / gpu.to_device_rate / 1e6
         writing = tokens * target.token_bytes / gpu.to_host_rate / 1e6
         return max(computing, writing, launching)
