@@ -23,7 +23,7 @@ from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape, yarn_hint
 
-PADDING = 0.01  # of a vocabulary
+PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
@@ -168,9 +168,10 @@ class PlanRequest:
         return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
 
     def placement(self, resident: int, cpu: int) -> Placement:
-        """So many tokens resident and so many attended by the CPU.
+        """Returns the placement with `resident` tokens on the first GPU and `cpu` attended by the CPU.
 
-        Other GPUs keep what they have room for of the rest; what is left is streamed, over all links at once.
+        Of the rest, other GPUs keep what they have room for. What is left is streamed over all links
+        at once.
         """
         left, kept = self.context - resident - cpu, list[int]()
         for capacity in self.capacities[1:]:
@@ -182,7 +183,7 @@ class PlanRequest:
         return Placement(resident, cpu, left, self.target, tuple(map(GpuTier, kept, streamed)))
 
     def having(self, key: str, value: object) -> PlanRequest:
-        """The same with another value of one key of the config."""
+        """Returns the request with another value of one key of the config."""
         return replace(self, config=self.config.having(key, value))
 
 
@@ -198,7 +199,7 @@ class Placement:
 
     @property
     def resident_bytes(self) -> int:
-        """On all GPUs together."""
+        """Bytes kept on all GPUs together."""
         others = sum(gpu.resident_tokens for gpu in self.gpus)
         return (self.resident_tokens + others) * self.shape.token_bytes
 
@@ -242,7 +243,7 @@ def check_vocabulary(draft: ModelShape | CausalModel, target: ModelShape | Causa
 
 
 def available(config: Config, draft_model: bool) -> Config:
-    """`config` without the level of a small model if there is none.
+    """Returns `config` without the levels that need a draft model if there is none.
 
     Raises:
         UsageError: no level is left.
@@ -330,13 +331,13 @@ def _computing_memory(request: PlanRequest) -> Memory:
 
 
 def largest(memory: Memory, digits: int, most: int | None = None) -> str:
-    """The parts, or so many of them, in GiB, the largest first."""
+    """Returns the largest parts, `most` of them or all, in GiB as text."""
     parts = sorted(memory.items(), key=lambda part: -part[1])[:most]
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
 
 
 def _left(request: PlanRequest, gpu: int, resident: int = 0) -> int:
-    """Bytes left on a GPU, beside so many resident tokens."""
+    """Returns the bytes left on a GPU beside so many resident tokens; negative where they do not fit."""
     return request.hardware.gpus[gpu].memory_bytes - sum(gpu_memory(request, gpu, resident).values())
 
 
