@@ -13,6 +13,7 @@ from small_engine import target as target  # a fixture
 from tiny_models import byte_ids
 from transformers import PreTrainedModel
 
+from cpu_kv import PacedLink
 from offload_rt import LLM
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens
@@ -313,3 +314,14 @@ def test_a_sequence_decodes_plainly_where_that_is_faster(target: PreTrainedModel
         plain, found = again(context, config="plain"), again(context)
         assert found.tokens == plain.tokens and found.plain_tokens > 0
         assert any("were decoded plainly" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(("config", "ahead"), [("lookup", 0), ("retrieval", 4)])
+def test_only_drafters_that_guess_outcomes_draft_ahead(
+    target: PreTrainedModel, config: str, ahead: int
+) -> None:
+    with LLM.from_models(target, config=config, overrides=SIZES, link=PacedLink(1e9)) as llm:
+        stream = llm.stream(byte_ids(40))
+        (sequence,) = llm.engine.sequences
+        assert sequence.controller.ahead == ahead
+        stream.close()

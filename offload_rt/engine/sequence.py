@@ -162,12 +162,13 @@ class TokenSequence:
         self.verifier = compose(made)
         shared.pool.drop_free()
         levels, shapes = levels_of(config), config.speculation.shapes
+        # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
+        overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
             Prices(replace(self._request, config=config), self.tiers),
             shapes[-1].candidates() if shapes else [CHAIN],
             levels[-1].acceptance() if levels else 0.0,
-            # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-            ahead=0 if shared.link.in_place or not shapes else config.offload.ahead,
+            ahead=config.offload.ahead if overlaps else 0,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
             clock=continuation.sampling.sampler.greedy,
