@@ -267,6 +267,25 @@ def test_measured_ratios_correct_what_was_predicted() -> None:
     assert subject.shape(1000).depth == best(true, 0.9)
 
 
+def test_a_pass_is_compared_with_the_price_of_what_it_verified() -> None:
+    """A look-up finds nothing, so that its passes are plain: predictions were right."""
+    costs = Costs(10.0, 2.0, 1.0)
+    subject = controller(costs, DEPTHS, step_down=False)
+    for _ in range(20):
+        shape = subject.shape(1000)
+        draft_ms = costs.draft_ms(0, shape)
+        observe(subject, shape.depth, 1, costs.pass_ms(0, CHAIN) + draft_ms, proposed=0, draft_ms=draft_ms)
+    assert subject.shape(1000).depth == best(costs, 0.9)
+
+
+def test_a_clock_that_stands_still_decides_nothing() -> None:
+    costs = Costs(90.0, 1.0, 1.0)
+    subject = controller(costs, DEPTHS, step_down=False)
+    for _ in range(3):
+        observe(subject, subject.shape(1000).depth, 1, 0.0)
+    assert subject.shape(1000).depth == best(costs, 0.9)
+
+
 def test_without_a_clock_only_acceptance_moves_the_depth() -> None:
     subject = controller(Costs(90.0, 0.0, 1.0), DEPTHS, step_down=False, clock=False)
     before = subject.shape(1000).depth

@@ -195,7 +195,9 @@ class SpeculationController:
         if self._rounds == 1:
             return  # it pays for memory that is touched for the first time
         if self._clock:
-            self._passes.append((self._prices.pass_ms(length, shape), times.pass_ms + times.verdict_ms))
+            # Less may have been proposed than was wanted: nothing was found, or the draft was ready before.
+            verified = CHAIN.deep(times.proposed)  # the price of a pass depends on the size alone
+            self._passes.append((self._prices.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
             drawn = shape.deep(times.drawn)
             self._drafts.append((self._prices.draft_ms(length, drawn), times.draft_ms + times.ahead_ms))
         self._judged.append(times.ms if self._clock else self._round_ms(shape))
@@ -264,6 +266,6 @@ class SpeculationController:
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:
-    """Returns measured over predicted time; 1 where no time was predicted."""
-    predicted = sum(expected for expected, _ in observed)
-    return sum(ms for _, ms in observed) / predicted if predicted else 1.0
+    """Returns measured over predicted time; 1 where either is 0."""
+    predicted, measured = sum(expected for expected, _ in observed), sum(ms for _, ms in observed)
+    return measured / predicted if predicted and measured else 1.0
