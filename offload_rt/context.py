@@ -96,6 +96,9 @@ class Context:
                 that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
             overrides: config values by full key, for a `config` that is named.
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: the prompt does not fit, `config` cannot continue this context, or it is closed.
         """
         stream = self.stream(prompt, params, config, overrides, **changes)
         deque(stream, maxlen=0)
@@ -118,6 +121,8 @@ class Context:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens) + params.max_tokens)
             sequence, start, params = self._sequence, len(self._sequence.tokens), params.seeded()
+            if settings is not None:
+                settings = sequence.retrievable(settings)  # refused before the prompt is appended
             if tokens:
                 self._engine.read(sequence, tokens)
             self._engine.begin(sequence, settings, self._host.continuation(params))

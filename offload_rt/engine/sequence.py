@@ -228,7 +228,7 @@ class TokenSequence:
                 chunks that do not divide its pages; or see `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
-        config = self._retrievable(config)
+        config = self.retrievable(config)
         started = clock.now()
         if self._consumed:
             self.read_tokens, self.read_ms = 0, 0.0
@@ -319,7 +319,7 @@ class TokenSequence:
         """Aborts prefetching for the next pass. No pass may be running."""
         self.full.abandon()
 
-    def _retrievable(self, config: Config) -> Config:
+    def retrievable(self, config: Config) -> Config:
         """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config
