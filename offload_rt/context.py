@@ -11,7 +11,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.output import OutputProcessor, step
-from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer, with_changes
+from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer
 
 GREEDY = SamplingParams()
 Prompt = str | Sequence[int]
@@ -114,7 +114,7 @@ class Context:
         **changes: Any,
     ) -> TokenStream:
         """Like `generate`, token by token. Closing the stream stops it; the tokens that were taken stay."""
-        params = with_changes(params, changes)
+        params = self._host.checked_params(params, changes)
         settings = self._host.composition(config, overrides)
         tokens = self._host.prompt_ids(prompt, behind=True) if len(prompt) else []
         with self._engine.lock:

@@ -63,6 +63,8 @@ def test_another_config_needs_the_means_that_it_retrieves_by() -> None:
         text = llm.read(byte_ids(100))
         with pytest.raises(UsageError, match=r"retrieval\.rest needs .* set retrieval\.rest=false"):
             text.generate(byte_ids(3), params, "retrieval", SMALL)
+        with pytest.raises(UsageError, match="has no tokenizer: stop strings"):
+            text.generate(byte_ids(3), params, stop="end")
         assert len(text) == 100, "where generating is refused, the prompt is not appended"
         alone = SMALL | {"retrieval.rest": False}
         by_means = alone | {"retrieval.select": "mean_keys"}
