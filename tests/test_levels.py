@@ -9,7 +9,7 @@ from small_engine import PROMPT, SIZES, again
 from tiny_models import tiny_target
 
 from offload_rt import LLM
-from offload_rt.levels.base import LEVELS
+from offload_rt.levels.base import LEVELS, Level
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import named_hardware
 from offload_rt.model.shape import SHAPES
@@ -34,6 +34,13 @@ def test_another_composition_reads_the_means_that_a_level_of_the_user_kept() -> 
         own = again(context)
         assert [level.name for level in own.levels] == [NAME, "target:full"]
         assert again(context, config="retrieval", overrides=SIZES).tokens == own.tokens
+
+
+def test_a_level_without_a_rank_is_not_registered() -> None:
+    known = list(LEVELS)
+    with pytest.raises(AttributeError, match="rank"):
+        type("Unranked", (Level,), {"name": "unranked"})
+    assert list(LEVELS) == known == sorted(known, key=lambda name: LEVELS[name].rank)
 
 
 def test_memory_of_levels_that_give_it_one_name_is_added_up() -> None:

@@ -165,8 +165,7 @@ class Level(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in cls.__dict__:
-            LEVELS[cls.name] = cls
-            by_rank = sorted(LEVELS.items(), key=lambda item: item[1].rank)
+            by_rank = sorted({**LEVELS, cls.name: cls}.items(), key=lambda item: item[1].rank)
             LEVELS.clear()
             LEVELS.update(by_rank)
 
