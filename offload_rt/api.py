@@ -54,7 +54,7 @@ from offload_rt.toml import load_config, load_configs
 NO_DRAFT = "none"
 ROOM = 2048
 """New tokens that a context is planned for where nothing else is said."""
-SHORTEST_TEXT = 1024  # tokens: for no shorter one weights are spread over cards
+SHORTEST_CONTEXT = 1024  # tokens: weights are spread over GPUs for no shorter one
 
 
 class LLM:
@@ -64,23 +64,24 @@ class LLM:
         model: folder or hub ID of the target; None: the embedded demo pair.
         draft: folder or hub ID of the small model; None: the demo draft for the demo target, else none;
             "none": none. Levels of the config that need one are left out, and a notice says so.
-        config: name of a shipped config, or a TOML file; `auto`: whichever is predicted to be fastest for a
-            text, among those that the models allow.
+        config: name of a shipped config, or a TOML file; `auto`: for each prompt the config that is predicted
+            to be fastest, of those that the models allow.
         device: auto, cpu or cuda; further GPUs behind commas, cuda:0,cuda:1: they keep and attend KV, and the
             second one has what weights the first one has no room for.
         dtype: auto, float32, bfloat16 or float16.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
-        on_progress: told how far loading and prefill are, and what is measured for a machine's first plan.
-        on_notice: told, in a line, what a user should know.
+        on_progress: called with the progress of loading and prefill, and of measuring a machine for its first
+            plan.
+        on_notice: called with a line for the user.
         rope: `yarn:FACTOR` stretches the target's positions by YaRN; None: as its config.json says.
         size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
-            weights are read. With a second GPU, weights are spread for such a text; without, for the longest.
+            weights are read. With a second GPU, weights are spread for this size; None: for the longest.
 
     Attributes:
         predicted_ms: ms per token that the plan for `size_hint` predicts; None without one.
 
     Raises:
-        UsageError: for whatever cannot be done as asked.
+        UsageError: the models, the config or the devices do not exist, do not go together or do not fit.
     """
 
     predicted_ms: float | None = None
@@ -111,7 +112,7 @@ class LLM:
         _check_files(configs, tokenizer)
         if draft is not None:
             check_same_tokens(tokenizer, name, load_tokenizer(draft), str(draft))
-        elsewhere = None
+        remote_mlps = None
         if size_hint is not None or others:
             shape = find_shape(name, wanted, rope)
             small_shape = None if draft is None else find_shape(str(draft), shape.dtype)
@@ -119,19 +120,19 @@ class LLM:
                 place, on_progress=on_progress, other_gpus=[(one, 0) for one in others]
             )
             candidates = possible(configs, draft is not None)
-            sizes = size_hint or (shape.max_positions - 1, 1)  # the longest text that may come, and fits
+            sizes = size_hint or (shape.max_positions - 1, 1)  # the longest sequence that may come, and fits
 
             def planned_for(sizes: tuple[int, int]) -> Plan:
                 return ranked(PlanRequest(shape, small_shape, one, *sizes, hardware) for one in candidates)[0]
 
             planned = planned_for(sizes)
-            while size_hint is None and not planned.fits and sizes[0] > SHORTEST_TEXT:
+            while size_hint is None and not planned.fits and sizes[0] > SHORTEST_CONTEXT:
                 planned = planned_for(sizes := (sizes[0] // 2, 1))
             if size_hint is not None:
                 self.predicted_ms = planned.check().ms_per_token
-            if planned.request.elsewhere:
-                elsewhere = others[0], planned.request.elsewhere
-        target = load_model(source, place, wanted, on_progress, elsewhere=elsewhere, rope=rope)
+            if planned.request.remote_mlps:
+                remote_mlps = others[0], planned.request.remote_mlps
+        target = load_model(source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope)
         small = None
         if draft is not None:
             loaded = load_model(draft, place, target.dtype, on_progress, "load draft")
@@ -155,11 +156,11 @@ class LLM:
         link: Link | None = None,
         other_links: Sequence[Link] = (),
     ) -> LLM:
-        """Works with loaded transformers models; `close` leaves them as they were found.
+        """Returns an LLM of loaded transformers models; `close` leaves them as they were found.
 
         Args:
-            link: what moves KV to the device; None: what the target's device calls for.
-            other_links: to other GPUs, which keep and attend a share of the KV; closed with this.
+            link: moves KV to the device; None: the link that the target's device needs.
+            other_links: to other GPUs, which keep and attend a share of the KV; closed with the LLM.
         """
         llm = cls.__new__(cls)
         configs = load_configs(config, overrides)
@@ -231,11 +232,11 @@ class LLM:
         return frozenset()
 
     def encode(self, text: str, last: int | None = None, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt.
+        """Returns the token IDs of a text.
 
         Args:
-            last: keep the last so many tokens; a beginning-of-text token is kept in front of them.
-            special: with the special tokens that the tokenizer puts around a text.
+            last: keep this many of the last tokens, and a beginning-of-text token in front of them.
+            special: add the special tokens that the tokenizer puts around a text.
         """
         if self._tokenizer is None:
             name = self.engine.target.name
@@ -243,10 +244,10 @@ class LLM:
         return encode(self._tokenizer, text, last, special=special)
 
     def read(self, prompt: Prompt, room: int = ROOM) -> Context:
-        """Reads a text or token ids, once; the KV belongs to the context that is returned.
+        """Reads a text or token IDs, once; the context that is returned owns their KV.
 
         Args:
-            room: how many more tokens the context is planned for. It may grow beyond, where memory allows.
+            room: new tokens that the context is planned for. It may grow beyond, where memory allows.
 
         Raises:
             UsageError: there is no room for it, beside the contexts that are open.
@@ -274,11 +275,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         **changes: Any,
     ) -> GenerationResult | list[GenerationResult]:
-        """Continues a prompt, a text or token ids (a tensor too); or each of a list of prompts, all at once.
+        """Continues a prompt, a text or token IDs (a tensor too), or a list of prompts as one batch.
 
-        Short for `read`, `Context.generate` and `Context.close`. The texts of a batch share every reading of
-        the weights. Each has its own length, acceptance, stop and seed; one that fails while they are
-        continued ends alone, with `finish_reason` "error". An interrupt ends all of them.
+        Short for `read`, `Context.generate` and `Context.close`. The sequences of a batch share their passes.
+        Each has its own length, acceptance, stop and seed; one that fails while they are continued ends
+        alone, with `finish_reason` "error". An interrupt ends all of them.
 
         Args:
             params: for all prompts, or one for each.
@@ -294,9 +295,9 @@ class LLM:
         return stream.result
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **changes: Any) -> TokenStream:
-        """Continues `prompt` token by token. Closing the stream stops it; its `result` tells what stands.
+        """Continues `prompt` token by token. Closing the stream stops it; its `result` has what was made.
 
-        Several streams may be open: each is a text of its own.
+        Several streams may be open: each has its own sequence.
 
         Args:
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
@@ -311,7 +312,7 @@ class LLM:
                 engine.begin(sequence, None, self.continuation(params))
                 end = partial(engine.close_sequence, sequence)
                 # Nothing that the LLM holds may hold the stream: see `_close_dropped`.
-                stream = TokenStream(engine, self.writer(sequence, params), end)
+                stream = TokenStream(engine, self.output(sequence, params), end)
                 self._streams.append((weakref.ref(stream), sequence))
                 failed.pop_all()
             return stream
@@ -327,13 +328,13 @@ class LLM:
                 held.append((one, sequence))
         self._streams = held
 
-    # What a context asks of its LLM.
+    # The interface that a context uses (`context.Host`).
 
     def prompt_ids(self, prompt: Prompt, *, behind: bool = False) -> list[int]:
-        """Token ids of a prompt, checked.
+        """Returns the token IDs of a prompt, checked.
 
         Args:
-            behind: it is appended to others, so that no beginning-of-text token goes before it.
+            behind: the prompt is appended to others, so that no beginning-of-text token goes before it.
         """
         target = self.engine.target
         tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
@@ -352,7 +353,7 @@ class LLM:
             raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
         return params
 
-    def writer(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
+    def output(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
         """Returns the output processor of a sequence, which turns rounds into events."""
         return OutputProcessor(self.engine, sequence, params, self._tokenizer, self._notices, start)
 
@@ -365,7 +366,7 @@ class LLM:
         return Continuation(sampling, params.max_tokens)
 
     def composition(self, config: str | None, overrides: Mapping[str, object] = {}) -> Config | None:
-        """The composition of that name or file; None: the LLM's own."""
+        """Returns the config of that name or file; None, the LLM's own, where no name is given."""
         if config is None:
             if overrides:
                 raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")

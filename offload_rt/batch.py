@@ -49,10 +49,10 @@ def generate_batch(
                 sequence = engine.open(checked[at], wanted[at].max_tokens, sequences=left)
             closing.callback(engine.close_sequence, sequence)
             engine.begin(sequence, None, llm.continuation(wanted[at]))
-            opened[at] = llm.writer(sequence, wanted[at], 0)
-        writers = [opened[at] for at in range(len(sizes))]
-        finish(engine, writers)
-        return [writer.result() for writer in writers]
+            opened[at] = llm.output(sequence, wanted[at], 0)
+        outputs = [opened[at] for at in range(len(sizes))]
+        finish(engine, outputs)
+        return [output.result() for output in outputs]
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from offload_rt.drafting.shapes import MOST_NODES, DraftShape
 from offload_rt.errors import UsageError
 
 LONGEST_MATCH = 64
-"""Tokens of a text's end: more are never compared, and a datastore's suffixes are sorted by so many."""
+"""Most tokens of a sequence's end that a look-up compares; a datastore's suffixes are sorted by so many."""
 
 AUTO = "auto"
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
-"""What `auto` stands for: the one that the planner predicts to be fastest, the first among equals."""
+"""Configs that `auto` chooses from: the one that is predicted to be fastest, the first among equals."""
 
-Count = Annotated[int, 0]  # and the least that is allowed, perhaps the most
+Count = Annotated[int, 0]  # the metadata of an annotation: the least value, and perhaps the largest
 Positive = Annotated[int, 1]
 MOST_ENTRIES = 2**24  # more than any context has tokens
 Entries = Annotated[int, 1, MOST_ENTRIES]
@@ -57,7 +57,7 @@ class RefreshPolicy:
 
     @classmethod
     def parse(cls, text: object) -> RefreshPolicy:
-        """`every`, `stride:N` or `acceptance:X` as a policy.
+        """Parses `every`, `stride:N` or `acceptance:X`.
 
         Raises:
             UsageError: for anything else, under the key `retrieval.refresh`.
@@ -88,11 +88,11 @@ class RetrievalConfig:
     chunk: Positive = 8  # scored and chosen together
     recent: Positive = 256  # at least so many of the latest are always held
     refresh: RefreshPolicy = EVERY  # when the entries are chosen anew
-    # What chunks are chosen by: what verifications have attended to, the newest ones counting most
-    # (`attention`) or all alike (`heavy_hitters`, as H2O); or the newest queries' attention to chunks'
-    # `mean_keys` (TriForce, which has no `rest`).
+    # Chunks are chosen by the attention mass of verifications, the newest ones counting most (`attention`) or
+    # all alike (`heavy_hitters`, as H2O), or by the newest queries' attention to the mean keys of chunks
+    # (`mean_keys`, as TriForce, which has no `rest`).
     select: Literal["attention", "heavy_hitters", "mean_keys"] = "attention"
-    rest: bool = True  # pages stand for what is not held, as their mean keys and values
+    rest: bool = True  # approximate unretrieved tokens by per-page mean keys and values
 
     def __post_init__(self) -> None:
         always_held = self.chunk + self.recent
@@ -107,16 +107,16 @@ class RetrievalConfig:
 class LevelConfig:
     """One level, which drafts for the next one; written as a table, or short as its name, `model:cache`.
 
-    Which levels there are, and what each allows, is said by their classes (`levels`).
+    The classes in `levels` say which levels there are and what each allows.
     """
 
     # `draft` (the small model), `target`, `head` (one on the target's hidden states), `lookup`, `suffix` or
     # `datastore`.
     model: str
     cache: str = ""  # `streaming`, `retrieved` or `shared` (the full one); none for a head or a look-up
-    layers: str = "all"  # in what order it drafts: `all`, `groups:N` or `skip:5,7a,9m` (`LayerPlan`)
+    layers: str = "all"  # that it runs, and in which order: `all`, `groups:N` or `skip:5,7a,9m` (`LayerPlan`)
     calibrate: bool = True  # the newest verified tokens still go through all layers
-    # Shape of what it proposes: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or `auto`
+    # Shape of its drafts: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or `auto`
     # (`DraftShape`).
     draft: str = "chain"
     merge: str = ""  # `lookup`, `suffix` or `datastore`: its finds join the draft
@@ -127,12 +127,16 @@ class LevelConfig:
 
     @property
     def shape(self) -> DraftShape:
-        """Shape of what it proposes, of no depth yet."""
+        """Shape of its drafts, of depth 0 so far."""
         return DraftShape.parse(self.draft)
 
     @classmethod
     def parse(cls, key: str, value: object) -> LevelConfig:
-        """A level from its name or its table."""
+        """Returns a level from its name or its table.
+
+        Raises:
+            InvalidValue: it is neither, or a key or value is not valid.
+        """
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -158,7 +162,7 @@ class SpeculationConfig:
     """The levels that draft, and the depth of their drafts."""
 
     # From the cheapest to the most expensive; each drafts for the next one, the last for the target over its
-    # full cache. None: plain decoding.
+    # full cache. Empty: plain decoding.
     levels: tuple[LevelConfig, ...]
     gamma1: Annotated[int, 1, MOST_NODES] = 2  # depth of drafts that levels below the last one propose
     # Depth of drafts for the target over its full cache; 0: chosen while decoding, by what passes and drafts
@@ -179,7 +183,7 @@ class SpeculationConfig:
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Shapes of what the levels propose; the last one of no depth where that is chosen while decoding."""
+        """Shapes of the levels' drafts; the last one's depth is 0 where it is chosen while decoding."""
         depths = [*(len(self.levels) - 1) * [self.gamma1], self.gamma2]
         return tuple(level.shape.deep(depth) for level, depth in zip(self.levels, depths, strict=False))
 
@@ -194,14 +198,14 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head (`heads.py`)."""
+    """A draft head (`model/draft_head.py`)."""
 
     path: str = ""  # of its file; empty: that of the embedded demo target
 
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """Lengths in tokens of the endings that look-up in the text searches for, the longest first."""
+    """Lengths in tokens of the ends of a sequence that a look-up searches for, the longest first."""
 
     max_ngram: Annotated[int, 0, LONGEST_MATCH] = 4  # `suffix` has no longest one
     min_ngram: Positive = 1
@@ -216,8 +220,8 @@ class DatastoreConfig:
     """A datastore of other texts (`offload-rt datastore build`)."""
 
     path: str = ""  # of its file
-    longest: Annotated[int, 1, LONGEST_MATCH] = 16  # tokens of the text's end that are compared
-    occurrences: Positive = 64  # how many are looked at
+    longest: Annotated[int, 1, LONGEST_MATCH] = 16  # tokens of the sequence's end that are compared
+    occurrences: Positive = 64  # most occurrences that are looked at
 
 
 @dataclass(frozen=True)
@@ -288,12 +292,12 @@ class Config:
         require(page % chunk == 0, "retrieval.chunk", chunk, rule)
 
     def having(self, key: str, value: object) -> Config:
-        """The same with another value of one key, `section.key`."""
+        """Returns the config with another value of one key, `section.key`."""
         section, name = key.split(".")
         return replace(self, **{section: replace(getattr(self, section), **{name: value})})
 
 
-_TYPES = {int: "a whole number", bool: "true or false", str: "a string"}
+_TYPES = {int: "an integer", bool: "true or false", str: "a string"}
 
 
 def require_type(expected: Any, key: str, value: Any) -> None:
@@ -312,14 +316,14 @@ def require_type(expected: Any, key: str, value: Any) -> None:
 
 
 def shown(value: object) -> str:
-    """`value` as it would be written in TOML, where that is simple."""
+    """Returns `value` as it would be written in TOML, where that is simple."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown word: the nearest known one and the whole list."""
+    """Returns the end of an error about an unknown word: the nearest known one and the whole list."""
     known = list(known)
     close = difflib.get_close_matches(given, known, n=1)
     guess = f"; did you mean {close[0]}?" if close else ";"

@@ -1,4 +1,4 @@
-"""A text that was read, with its KV: what a user appends to, continues, and takes back."""
+"""A context: tokens that were read, with their KV. A user appends to it, continues it and rewinds it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.output import OutputProcessor, step
-from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer, with_changes
+from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer
 
 GREEDY = SamplingParams()
 Prompt = str | Sequence[int]
 
 
 class Host(Protocol):
-    """The part of an `LLM` that a context needs."""
+    """The interface of an `LLM` that a context uses."""
 
     engine: Engine
 
@@ -28,17 +28,17 @@ class Host(Protocol):
 
     def continuation(self, params: SamplingParams) -> Continuation: ...
 
-    def writer(self, sequence: TokenSequence, params: SamplingParams, start: int) -> OutputProcessor: ...
+    def output(self, sequence: TokenSequence, params: SamplingParams, start: int) -> OutputProcessor: ...
 
     def composition(self, config: str | None, overrides: Mapping[str, object]) -> Config | None: ...
 
 
 class Context:
-    """Tokens that were read, and those that were generated behind them, with their KV. Made by `LLM.read`.
+    """Tokens that were read, and those that were generated after them, with their KV. Made by `LLM.read`.
 
-    Several contexts of an `LLM` may be open, and several threads may use them. A context makes one text at a
-    time: to use it otherwise ends a stream of it that is still open. Closed explicitly, by `with`, or with
-    its `LLM`.
+    Several contexts of an `LLM` may be open, and several threads may use them. A context has one open stream
+    at most: any other use of the context closes it. A context is closed by `close`, by `with`, or with its
+    `LLM`.
 
     Attributes:
         closed: its KV was given back.
@@ -47,7 +47,7 @@ class Context:
     def __init__(self, host: Host, sequence: TokenSequence) -> None:
         self._host = host
         self._engine = host.engine
-        self._session = sequence
+        self._sequence = sequence
         self._stream: TokenStream | None = None
         self.closed = False
 
@@ -57,20 +57,20 @@ class Context:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids: those that were read, and those that were generated."""
+        """Token IDs that were read, and those that were generated."""
         with self._engine.lock:
             made = self._stream
             if made is None:
-                return list(self._session.tokens)
-            return [*self._session.tokens[: self._session.start], *made.tokens]
+                return list(self._sequence.tokens)
+            return [*self._sequence.tokens[: self._sequence.start], *made.tokens]
 
     @property
     def placement(self) -> dict[str, int]:
         """Number of tokens of each layer by tier: resident, CPU, other GPUs, streamed."""
-        return self._session.placement
+        return self._sequence.placement
 
     def append(self, prompt: Prompt) -> None:
-        """Reads a text or token ids behind what is there. Where that fails, the context is as it was.
+        """Appends a text or token IDs and reads them. Where that fails, the context is as it was.
 
         Raises:
             UsageError: it does not fit, or the context is closed.
@@ -78,8 +78,8 @@ class Context:
         tokens = self._host.prompt_ids(prompt, behind=True)
         with self._engine.lock:
             self._turn_to_use()
-            self._engine.check_growth(self._session, len(tokens))
-            self._engine.read(self._session, tokens)
+            self._engine.check_growth(self._sequence, len(tokens))
+            self._engine.read(self._sequence, tokens)
 
     def generate(
         self,
@@ -92,10 +92,13 @@ class Context:
         """Appends a prompt, if there is one, and continues the context, which then contains both.
 
         Args:
-            config: another composition than the LLM's own, for this text alone. It is over the same KV, when
-                the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
-            overrides: config values by full key, of a `config` that is named.
+            config: another config than the LLM's own, for this call alone. It uses the same KV, so the means
+                that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
+            overrides: config values by full key, for a `config` that is named.
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: the prompt does not fit, `config` cannot continue this context, or it is closed.
         """
         stream = self.stream(prompt, params, config, overrides, **changes)
         deque(stream, maxlen=0)
@@ -110,18 +113,20 @@ class Context:
         overrides: Mapping[str, object] = {},
         **changes: Any,
     ) -> TokenStream:
-        """Like `generate`, token by token. Closing the stream stops it; what was taken of it stands."""
-        params = with_changes(params, changes)
+        """Like `generate`, token by token. Closing the stream stops it; the tokens that were taken stay."""
+        params = self._host.checked_params(params, changes)
         settings = self._host.composition(config, overrides)
         tokens = self._host.prompt_ids(prompt, behind=True) if len(prompt) else []
         with self._engine.lock:
             self._turn_to_use()
-            self._engine.check_growth(self._session, len(tokens) + params.max_tokens)
-            sequence, start, params = self._session, len(self._session.tokens), params.seeded()
+            self._engine.check_growth(self._sequence, len(tokens) + params.max_tokens)
+            sequence, start, params = self._sequence, len(self._sequence.tokens), params.seeded()
+            if settings is not None:
+                settings = sequence.retrievable(settings)  # refused before the prompt is appended
             if tokens:
                 self._engine.read(sequence, tokens)
             self._engine.begin(sequence, settings, self._host.continuation(params))
-            self._stream = TokenStream(self._engine, self._host.writer(sequence, params, start))
+            self._stream = TokenStream(self._engine, self._host.output(sequence, params, start))
             return self._stream
 
     def rewind(self, length: int) -> None:
@@ -133,21 +138,21 @@ class Context:
         length = integer("length", length)
         with self._engine.lock:
             self._turn_to_use()
-            there = len(self._session.tokens)
+            there = len(self._sequence.tokens)
             if not 1 <= length <= there:
                 raise UsageError(f"rewind to {length}: the context has {there} tokens; give 1 to {there}")
-            self._session.check_length(length)
-            self._engine.rewind(self._session, length)
+            self._sequence.check_length(length)
+            self._engine.rewind(self._sequence, length)
 
     def _turn_to_use(self) -> None:
-        """Ends the newest text, of which the context holds what was taken. UsageError where it is closed."""
+        """Closes the open stream, of which taken tokens are kept. Raises UsageError where this is closed."""
         self._engine.check_open()
         if self.closed:
             raise UsageError("this context is closed: read the text again")
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
-            self._engine.rewind(self._session, self._session.start + len(stream.tokens))
+            self._engine.rewind(self._sequence, self._sequence.start + len(stream.tokens))
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""
@@ -157,7 +162,7 @@ class Context:
             self.closed = True
             if self._stream is not None:
                 self._stream.close()
-            self._engine.close_sequence(self._session)
+            self._engine.close_sequence(self._sequence)
 
     def __enter__(self) -> Context:
         return self
@@ -167,56 +172,55 @@ class Context:
 
 
 class TokenStream(Iterator[TokenEvent]):
-    """A text as it is made: an iterator of its events. Closing it ends the text, and so does its context.
+    """Streaming output of one sequence: an iterator of token events. Closing it or its context ends it.
 
     Args:
-        on_end: called once when the text has ended.
+        on_end: called once when the stream has ended.
 
     Attributes:
-        result: how the text came about, once it has ended.
+        result: the text with its statistics, once the stream has ended.
     """
 
     def __init__(
-        self, engine: Engine, writer: OutputProcessor, on_end: Callable[[], object] = lambda: None
+        self, engine: Engine, output: OutputProcessor, on_end: Callable[[], object] = lambda: None
     ) -> None:
         self.result: GenerationResult | None = None
         self._engine = engine
-        self._writer = writer
+        self._output = output
         self._on_end = on_end
         self._events: Iterator[TokenEvent] = iter(())
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids that were taken."""
-        return self._writer.tokens
+        """Token IDs that were taken."""
+        return self._output.tokens
 
     def __next__(self) -> TokenEvent:
         try:
             while self.result is None:
                 if (event := next(self._events, None)) is not None:
                     return event
-                if self._writer.ended:
+                if self._output.ended:
                     break
                 with self._engine.lock:
                     if self.result is None:  # no other thread has closed it
-                        (self._events,) = step(self._engine, [self._writer])
+                        (self._events,) = step(self._engine, [self._output])
         except BaseException:
             self.close()
             raise
         if self.result is None:
             self.close()
-            if self._writer.error is not None:
-                raise self._writer.error
+            if self._output.error is not None:
+                raise self._output.error
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the text; what has been taken of it stands. Idempotent, from any thread."""
+        """Ends the stream; the tokens that were taken stay. Idempotent, from any thread."""
         with self._engine.lock:
             if self.result is None:
                 try:
-                    self._engine.stop(
-                        self._writer.sequence
-                    )  # the link would go on into a pass nobody asks for
+                    # The link would go on into a pass that nobody asks for.
+                    self._engine.stop(self._output.sequence)
                 finally:  # also where a second interrupt cuts that short
-                    self.result = self._writer.result()
+                    self.result = self._output.result()
                     self._on_end()

@@ -1,4 +1,4 @@
-"""Turns decode steps into what a user sees: an event per token, and a result at the end."""
+"""Output processing: turns decode steps into an event per token, and a result at the end."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from offload_rt.results import (
 from offload_rt.text import TextStream
 
 
-def step(engine: Engine, writers: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
+def step(engine: Engine, outputs: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
     """Runs a decode step of every sequence that has not ended; yields the events of each, to be consumed."""
-    going = [writer for writer in writers if not writer.ended]
+    going = [output for output in outputs if not output.ended]
     with engine.lock:  # the time excludes other threads, and the caller between two steps
         started = clock.now()
-        rounds = engine.step([writer.sequence for writer in going])
+        rounds = engine.step([output.sequence for output in going])
         ms = 1e3 * (clock.now() - started)
-    return (writer.write(round, ms) for writer, round in zip(going, rounds, strict=True))
+    return (output.write(round, ms) for output, round in zip(going, rounds, strict=True))
 
 
-def finish(engine: Engine, writers: Sequence[OutputProcessor]) -> None:
+def finish(engine: Engine, outputs: Sequence[OutputProcessor]) -> None:
     """Runs decode steps until every sequence has ended; drops the events."""
-    while not all(writer.ended for writer in writers):
-        for events in step(engine, writers):
+    while not all(output.ended for output in outputs):
+        for events in step(engine, outputs):
             deque(events, maxlen=0)
 
 

@@ -19,7 +19,7 @@ FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 
 
 def integer(name: str, value: object) -> int:
-    """Returns `value` as an int. Raises UsageError, which names it, where it is none; True is none either."""
+    """Returns `value` as an int. Raises UsageError, which names it, where it is no integer, or is a bool."""
     with suppress(TypeError):
         if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def token_ids(prompt: object) -> list[int]:
 
 @dataclass(frozen=True)
 class SamplingParams(Sampler):
-    """How tokens are drawn (`temperature`, `top_p` and `top_k`, see `Sampler`), and when generation stops.
+    """Parameters of sampling (`temperature`, `top_p` and `top_k`, see `Sampler`), and of when to stop.
 
     Attributes:
         max_tokens: most tokens to generate.
@@ -129,7 +129,7 @@ def with_changes(params: object, changes: Mapping[str, Any]) -> SamplingParams:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One generated token.
+    """A generated token.
 
     Attributes:
         text: the text that became certain with this token; may be empty, or that of several tokens.

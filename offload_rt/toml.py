@@ -202,7 +202,7 @@ def _written(value: object) -> str:
 
 
 def _changed(part: Any) -> dict[str, object]:
-    """Values of a section, or of a level, that differ from their defaults."""
+    """Returns the values of a section, or of a level, that differ from their defaults."""
     given = {key.name: (getattr(part, key.name), key.default) for key in fields(part)}
     return {name: _plain(value) for name, (value, default) in given.items() if value != default}
 

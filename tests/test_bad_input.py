@@ -184,7 +184,7 @@ TABLE = [
     ("generate --prompt a --config F/digits.toml", "digits.toml: not valid TOML: Exceeds the limit"),
     (f"generate --set retrieval.budget={5000 * '['}", "retrieval.budget: its value is nested too deeply"),
     (f"generate --set {5000 * 'a'}", "aaa...aaa"),
-    (f"generate --prompt a --set retrieval.budget={'a' * 5000}", "aaa': must be a whole number"),
+    (f"generate --prompt a --set retrieval.budget={'a' * 5000}", "aaa': must be an integer"),
     (
         "generate --prompt a --set store.page=7",
         "override: store.page does not go with the default of another key: store.slab_tokens = 4096: must be"

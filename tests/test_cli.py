@@ -482,9 +482,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_command_line_is_read_without_torch() -> None:
-    """Importing it takes seconds: help, and what is wrong with a flag or a key, should not wait for it."""
+    """Importing it takes seconds: help, and what is wrong with a flag, a key or a file, need not wait."""
     script = "import sys; from offload_rt import cli\n"
     script += "assert cli.main(['plan', '--context', '9', '--set', 'retrieval.budget=0']) == 2\n"
+    script += "assert cli.main(['generate', '--prompt-file', '/no/such/file']) == 2\n"
     script += "sys.exit('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr

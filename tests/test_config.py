@@ -89,9 +89,9 @@ def written(folder: Path, text: str | bytes, overrides: dict[str, object]) -> Co
     [
         ("retrieval.budgte", 4, ["unknown key", "did you mean retrieval.budget?"]),
         ("budget", 4, ["unknown key budget", "retrieval.budget"]),
-        ("retrieval.budget", "many", ["'many'", "whole number"]),
-        ("retrieval.budget", 512.0, ["512.0", "whole number"]),
-        ("retrieval.budget", True, ["true", "whole number"]),
+        ("retrieval.budget", "many", ["'many'", "an integer"]),
+        ("retrieval.budget", 512.0, ["512.0", "an integer"]),
+        ("retrieval.budget", True, ["true", "an integer"]),
         ("retrieval.budget", 4, ["= 4", "retrieval.chunk = 8"]),
         ("retrieval.budget", 263, ["= 263", "at least 264", "first chunk", "recent"]),
         ("retrieval.budget", 2**24 + 1, ["= 16777217", "at most 16777216"]),

@@ -62,7 +62,10 @@ def test_another_config_needs_the_means_that_it_retrieves_by() -> None:
     with LLM.from_models(tiny_target(), config="plain", overrides=SMALL) as llm:
         text = llm.read(byte_ids(100))
         with pytest.raises(UsageError, match=r"retrieval\.rest needs .* set retrieval\.rest=false"):
-            text.generate((), params, "retrieval", SMALL)
+            text.generate(byte_ids(3), params, "retrieval", SMALL)
+        with pytest.raises(UsageError, match="has no tokenizer: stop strings"):
+            text.generate(byte_ids(3), params, stop="end")
+        assert len(text) == 100, "where generating is refused, the prompt is not appended"
         alone = SMALL | {"retrieval.rest": False}
         by_means = alone | {"retrieval.select": "mean_keys"}
         with pytest.raises(UsageError, match="keys of chunks of 8 tokens, .* retrieval.select=attention"):

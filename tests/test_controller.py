@@ -13,6 +13,7 @@ from small_engine import target as target  # a fixture
 from tiny_models import byte_ids
 from transformers import PreTrainedModel
 
+from cpu_kv import PacedLink
 from offload_rt import LLM
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens
@@ -266,6 +267,25 @@ def test_measured_ratios_correct_what_was_predicted() -> None:
     assert subject.shape(1000).depth == best(true, 0.9)
 
 
+def test_a_pass_is_compared_with_the_price_of_what_it_verified() -> None:
+    """A look-up finds nothing, so that its passes are plain: predictions were right."""
+    costs = Costs(10.0, 2.0, 1.0)
+    subject = controller(costs, DEPTHS, step_down=False)
+    for _ in range(20):
+        shape = subject.shape(1000)
+        draft_ms = costs.draft_ms(0, shape)
+        observe(subject, shape.depth, 1, costs.pass_ms(0, CHAIN) + draft_ms, proposed=0, draft_ms=draft_ms)
+    assert subject.shape(1000).depth == best(costs, 0.9)
+
+
+def test_a_clock_that_stands_still_decides_nothing() -> None:
+    costs = Costs(90.0, 1.0, 1.0)
+    subject = controller(costs, DEPTHS, step_down=False)
+    for _ in range(3):
+        observe(subject, subject.shape(1000).depth, 1, 0.0)
+    assert subject.shape(1000).depth == best(costs, 0.9)
+
+
 def test_without_a_clock_only_acceptance_moves_the_depth() -> None:
     subject = controller(Costs(90.0, 0.0, 1.0), DEPTHS, step_down=False, clock=False)
     before = subject.shape(1000).depth
@@ -313,3 +333,14 @@ def test_a_sequence_decodes_plainly_where_that_is_faster(target: PreTrainedModel
         plain, found = again(context, config="plain"), again(context)
         assert found.tokens == plain.tokens and found.plain_tokens > 0
         assert any("were decoded plainly" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(("config", "ahead"), [("lookup", 0), ("retrieval", 4)])
+def test_only_drafters_that_guess_outcomes_draft_ahead(
+    target: PreTrainedModel, config: str, ahead: int
+) -> None:
+    with LLM.from_models(target, config=config, overrides=SIZES, link=PacedLink(1e9)) as llm:
+        stream = llm.stream(byte_ids(40))
+        (sequence,) = llm.engine.sequences
+        assert sequence.controller.ahead == ahead
+        stream.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PAGE, PROMPT, SIZES, again, engine_overrides
+from small_engine import PAGE, PROMPT, SIZES, again, engine_overrides, place
 from small_engine import target as target  # a fixture
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
@@ -137,6 +137,13 @@ def test_links_of_no_known_rate_share_evenly() -> None:
         assert llm.engine.plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2)
     with pytest.raises(UsageError, match="attends KV where it lies"):
         LLM.from_models(tiny_target("llama-gqa"), config="plain", other_links=[PacedLink(1e9)])
+
+
+def test_another_gpu_may_have_no_tier() -> None:
+    links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9)]}
+    with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=SIZES, **links) as llm:
+        place(llm, Tiers(2 * PAGE, PAGE))
+        assert len(llm.generate(PROMPT, max_tokens=4, ignore_eos=True).tokens) == 4
 
 
 @pytest.mark.usefixtures("on_a_gpu")

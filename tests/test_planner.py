@@ -104,9 +104,9 @@ def test_memory_of_a_card() -> None:
 
 def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
-    assert asked.elsewhere == 13, "as few as make room, and half a GiB more"
+    assert asked.remote_mlps == 13, "as few as make room, and half a GiB more"
     assert shortage(asked) is None
-    assert str(shortage(replace(asked, mlps_elsewhere=10))).startswith("GPU 0 (gpu) has 19.0 GiB")
+    assert str(shortage(replace(asked, given_remote_mlps=10))).startswith("GPU 0 (gpu) has 19.0 GiB")
     whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
     assert second["weights"] == whole["weights"] - first["weights"] == 13 * 3 * 4096 * 11008 * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
@@ -115,7 +115,7 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     assert there.step(LLAMA, 1, graph=True) == there.step(LLAMA, 1)
     assert there.step(JF68M, 1, graph=True) == here.step(JF68M, 1, graph=True)
     assert there.prefill_ms() > here.prefill_ms()
-    fixed = plan(replace(asked, mlps_elsewhere=13))
+    fixed = plan(replace(asked, given_remote_mlps=13))
     assert "MLP blocks of 13 of 32 layers are on GPU 1" in "\n".join(fixed.assumptions)
 
 

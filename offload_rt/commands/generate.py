@@ -200,9 +200,9 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Checked before the runtime is imported, which takes seconds.
-    load_configs(arguments.config, dict(arguments.overrides))
+    # Checked before the runtime is imported, which takes seconds. Checking levels imports torch.
     text = prompts.read(arguments)
+    load_configs(arguments.config, dict(arguments.overrides))
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
     console = Console(arguments.quiet)

@@ -31,10 +31,10 @@ class HiddenState:
 class TokenView:
     """All tokens so far, the prompt included: a long base that is shared, and a short tail.
 
-    A drafter grows a view by speculation without copying what may be 128K tokens long.
+    A drafter extends a view by speculation without copying its base, which may be 128K tokens long.
 
     Attributes:
-        state: the latest that is known of the speculation, from the level that drafts it.
+        state: the hidden state that the level which drafts the tail left last; None: it left none.
     """
 
     state: HiddenState | None = None
@@ -48,7 +48,7 @@ class TokenView:
         return self._length + len(self._tail)
 
     def extended(self, tokens: Sequence[int], hidden: Tensor | None = None) -> TokenView:
-        """This view with `tokens` behind it.
+        """Returns this view with `tokens` behind it.
 
         Args:
             hidden: `[tokens, hidden_size]`, states before each of them, where they are known.
@@ -60,7 +60,7 @@ class TokenView:
         return longer
 
     def part(self, start: int, end: int | None = None) -> list[int]:
-        """Tokens `start` to `end` (default: to the end), both counted from the beginning."""
+        """Returns the tokens `start` to `end` (default: to the end), both counted from the beginning."""
         end = len(self) if end is None else min(end, len(self))
         if start >= self._length:
             return self._tail[start - self._length : end - self._length]
@@ -74,8 +74,8 @@ class Round:
     Attributes:
         tokens: accepted draft tokens, then one of the verifier's own.
         accepted, proposed: draft tokens.
-        tries: how many children were accepted and rejected on the way: eldest ones, second ones, …
-        probs: `[tokens, vocabulary]`, what each token was drawn from; None where all is greedy.
+        tries: number of siblings that were accepted and rejected on the way, by sibling rank.
+        probs: `[tokens, vocabulary]`, the distribution of each token; None for greedy decoding.
         logits: `[tokens, vocabulary]`, the verifier's before each token.
         hidden: `[tokens, hidden_size]`, its hidden states before each token, where a drafter wants them.
     """
@@ -112,14 +112,13 @@ class Proposal:
         return self._made
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        """Returns what a verification of it may yield, the likeliest first.
+        """Returns outcomes that a verification of the draft may yield, the likeliest first.
 
-        Its tokens are on the host by now.
-
-        The base tells none: what was made at once took no time that could be hidden.
+        The draft's tokens are on the host by now. The base class returns none: a draft that was made at once
+        took no time that could be hidden.
 
         Args:
-            most: how many at most.
+            most: number of outcomes at most.
             acceptance: chance that the verifier accepts a drafted token, by what has been seen of the
                 sequence.
         """

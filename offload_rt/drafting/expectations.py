@@ -16,12 +16,12 @@ LATER_CHOICES = tuple(SECOND_CHOICE * NEXT_CHOICE**elder for elder in range(7)) 
 
 @functools.lru_cache(maxsize=1024)
 def expected_tokens(acceptance: float, count: int) -> float:
-    """Tokens that verifying `count` drafted ones yields: 1 + α + … + α^γ (arXiv 2211.17192, equation 1)."""
+    """Returns the tokens that a verification of `count` yields: 1 + α + … + α^γ (arXiv 2211.17192, eq. 1)."""
     return sum(acceptance**accepted for accepted in range(count + 1))
 
 
 def ceiling(pass_ms: float, draft_ms: float) -> float:
-    """Most that drafting can bring over plain decoding: every drafted token stands, every pass is hidden.
+    """Returns the largest speed-up over plain decoding: every draft is accepted, every pass is hidden.
 
     TriForce's figure 5, by the time of a plain pass and of a drafted token.
     """
@@ -29,5 +29,5 @@ def ceiling(pass_ms: float, draft_ms: float) -> float:
 
 
 def expected_speedup(pass_ms: float, draft_ms: float, acceptance: float, depth: int) -> float:
-    """Over plain decoding, with drafts of `depth` tokens made between the passes, none ahead of a verdict."""
+    """Returns the speed-up over plain decoding with drafts of `depth` tokens, none of them made ahead."""
     return pass_ms * expected_tokens(acceptance, depth) / (pass_ms + depth * draft_ms)

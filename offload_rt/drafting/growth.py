@@ -49,7 +49,7 @@ class Growth(Proposal, ABC):
         self._nan: Tensor | None = None  # 0-d bool: met in the logits after them
         # In the cache: the entry of the sequence's last token, and those of nodes in their order.
         self._entries: list[int] = []
-        self._changes = -1  # of the cache's held tokens when the entries were right
+        self._changes = -1  # `changes` of the cache's speculative tokens when the entries were right
 
     def draft(self) -> Draft:
         probs = torch.cat(self._probs) if self._probs else None
@@ -76,17 +76,16 @@ class Growth(Proposal, ABC):
         What the cache lacks above it goes through the model in front of it.
         """
         held = self._verifier.cache.speculative
-        text, lost = ([], []) if self._changes == held.changes else self._find()
+        known, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
-        if text and newest is not None and self._verifier.first_plan is not None:  # for the sequence alone
-            yield from self._pass(range(len(held) - 1, len(held) + len(text) - 1), text, first=True)
-            text = []
-        start, behind = len(held), len(held) + len(text)
+        if known and newest is not None and self._verifier.first_plan is not None:  # for the sequence alone
+            yield from self._pass(range(len(held) - 1, len(held) + len(known) - 1), known, first=True)
+            known = []
+        start, behind = len(held), len(held) + len(known)
         below = self._parents[len(self._entries) - 1 :]
         self._entries += range(behind, behind + len(below))
         parents = [*range(start - 1, behind - 1), *(self._entries[1 + parent] for parent in below)]
-        known, first = [*text, *lost], bool(text)
-        logits = yield from self._pass(parents, known, newest, len(self._newest), first=first)
+        logits = yield from self._pass(parents, [*known, *lost], newest, len(self._newest), first=bool(known))
         self._changes = held.changes
         return logits
 
@@ -113,10 +112,10 @@ class Growth(Proposal, ABC):
             Tokens that it lacks: the end of the sequence, and nodes that it held before.
         """
         cache = self._verifier.cache
-        text = self._view.part(cache.verified_length)
+        sequence = self._view.part(cache.verified_length)
         # At first logits are wanted after the sequence's last token: it goes through the model again.
-        kept = cache.speculative.match(text if self._entries else text[:-1])
-        lacking = text[len(kept) :]
+        kept = cache.speculative.match(sequence if self._entries else sequence[:-1])
+        lacking = sequence[len(kept) :]
         before = [token for level in self._levels[:-1] for token in level.known]
         found = kept[-1:]  # entries of the sequence's last token and of nodes
         if not lacking:
@@ -127,7 +126,7 @@ class Growth(Proposal, ABC):
                 found.append(entry)
         nodes = found[1:]
         cache.keep([*kept, *nodes])
-        self._entries = list(range(len(text) - 1, len(text) + len(nodes)))
+        self._entries = list(range(len(sequence) - 1, len(sequence) + len(nodes)))
         return lacking, before[len(nodes) :]
 
     def _offered(self, logits: Tensor, most: int) -> Tensor:
@@ -234,7 +233,7 @@ class LevelGrowth(Growth):
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:
-    """`probs` `[rows, vocabulary]` without a token of each row, normalized; all 0 where none is left."""
+    """Returns `probs` `[rows, vocabulary]` without a token of each row, normalized; 0 where none is left."""
     rest = probs.scatter(1, tokens[:, None], 0.0)
     return rest / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(rest.dtype).tiny)
 
@@ -270,7 +269,7 @@ class BestFirst(Growth):
     """
 
     CHILDREN = 8
-    """Of a node, at most."""
+    """Most children of a node."""
 
     def __init__(self, verifier: Verifier, view: TokenView, shape: DraftShape) -> None:
         super().__init__(verifier, view, shape)

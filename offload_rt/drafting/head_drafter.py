@@ -1,4 +1,4 @@
-"""Drafts from a target's hidden states: a head in the place of a model, its states in the place of KV."""
+"""Drafts from a target's hidden states: a head takes the place of a model, and its states that of KV."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class HeadStates:
     """A head's states of one draft, below a state that a model has left (a `caches.base.Cache`).
 
     Attributes:
-        held: tokens of the states.
+        speculative: tokens of the states behind the model's.
         verified_length: tokens that the model's state stands for.
         states: `[1 + held, hidden_size]`, the model's first.
-        pending: those of a pass.
+        pending: `[new tokens, hidden_size]`, states of a pass that are not committed yet.
     """
 
     def __init__(self, known: HiddenState) -> None:
@@ -63,7 +63,7 @@ class HeadStates:
 
 
 class HeadModel:
-    """A head beside its target, as what runs passes (`passes.Model`) over `HeadStates`."""
+    """A head with its target's embedding and output head: a `scheduler.Model` over `HeadStates`."""
 
     def __init__(self, head: Head, target: CausalModel, name: str) -> None:
         self.name = name
@@ -100,7 +100,10 @@ class HeadModel:
 
 
 def _generations(parts: Sequence[PassInput], held: int) -> list[tuple[list[int], list[int]]]:
-    """The tokens of a pass whose parents are held, then their children, and so on; and the parents' rows.
+    """Returns the tokens of a pass by generation, each with the rows of their parents.
+
+    Parents of the first generation are in the caches.
+
 
     Args:
         held: rows of the states that come before those of the pass.
@@ -151,7 +154,7 @@ class Heads:
         self._read: dict[Path, HeadModel] = {}
 
     def of(self, config: HeadConfig, target: CausalModel) -> HeadModel:
-        """The one that a config names; for what may be wrong with it see `heads.load_head`."""
+        """Returns the head that a config names. Raises UsageError; see `model.draft_head.load_head`."""
         path = Path(config.path) if config.path else DEMO_HEAD
         if path not in self._read:
             self._read[path] = HeadModel(load_head(path, target), target, f"head {path}")

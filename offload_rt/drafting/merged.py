@@ -1,4 +1,4 @@
-"""A model's draft, joined by what a token source finds: two ways to be right in one verification."""
+"""A model's draft joined by the finds of a look-up: two ways to be right in one verification."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from offload_rt.trees import ROOT, Tree
 
 
 class MergedDrafter(Drafter):
-    """Proposes what `drafter` does, and beside it in the same tree what `source` finds.
+    """Proposes the draft of `drafter`, and in the same tree what `source` finds.
 
-    What is found hangs there as younger siblings that are certain. That is lossless whatever is found, for a
-    child may depend on everything that was drawn before it.
+    Finds are younger siblings whose probability is 1. That is lossless whatever is found, for a child may
+    depend on everything that was drawn before it.
     """
 
     def __init__(self, drafter: Drafter, source: Source) -> None:
@@ -73,7 +73,7 @@ class MergedProposal(Proposal):
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:
-    """`draft` with a chain of certain tokens below the sequence, as far as they are not in it."""
+    """Returns `draft` with a chain of certain tokens below the sequence, but for those that it has."""
     tokens, parents = list(draft.tokens.known), list(draft.tree.parents)
     nodes: dict[tuple[int, int], int] = {}
     for node, place in enumerate(zip(parents, tokens, strict=True)):

@@ -15,7 +15,7 @@ DEEPEST = 32
 
 
 def acceptance_vector(rates: Sequence[float]) -> list[float]:
-    """Chances that the eldest, the second, … child of a node is the accepted one.
+    """Returns the chances that the eldest, the second, … child of a node is the accepted one.
 
     Args:
         rates: chances that a child is accepted once its elder siblings were rejected.
@@ -41,7 +41,7 @@ class Plan:
             self._takes.append(takes)
 
     def tokens(self, depth: int) -> float:
-        """Expected from a verification: the accepted nodes, and one of the verifier's own."""
+        """Returns the expected tokens of a verification: accepted nodes, and one of the verifier's own."""
         return 1.0 + float(self._values[min(depth, len(self._takes))][self._nodes])
 
     def levels(self, depth: int) -> list[list[int]]:

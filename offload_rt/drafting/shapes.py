@@ -29,10 +29,10 @@ RULE = (
 )
 
 MOST_NODES = 1024
-"""Of any draft: far more than a pass verifies for nothing."""
+"""Most nodes of any draft: far more than a pass verifies in the time of one token."""
 
 MOST_CHOSEN = 256
-"""Of a tree of given widths whose depth is chosen as it runs, but for its first level."""
+"""Most nodes of a `tree` or `sequences` draft whose depth is chosen while decoding, beyond depth 1."""
 
 AUTO: Final = "auto"
 """A chain or a grown tree, whichever yields more tokens a second."""
@@ -67,7 +67,7 @@ class DraftShape:
 
     @classmethod
     def parse(cls, text: str) -> DraftShape:
-        """`auto`, `chain`, `sequences:4`, `tree:4,2,2`, `sequoia:64` or `grown:64`, of no depth yet.
+        """Parses `auto`, `chain`, `sequences:4`, `tree:4,2,2`, `sequoia:64` or `grown:64`, of depth 0.
 
         Raises:
             UsageError: for anything else.
@@ -93,11 +93,11 @@ class DraftShape:
         return f"{self.kind}:{numbers}" if numbers else self.kind
 
     def deep(self, depth: int, rates: tuple[float, ...] = ()) -> DraftShape:
-        """The same shape of another depth, perhaps guided by other `rates`."""
+        """Returns the same shape of another depth, perhaps with other `rates`."""
         return replace(self, depth=depth, rates=rates or self.rates)
 
     def width(self, depth: int) -> int:
-        """Children of each node at `depth`, the root's at 0."""
+        """Returns the number of children of each node at `depth`; the root is at 0."""
         return self.widths[depth] if depth < len(self.widths) else 1
 
     @cached_property

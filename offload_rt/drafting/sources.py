@@ -44,7 +44,7 @@ class Source(Drafter, ABC):
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from ()
-        self.extend(view)  # which is the prompt's time, not the level's
+        self.extend(view)  # its time is the prompt's, not the level's
 
     def observe(self, view: TokenView, round: Round) -> None:
         started = clock.now()
@@ -116,11 +116,11 @@ class SuffixAutomaton(Source):
         self._longest = [0]  # length of the longest substring of a state
         self._end = [0]  # where one of its occurrences ends
         self._last = 0
-        self._text = 0  # tokens taken
+        self._taken = 0  # number of tokens
         self._found = (0, 0)  # state of the sequence's longest end that occurred before, and where that ended
 
     def extend(self, view: TokenView) -> None:
-        for token in view.part(self._text):
+        for token in view.part(self._taken):
             self._take(token)
 
     def _state(self, longest: int, following: dict[int, int], link: int, end: int) -> int:
@@ -131,8 +131,8 @@ class SuffixAutomaton(Source):
         return len(self._next) - 1
 
     def _take(self, token: int) -> None:
-        self._text += 1
-        state = self._state(self._longest[self._last] + 1, {}, 0, self._text)
+        self._taken += 1
+        state = self._state(self._longest[self._last] + 1, {}, 0, self._taken)
         above, self._last = self._last, state
         while above >= 0 and token not in self._next[above]:
             self._next[above][token] = state
@@ -141,10 +141,10 @@ class SuffixAutomaton(Source):
             self._link[state] = self._split(above, token)
         link = self._link[state]
         # The newest occurrence that is known without a walk over all links.
-        self._found, self._end[link] = (link, self._end[link]), self._text
+        self._found, self._end[link] = (link, self._end[link]), self._taken
 
     def _split(self, above: int, token: int) -> int:
-        """The state of the longest substring of `above` with `token` behind it, and of nothing longer."""
+        """Returns the state of the longest substring of `above` with `token` behind it, alone."""
         state, longest = self._next[above][token], self._longest[above] + 1
         if self._longest[state] == longest:
             return state
@@ -158,7 +158,7 @@ class SuffixAutomaton(Source):
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         state, end = self._found
         length = self._longest[state]
-        for token in view.part(self._text):  # speculation
+        for token in view.part(self._taken):  # speculation
             while state and token not in self._next[state]:
                 state = self._link[state]
                 length = self._longest[state]
@@ -168,7 +168,7 @@ class SuffixAutomaton(Source):
 
 
 def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft:
-    """A draft of the beginnings that most continuations share: a chain, or a tree of `shape.nodes` (REST).
+    """Returns a draft of the beginnings that most continuations share: a chain, or a tree (REST).
 
     Among equals, what was found first.
     """

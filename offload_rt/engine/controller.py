@@ -28,9 +28,9 @@ YIELDS = 24  # rounds that tell how many tokens one yields
 CHECKS = 4  # plain rounds that a loss is checked against: a clock is noisy, and other work comes and goes
 MARGIN = 1.03  # how much slower speculation must be before it is switched off
 FIRST_BREAK = 64  # tokens of plain decoding
-FORESEEN_BREAK = 256  # where speculation was not expected to pay at all
+FORESEEN_BREAK = 256  # tokens of plain decoding where speculation is predicted to be slower
 LONGEST_BREAK = 1024
-MEMORY = 32  # rounds that a measured ratio is of
+MEMORY = 32  # latest rounds that a ratio of measured to predicted time comes from
 FORGETTING = 0.95  # share of older verifications that counts after another one
 PRIOR_TOKENS = 10.0  # weight of the usual acceptance against that of the sequence
 
@@ -43,13 +43,13 @@ class RoundTimes:
         started: seconds of `clock.now`.
         ms: the whole round, from its draft to its verdict.
         draft_ms: drafting before the pass began; drafting ahead has spared the rest.
-        pass_ms: from the begin of the pass to its logits.
+        pass_ms: from the start of the pass to its logits.
         ahead_ms: drafting ahead while the pass ran.
         verdict_ms: from the end of both to the committed tokens.
-        guessed: whether the verdict was an outcome that had been drafted for; None where none had.
+        guessed: a draft had been made ahead for the verdict; None: none was made for any outcome.
         asked: depth of the draft that was wanted; 0: the round was to be plain.
         proposed, accepted: tokens.
-        drawn: levels of drafts that were drawn, for this round and ahead.
+        drawn: sum of the depths that were drawn, of this round's draft and of drafts made ahead.
     """
 
     started: float
@@ -113,8 +113,8 @@ class SpeculationController:
         shapes: to choose among; of depth 0 for plain decoding.
         acceptance: usual acceptance of drafted tokens.
         ahead: outcomes of a pass that are drafted for at most, while it runs in the background.
-        step_down: False keeps drafting however slow that is.
-        clock: whether measured times may decide.
+        step_down: False: keep drafting, however slow that is.
+        clock: measured times may decide; False: predicted times alone.
 
     Attributes:
         acceptance: of drafted tokens, by what has been seen of the sequence.
@@ -150,7 +150,7 @@ class SpeculationController:
         self._checks = 0  # plain rounds to go before a loss is believed
 
     def begin(self, length: int) -> None:
-        """Tells that a sequence of `length` tokens is about to be continued."""
+        """Called before a sequence of `length` tokens is continued."""
         self._length = length
         shape, plain = self._wanted(), self._prices.pass_ms(length, CHAIN)
         if self._watches and self._round_ms(shape) / shape.expected_tokens(self.acceptance.rates) > plain:
@@ -185,7 +185,7 @@ class SpeculationController:
         return self._clock and running.done
 
     def observe(self, length: int, round: Round, times: RoundTimes) -> None:
-        """Takes note of a round that ran behind `length` tokens."""
+        """Called after a round behind `length` tokens."""
         self._rounds += 1
         shape, self._best, self._length = self._wanted(), None, length
         self.acceptance.observe(round.tries)
@@ -195,7 +195,9 @@ class SpeculationController:
         if self._rounds == 1:
             return  # it pays for memory that is touched for the first time
         if self._clock:
-            self._passes.append((self._prices.pass_ms(length, shape), times.pass_ms + times.verdict_ms))
+            # Less may have been proposed than was wanted: nothing was found, or the draft was ready before.
+            verified = CHAIN.deep(times.proposed)  # the price of a pass depends on the size alone
+            self._passes.append((self._prices.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
             drawn = shape.deep(times.drawn)
             self._drafts.append((self._prices.draft_ms(length, drawn), times.draft_ms + times.ahead_ms))
         self._judged.append(times.ms if self._clock else self._round_ms(shape))
@@ -216,7 +218,7 @@ class SpeculationController:
                 self._judged.clear()
 
     def _judge(self) -> None:
-        """Judges a window of drafted rounds."""
+        """Decides after a window of drafted rounds whether to go on drafting."""
         if self._loses() and self._clock:
             self._checks = CHECKS  # against plain rounds of the same moment
             self._plain_ms.clear()
@@ -234,7 +236,7 @@ class SpeculationController:
         return fmean(quicker) > MARGIN * plain * fmean(self._yields)
 
     def _fall_back(self, tokens: int = 0) -> None:
-        """Begins a break, of which so many tokens are decoded already."""
+        """Begins a break of plain decoding, of which `tokens` are decoded already."""
         self.fallbacks += 1
         self.plain_tokens += tokens
         self._break_left = self._break - tokens
@@ -264,6 +266,6 @@ class SpeculationController:
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:
-    """Measured over predicted time; 1 where nothing was predicted to take any."""
-    predicted = sum(expected for expected, _ in observed)
-    return sum(ms for _, ms in observed) / predicted if predicted else 1.0
+    """Returns measured over predicted time; 1 where either is 0."""
+    predicted, measured = sum(expected for expected, _ in observed), sum(ms for _, ms in observed)
+    return measured / predicted if predicted and measured else 1.0

@@ -68,7 +68,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 def draft_ahead(
     sequence: TokenSequence, proposal: Proposal, running: BackgroundPass, most: int
 ) -> Work[dict[Outcome, Proposal]]:
-    """Drafts the next round while a pass runs, until it is over, for `most` of its outcomes."""
+    """Drafts the next round while a pass runs, for up to `most` of its outcomes; returns the drafts."""
     verifier, controller, view = sequence.verifier, sequence.controller, sequence.view
     made: dict[Outcome, Proposal] = {}
     if not (most and controller.shape(sequence.room - 2).depth) or controller.over(running):

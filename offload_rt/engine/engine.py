@@ -40,7 +40,7 @@ from offload_rt.planning.prices import behind_a_link
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
-"""(phase, done, all) while a machine is measured for the first time, and while a prompt is read."""
+"""Called with (phase, done, all) while a machine is first measured, and while a prompt is read."""
 
 
 class Engine:
@@ -49,15 +49,15 @@ class Engine:
     Calls from several threads take turns.
 
     Args:
-        link: what moves KV to the device; None: what the target's device calls for.
-        on_progress: told how far a prefill is, and what is measured of a machine for its first plan.
-        on_notice: told, in a line, what a user should know.
+        link: moves KV to the device; None: the link that the target's device needs.
+        on_progress: called with the progress of a prefill, and of measuring a machine for its first plan.
+        on_notice: called with a line for the user.
         other_links: to other GPUs, which keep and attend a share of the KV of each sequence.
 
     Attributes:
-        configs: among which the planner chooses for each sequence; without levels that cannot be had.
+        configs: the planner chooses one for each sequence; without levels that need a missing draft model.
         timeline: records what runs when; it may be set before a sequence is opened.
-        lock: of the thread that opens, steps or ends sequences.
+        lock: held by the thread that opens, steps or ends sequences.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Engine:
         return tuple(self._sequences)
 
     def available(self, config: Config) -> Config:
-        """`config` without the levels that cannot be had.
+        """Loads what the levels of `config` need; returns it without those that need a missing draft model.
 
         Raises:
-            UsageError: none would be left, or a head cannot be had.
+            UsageError: no level would be left, or what a level needs cannot be loaded.
         """
         for level in levels_of(config):
             level.load(self.target, self._heads)
@@ -139,8 +139,9 @@ class Engine:
 
         Args:
             new_tokens: how many more it is planned for.
-            tiers: which tokens of each layer are not streamed; None: as planned.
-            sequences: how many, this one and those that are opened after it, share what is free of a GPU.
+            tiers: number of tokens in each tier but the streamed one; None: as planned.
+            sequences: number of sequences, this one and those opened after it, that share a GPU's free
+                memory.
         """
         with self.lock:
             self.check_room([(len(tokens), new_tokens)])
@@ -184,7 +185,7 @@ class Engine:
             sequence.rewind(length)
 
     def step(self, sequences: Sequence[TokenSequence]) -> list[Round | Exception]:
-        """One round of every sequence; their passes are one pass. What one raises is its result."""
+        """Runs a decode step of all sequences as one batch; the result of one that fails is its exception."""
         with self.lock:
             self.check_open()
             return BatchRunner([decode_step(sequence) for sequence in sequences], self._thread).run()
@@ -205,7 +206,7 @@ class Engine:
                 sequence.close()
 
     def _end_pass(self, sequence: TokenSequence) -> None:
-        """Ends a pass that a second interrupt kept the first one from waiting for."""
+        """Ends a pass that still runs because a second interrupt cut short the wait of the first one."""
         if self._thread is not None:
             sequence.full.cancel()
             self._thread.join()
@@ -214,10 +215,10 @@ class Engine:
         """Plans a sequence of so many tokens; the planner keeps what the config gives.
 
         Args:
-            sequences: how many sequences share what is free of a GPU.
+            sequences: number of sequences that share a GPU's free memory.
 
         Returns:
-            What runs, with the composition and the sizes that were chosen, and where its KV lies.
+            The request with the config and sizes that were chosen, and where the KV lies.
         """
         on_gpu = self.target.device.type == "cuda"
         request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
@@ -251,11 +252,11 @@ class Engine:
     ) -> PlanRequest:
         remote = len(self.target.remote_mlps)
         shapes = self._shapes
-        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, mlps_elsewhere=remote)
+        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, given_remote_mlps=remote)
 
     @cached_property
     def _assumed_hardware(self) -> Hardware:
-        """The machine by which drafts are priced where nothing was measured for a plan."""
+        """The hardware by which passes and drafts are priced where no plan has measured any."""
         others = len(self._other_links)
         if self._link.in_place:
             return named_hardware(NO_GPU)
@@ -278,8 +279,8 @@ class Engine:
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
         loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
-        elsewhere = self.target.remote_mlps  # on the first of the other GPUs
-        there = sum(block.weight_bytes for block in elsewhere)
+        remote_mlps = self.target.remote_mlps  # on the first of the other GPUs
+        there = sum(block.weight_bytes for block in remote_mlps)
         others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
         if sequences > 1:

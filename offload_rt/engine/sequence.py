@@ -70,21 +70,21 @@ class TokenSequence:
     """A sequence of tokens with its KV, caches and composition, from its first token to `close`.
 
     Args:
-        request: what is to run: the config by which the sequence is read, whose keys for prefill and store
-            hold from here on, and the machine by which drafts are priced.
+        request: models, the config by which the sequence is read, whose keys for prefill and store hold from
+            here on, and the machine by which passes and drafts are priced.
         target: the runner for sequences of this length.
         room: tokens that there should be room for.
-        tiers: which tokens of each layer are not streamed to the device.
+        tiers: number of tokens in each tier but the streamed one.
 
     Attributes:
         target: the runner of the target model.
-        tokens: those that were read, and those that were generated behind them.
-        start: how many there were when the newest continuation began.
+        tokens: token IDs that were read, and those that were generated after them.
+        start: number of tokens when the newest continuation began.
         verifier: the composition; the target over its full cache.
-        ready: a draft that was begun for the sequence as it is now.
+        ready: a draft that was made ahead for the sequence as it is now; None: there is none.
         rounds: times of the rounds so far.
         read_tokens: tokens that were read since the continuation before.
-        read_ms: time in which they were read and small caches filled.
+        read_ms: time in which they were read and the caches of drafting levels filled.
     """
 
     verifier: Verifier
@@ -99,7 +99,7 @@ class TokenSequence:
         tiers: Tiers = EVERYTHING_STREAMED,
     ) -> None:
         self.config = config = request.config
-        self.planned = config  # stays, whatever it is recomposed to
+        self.planned = config  # stays when another config continues the sequence
         self._request = request
         self.tokens: list[int] = []
         self.start = 0
@@ -112,7 +112,7 @@ class TokenSequence:
         self._shared = shared
         self.target = target
         self._ended = False
-        self._consumed = True  # what was read has been counted for a continuation
+        self._consumed = True  # a continuation has counted `read_tokens`
         self._caches: list[BoundedCache] = []
         self._kv = shared.store.new_sequence(*kept_means(config))
         with ExitStack() as closing:
@@ -162,12 +162,13 @@ class TokenSequence:
         self.verifier = compose(made)
         shared.pool.drop_free()
         levels, shapes = levels_of(config), config.speculation.shapes
+        # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
+        overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
             Prices(replace(self._request, config=config), self.tiers),
             shapes[-1].candidates() if shapes else [CHAIN],
             levels[-1].acceptance() if levels else 0.0,
-            # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-            ahead=0 if shared.link.in_place or not shapes else config.offload.ahead,
+            ahead=config.offload.ahead if overlaps else 0,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
             clock=continuation.sampling.sampler.greedy,
@@ -224,11 +225,10 @@ class TokenSequence:
 
         Raises:
             UsageError: `config` retrieves by means that were not kept when the sequence was read, or in
-                chunks
-                that its pages do not hold whole; or see `check_length`.
+                chunks that do not divide its pages; or see `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
-        config = self._retrievable(config)
+        config = self.retrievable(config)
         started = clock.now()
         if self._consumed:
             self.read_tokens, self.read_ms = 0, 0.0
@@ -245,7 +245,7 @@ class TokenSequence:
         self.read_ms += 1e3 * (clock.now() - started)
 
     def take_prompt(self) -> None:
-        """Fills the caches of the drafting levels; the full cache lacks only the last token."""
+        """Fills the caches of drafting levels. The full cache lacks only the last token."""
         if self.full.verified_length:
             self.full.build_derived()
         run_alone(self.verifier.drafter.prefill(self.view))
@@ -256,8 +256,8 @@ class TokenSequence:
         if self.tokens and self._shared.target.for_length(length, 0) is not self.target:
             self._shared.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
             raise UsageError(
-                f"a text of {length} tokens of {self.target.name} has other rotary frequencies (longrope) "
-                "than those that this one was read by: read it anew"
+                f"a sequence of {length} tokens of {self.target.name} has other rotary frequencies (longrope)"
+                " than those that this one was read by: read it again"
             )
 
     @property
@@ -304,7 +304,7 @@ class TokenSequence:
         return self._ended or self.room <= 0
 
     def extend(self, round: Round, times: RoundTimes) -> None:
-        """Appends what a round yielded, up to a stop token."""
+        """Appends the tokens of a round, up to a stop token."""
         length = len(self.tokens)
         self.tokens += round.tokens
         self.verifier.drafter.observe(self.view, round)
@@ -319,7 +319,7 @@ class TokenSequence:
         """Aborts prefetching for the next pass. No pass may be running."""
         self.full.abandon()
 
-    def _retrievable(self, config: Config) -> Config:
+    def retrievable(self, config: Config) -> Config:
         """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config

@@ -26,7 +26,7 @@ from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
 
 Memory = dict[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 LEVELS: dict[str, type[Level]] = {}
 """All kinds of levels by name, from the cheapest to the most expensive."""
@@ -63,15 +63,15 @@ class Sizes(Protocol):
 
     @property
     def new_tokens(self) -> int:
-        """Tokens to make room for behind it."""
+        """New tokens to make room for after the prompt."""
 
     @property
     def in_place(self) -> bool:
-        """The CPU computes; without a GPU there is no link."""
+        """True without a GPU: the CPU computes, and there is no link."""
 
     @property
     def refreshes_from_stream(self) -> bool:
-        """A refresh of a retrieved cache takes its entries from a pass, into a second buffer."""
+        """True where a refresh of a retrieved cache copies its entries from a pass into a second buffer."""
 
     @property
     def small_model_acceptance(self) -> float: ...
@@ -86,19 +86,26 @@ class Rates(Protocol):
     def request(self) -> Sizes: ...
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
-        """A pass of `queries` tokens over a bounded cache of `entries`, perhaps one CUDA graph."""
+        """Returns the cost of a pass of `queries` tokens over a bounded cache of `entries`.
+
+        Args:
+            graph: the pass is launched as one CUDA graph.
+        """
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
-        """The CPU attends `queries` of the target over so many tokens, beside a stream where there is one."""
+        """Returns the time in which the CPU attends `queries` tokens of the target over `tokens` of its KV.
+
+        With a GPU that is beside a stream over the link.
+        """
 
     def device_read_ms(self, size: float) -> float:
-        """The device that computes reads so many bytes of its memory."""
+        """Returns the time in which the device that computes reads `size` bytes of its memory."""
 
     def host_read_ms(self, size: float) -> float:
-        """The host reads so many bytes of its memory."""
+        """Returns the time in which the host reads `size` bytes of its memory."""
 
     def gather_ms(self, size: float) -> float:
-        """Chunks of so many bytes are gathered over the link; 0 without one."""
+        """Returns the time in which chunks of `size` bytes are gathered over the link; 0 without a link."""
 
 
 @dataclass(frozen=True)
@@ -158,35 +165,35 @@ class Level(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in cls.__dict__:
-            LEVELS[cls.name] = cls
-            by_rank = sorted(LEVELS.items(), key=lambda item: item[1].rank)
+            by_rank = sorted({**LEVELS, cls.name: cls}.items(), key=lambda item: item[1].rank)
             LEVELS.clear()
             LEVELS.update(by_rank)
 
     @abstractmethod
     def acceptance(self, sizes: Sizes | None = None) -> float:
-        """Chance that a verifier accepts its tokens, before anything has been measured.
+        """Returns the chance that a verifier accepts one of its tokens, before anything has been measured.
 
         Args:
-            sizes: tells what the user expects; None: the usual rate.
+            sizes: holds the rates that the user expects; None: the usual rate.
         """
 
     @abstractmethod
     def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
-        """Builds what drafts.
+        """Builds the drafter.
 
         Args:
-            below: drafts for this level; proposes nothing where there is no level below.
+            below: the drafter of the level below; it proposes nothing where there is none.
             shape_below: shape of those drafts.
-            shape: shape of its own drafts, of depth 0 where that is chosen while decoding.
+            shape: shape of its own drafts; its depth is 0 where that is chosen while decoding.
+            made: what it is built from; it adds its cache there.
         """
 
     def memory(self, sizes: Sizes) -> Memory:
-        """Bytes that it takes of the memory of the device that computes."""
+        """Returns the bytes that it holds on the device that computes, by purpose."""
         return {}
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        """One pass over `queries` tokens.
+        """Returns the cost of one pass over `queries` tokens.
 
         Args:
             first: the first pass of a draft, which may run all layers where the others do not.
@@ -194,11 +201,11 @@ class Level(ABC):
         return Cost()
 
     def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
-        """Returns how its cache is renewed while decoding.
+        """Returns how often its cache is refreshed while decoding, and what that costs.
 
         Args:
-            tokens: that a round yields.
-            apart: share of the context that does not pass through the GPU's stream.
+            tokens: expected number that a round yields.
+            apart: share of the context that the CPU or another GPU attends, so that no stream carries it.
 
         Returns:
             Share of rounds that refresh it, and by how many ms such a round is longer.
@@ -207,7 +214,11 @@ class Level(ABC):
 
     @property
     def kept_means(self) -> tuple[int | None, bool]:
-        """Means that the store must keep beside the KV: of keys by chunks of so many tokens; of pages."""
+        """Means that the store must keep beside the KV.
+
+        Returns:
+            The chunk size, in tokens, of mean keys (None: none are kept), and whether pages have means.
+        """
         return None, False
 
     def check(self, key: str) -> None:  # noqa: B027
@@ -238,12 +249,12 @@ class Level(ABC):
 
 
 def levels_of(config: Config) -> list[Level]:
-    """The levels of a config, from the cheapest to the most expensive."""
+    """Returns the levels of a config, from the cheapest to the most expensive."""
     return [LEVELS[level.name](config, level) for level in config.speculation.levels]
 
 
 def used_levels(config: Config) -> list[Level]:
-    """The levels of a config, and those whose finds join a draft (`merge`)."""
+    """Returns the levels of a config, and the look-ups whose finds join a draft (`merge`)."""
     merged = (LevelConfig(level.merge) for level in config.speculation.levels if level.merge)
     return [*levels_of(config), *(LEVELS[level.name](config, level) for level in merged)]
 
@@ -254,11 +265,14 @@ def needs_draft_model(configs: Iterable[Config]) -> bool:
 
 
 def possible(configs: Sequence[Config], draft_model: bool) -> list[Config]:
-    """Configs that can run: without a small model those that need none; a single one is always kept."""
+    """Returns the configs that can run: without a draft model, those that need none.
+
+    A single config is always kept: what it lacks is told, or refused, by `planning.placement.available`.
+    """
     return [one for one in configs if draft_model or len(configs) == 1 or not needs_draft_model([one])]
 
 
 def kept_means(config: Config) -> tuple[int | None, bool]:
-    """Means that the store must keep beside the KV of a sequence; see `Level.kept_means`."""
+    """Returns the means that the store must keep for all levels of a config; see `Level.kept_means`."""
     kept = [level.kept_means for level in levels_of(config)]
     return next((chunk for chunk, _ in kept if chunk), None), any(pages for _, pages in kept)

@@ -1,4 +1,4 @@
-"""Which levels may stand in a composition, in which order, and with which drafts."""
+"""Checks that the levels of a composition exist, are in order, and can draft for each other."""
 
 from __future__ import annotations
 

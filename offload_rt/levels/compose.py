@@ -7,7 +7,6 @@ from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.levels import head, models  # noqa: F401  (registers the kinds)
 from offload_rt.levels.base import LEVELS, Resources, levels_of
 from offload_rt.levels.sources import SourceLevel
 

@@ -1,4 +1,4 @@
-"""Levels that run a model over a cache of their own: the small model, or the target over less than all KV."""
+"""Levels that run a model over a bounded cache: the small model, or the target over a part of its KV."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
+from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, kept_means
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
 
 CHOOSING_NS = 10
-"""Choosing chunks on the host, for each score of a layer and KV head: 7 to 22 ns on one core of a server."""
+"""Time on the host to choose chunks, for each score of a layer and KV head: 7 to 22 on one server core."""
 
 
 class ModelLevel(Level):
@@ -32,11 +32,11 @@ class ModelLevel(Level):
     drafter_class: type[ModelDrafter] = ModelDrafter
 
     def model(self, made: Resources) -> CausalModel:
-        """The model that it runs."""
+        """Returns the model that it runs."""
         return made.target
 
     def shape(self, sizes: Sizes) -> ModelShape:
-        """The shape of that model."""
+        """Returns the shape of that model."""
         return sizes.target
 
     @abstractmethod
@@ -44,7 +44,7 @@ class ModelLevel(Level):
         """Builds the cache that it attends to."""
 
     def entries(self, sizes: Sizes) -> int:
-        """Entries that the cache holds beside speculative ones; see `step` and `memory`."""
+        """Returns the number of entries that its cache holds beside speculative ones."""
         return 0
 
     def acceptance(self, sizes: Sizes | None = None) -> float:
@@ -54,7 +54,7 @@ class ModelLevel(Level):
         return rates.step(self.running(rates.request, first), queries, self._seen(rates.request), graph=True)
 
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
-        """The shape of the layers that a pass runs."""
+        """Returns the shape of the layers that a pass runs."""
         shape = self.shape(sizes)
         plan = None if first and self.level.calibrate else LayerPlan.parse(self.level.layers, shape.layers)
         return shape if plan is None else shape.running(plan)
@@ -89,7 +89,6 @@ class WindowLevel(ModelLevel):
 
     @property
     def _window(self) -> int:
-        """Entries of the cache."""
         return self.config.draft.sinks + self.config.draft.window
 
     def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
@@ -142,7 +141,7 @@ class StreamingLevel(WindowLevel):
 
 
 class RetrievedLevel(ModelLevel):
-    """The target over the chunks of the full KV that matter (TriForce's middle level)."""
+    """The target over chunks of the full KV that are chosen by attention (TriForce's middle level)."""
 
     name = "target:retrieved"
     rank = 60
@@ -152,7 +151,7 @@ class RetrievedLevel(ModelLevel):
         return self.config.retrieval.budget + self._room(sizes.target, sizes.context + sizes.new_tokens)
 
     def _room(self, target: ModelShape, tokens: int) -> int:
-        """Means of pages that stand for tokens which are not retrieved."""
+        """Returns the number of page means that stand for tokens which are not retrieved."""
         pages = target.layout(self.config.store.page).pages(tokens)
         return mean_slots_for(pages) if self.config.retrieval.rest else 0
 
@@ -212,9 +211,7 @@ class RetrievedLevel(ModelLevel):
         return AttentionScores(full.layout, full.device, retrieval.chunk, decay, made.pages)
 
     def check_read(self, read_by: Config, page: int) -> None:
-        (chunks, pages), by = self.kept_means, RetrievedLevel(read_by, self.level)
-        retrieved = self.name in read_by.speculation.names
-        kept_chunks, kept_pages = by.kept_means if retrieved else (None, False)
+        (chunks, pages), (kept_chunks, kept_pages) = self.kept_means, kept_means(read_by)
         name, chunk = self.config.name, self.config.retrieval.chunk
         if chunks not in (None, kept_chunks):
             raise UsageError(
@@ -235,7 +232,7 @@ class RetrievedLevel(ModelLevel):
 
 
 class SharedLevel(ModelLevel):
-    """The target over the full KV with layers left out (Draft & Verify)."""
+    """The target over the full KV, usually with layers left out (Draft & Verify)."""
 
     name = "target:shared"
     rank = 70

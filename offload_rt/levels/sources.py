@@ -1,4 +1,4 @@
-"""Levels without a model: what followed the end of the sequence where it occurred before."""
+"""Levels without a model: they look up what followed the end of the sequence where it occurred before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_rt.levels.base import Level, Resources, Sizes
 
 
 class SourceLevel(Level):
-    """A look-up; it costs no pass of any model, and its finds may join another level's drafts."""
+    """A look-up. It runs no model, and its finds may join another level's drafts (`merge`)."""
 
     shapes: ClassVar[tuple[str, ...]] = ("chain",)
     verifies = False

@@ -150,7 +150,7 @@ def load_model(
     dtype: torch.dtype | None,
     on_progress: Callable[[str, int, int], None] | None = None,
     phase: str = "load",
-    elsewhere: tuple[torch.device, int] | None = None,
+    remote_mlps: tuple[torch.device, int] | None = None,
     rope: Yarn | None = None,
 ) -> PreTrainedModel:
     """Loads a model from a local folder or a hub ID onto `device`.
@@ -158,7 +158,7 @@ def load_model(
     Args:
         on_progress: called with the phase, the number of weights read so far, and the number of all. An
             exception that it raises passes through.
-        elsewhere: another GPU, and the number of MLP blocks that it holds.
+        remote_mlps: another GPU, and the number of MLP blocks that it holds.
         rope: scaling of the rotary frequencies beyond what the config says.
 
     Raises:
@@ -195,9 +195,9 @@ def load_model(
     _check_report(name, report)
     gib = sum(p.nbytes for p in model.parameters()) / GIB
     try:
-        placed: PreTrainedModel = place_mlps(model, device, *elsewhere or (device, 0))
+        placed: PreTrainedModel = place_mlps(model, device, *remote_mlps or (device, 0))
     except torch.OutOfMemoryError as error:
-        where = "the GPUs" if elsewhere else "the GPU"
+        where = "the GPUs" if remote_mlps else "the GPU"
         raise UsageError(f"model {name}: {gib:.1f} GiB of weights do not fit on {where}") from error
     placed.eval()
     return placed

@@ -11,7 +11,7 @@ from offload_rt.planning.prediction import RUNNER_UP_HITS, RoundTime
 
 
 def machine(request: PlanRequest) -> Iterator[str]:
-    """The figures of the machine."""
+    """Yields the figures of the machine."""
     hardware, host = request.hardware, request.hardware.host
     source = "measured" if hardware.measured else "named, not measured"
     rates = ", ".join(f"{one.rate:.1f} GB/s at {one.queries}" for one in host.attention)
@@ -25,14 +25,16 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"{gpu.memory_rate:.0f} GB/s, {gpu.compute_rate:.0f} TFLOP/s, link {gpu.to_device_rate:.1f} GB/s "
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
-    if request.elsewhere:
-        yield f"MLP blocks of {request.elsewhere} of {request.target.layers} layers are on GPU 1"
+    if request.remote_mlps:
+        yield f"MLP blocks of {request.remote_mlps} of {request.target.layers} layers are on GPU 1"
     if request.other_gpus:
         yield "GPU 0 computes, the others keep and attend KV, each over its own link"
 
 
-def reckoning(request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain_ms: float) -> Iterator[str]:
-    """The assumptions behind predicted times, and departures of the plan from the request.
+def predictions(
+    request: PlanRequest, fitting: PlanRequest, best: RoundTime, plain_ms: float
+) -> Iterator[str]:
+    """Yields the assumptions behind predicted times, and departures of the plan from the request.
 
     Args:
         request: as it was made.

@@ -23,7 +23,7 @@ from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape, yarn_hint
 
-PADDING = 0.01  # of a vocabulary
+PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
@@ -45,7 +45,7 @@ class PlanRequest:
     hardware: Hardware
     same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
-    mlps_elsewhere: int | None = None  # `elsewhere`, once it is decided
+    given_remote_mlps: int | None = None  # `remote_mlps`, once that is decided
 
     def __post_init__(self) -> None:
         for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
@@ -97,17 +97,19 @@ class PlanRequest:
         return not self.hardware.gpus
 
     @cached_property
-    def elsewhere(self) -> int:
+    def remote_mlps(self) -> int:
         """MLP blocks of the target whose weights are on the second GPU: as few as make room on the first."""
-        if self.mlps_elsewhere is not None:
-            return self.mlps_elsewhere
-        left = _left(replace(self, mlps_elsewhere=0), 0, self.given_resident or 0) if self.other_gpus else 0
+        if self.given_remote_mlps is not None:
+            return self.given_remote_mlps
+        left = (
+            _left(replace(self, given_remote_mlps=0), 0, self.given_resident or 0) if self.other_gpus else 0
+        )
         if left >= 0:
             return 0
         # Decided before weights are loaded, for sequences that are planned afterwards: then less may be free.
         missing = (GPU_RESERVE_BYTES - left, -left)
         roomy, least = (min(self.target.layers, -(-size // self.target.mlp_bytes)) for size in missing)
-        return roomy if shortage(replace(self, mlps_elsewhere=roomy)) is None else least
+        return roomy if shortage(replace(self, given_remote_mlps=roomy)) is None else least
 
     @property
     def other_gpus(self) -> tuple[Gpu, ...]:
@@ -166,9 +168,10 @@ class PlanRequest:
         return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
 
     def placement(self, resident: int, cpu: int) -> Placement:
-        """So many tokens resident and so many attended by the CPU.
+        """Returns the placement with `resident` tokens on the first GPU and `cpu` attended by the CPU.
 
-        Other GPUs keep what they have room for of the rest; what is left is streamed, over all links at once.
+        Of the rest, other GPUs keep what they have room for. What is left is streamed over all links
+        at once.
         """
         left, kept = self.context - resident - cpu, list[int]()
         for capacity in self.capacities[1:]:
@@ -180,7 +183,7 @@ class PlanRequest:
         return Placement(resident, cpu, left, self.target, tuple(map(GpuTier, kept, streamed)))
 
     def having(self, key: str, value: object) -> PlanRequest:
-        """The same with another value of one key of the config."""
+        """Returns the request with another value of one key of the config."""
         return replace(self, config=self.config.having(key, value))
 
 
@@ -192,11 +195,11 @@ class Placement:
     cpu_tokens: int  # the next ones, attended by the CPU
     streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
     shape: ModelShape
-    gpus: tuple[GpuTier, ...] = ()  # between the CPU's and the last ones: of each other GPU
+    gpus: tuple[GpuTier, ...] = ()  # of the other GPUs in turn, between the CPU's and the last ones
 
     @property
     def resident_bytes(self) -> int:
-        """On all GPUs together."""
+        """Bytes kept on all GPUs together."""
         others = sum(gpu.resident_tokens for gpu in self.gpus)
         return (self.resident_tokens + others) * self.shape.token_bytes
 
@@ -240,7 +243,7 @@ def check_vocabulary(draft: ModelShape | CausalModel, target: ModelShape | Causa
 
 
 def available(config: Config, draft_model: bool) -> Config:
-    """`config` without the level of a small model if there is none.
+    """Returns `config` without the levels that need a draft model if there is none.
 
     Raises:
         UsageError: no level is left.
@@ -265,9 +268,9 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
         "staging_ring": request.ring_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
-    if gpu == 1 and request.elsewhere:
+    if gpu == 1 and request.remote_mlps:
         chunk = min(request.config.prefill.chunk, request.context)
-        memory["weights"] = request.elsewhere * target.mlp_bytes
+        memory["weights"] = request.remote_mlps * target.mlp_bytes
         memory["prefill"] = chunk * (2 * target.hidden + 3 * target.intermediate) * target.dtype.itemsize
     if gpu:
         return memory
@@ -314,9 +317,10 @@ def host_memory(request: PlanRequest) -> Memory:
 def _computing_memory(request: PlanRequest) -> Memory:
     """Returns the bytes that the processor that computes holds."""
     target = request.target
-    memory = {"weights": target.weight_bytes - request.elsewhere * target.mlp_bytes}
+    memory = {"weights": target.weight_bytes - request.remote_mlps * target.mlp_bytes}
     for level in request.levels:
-        memory |= level.memory(request)
+        for name, size in level.memory(request).items():  # two levels may give a purpose the same name
+            memory[name] = memory.get(name, 0) + size
     # The prompt's hidden states, and on a GPU the KV of the layer under way.
     memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + _chunk_memory(request)
     if not request.in_place:
@@ -327,13 +331,13 @@ def _computing_memory(request: PlanRequest) -> Memory:
 
 
 def largest(memory: Memory, digits: int, most: int | None = None) -> str:
-    """The parts, or so many of them, in GiB, the largest first."""
+    """Returns the largest parts, `most` of them or all, in GiB as text."""
     parts = sorted(memory.items(), key=lambda part: -part[1])[:most]
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
 
 
 def _left(request: PlanRequest, gpu: int, resident: int = 0) -> int:
-    """Bytes left on a GPU, beside so many resident tokens."""
+    """Returns the bytes left on a GPU beside so many resident tokens; negative where they do not fit."""
     return request.hardware.gpus[gpu].memory_bytes - sum(gpu_memory(request, gpu, resident).values())
 
 

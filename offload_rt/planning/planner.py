@@ -33,7 +33,7 @@ NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: tak
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times in ms."""
+    """Predicted times in ms, and tokens per round."""
 
     pass_ms: float
     draft_ms: float
@@ -113,7 +113,7 @@ class Plan:
                 "cpu_attended_tokens": placement.cpu_tokens,
                 "late_resident_tokens": self.late_resident_tokens,
                 "other_gpus": [asdict(gpu) for gpu in placement.gpus],
-                "mlp_blocks_elsewhere": request.elsewhere,
+                "remote_mlps": request.remote_mlps,
             },
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
@@ -123,7 +123,7 @@ class Plan:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """The fastest placement that fits, or why there is none and what comes nearest."""
+    """Returns the fastest placement that fits, or why there is none and what comes nearest."""
     ways = [request]
     if request.retrieves and not request.in_place and request.config.offload.refresh_from == "auto":
         ways = [request.having("offload.refresh_from", place) for place in ("store", "stream")]
@@ -135,17 +135,17 @@ def plan(request: PlanRequest) -> Plan:
 
 
 def _plan(request: PlanRequest) -> Plan:
-    """The same where it is decided how the retrieved cache is refreshed."""
+    """Returns the plan of a request whose `offload.refresh_from` is decided."""
     fitting = _fitting(request)
-    said = tuple(assumptions.machine(fitting or request))
+    told = tuple(assumptions.machine(fitting or request))
     if fitting is None:
         cpu = request.context if request.in_place else 0
         placement = request.placement(0, cpu)
         nearest = _nearest(request)
         nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
-        return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, said)
+        return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, told)
     predictor = Predictor(fitting)
-    plain = replace(fitting.having("speculation.levels", ()), mlps_elsewhere=fitting.elsewhere)
+    plain = replace(fitting.having("speculation.levels", ()), given_remote_mlps=fitting.remote_mlps)
     best = _best_round(predictor)
     predicted = Prediction(
         pass_ms=best.verification.ms,
@@ -157,12 +157,12 @@ def _plan(request: PlanRequest) -> Plan:
         bottleneck=predictor.bottleneck(best),
         plain_ms_per_token=_best_round(Predictor(plain)).ms_per_token,
     )
-    said += tuple(assumptions.reckoning(request, fitting, best, predicted.plain_ms_per_token))
-    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, said)
+    told += tuple(assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token))
+    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, told)
 
 
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
-    """Plans of several compositions, the fastest first; what does not fit comes last."""
+    """Returns plans of several compositions, the fastest first; those that do not fit come last."""
     return sorted(map(plan, requests), key=lambda one: one.ms_per_token)
 
 
@@ -175,16 +175,16 @@ def comparison(plans: Sequence[Plan]) -> str:
 
 
 def _best_round(predictor: Predictor) -> RoundTime:
-    """The round with the least time a token, of any draft."""
+    """Returns the round with the least time a token, of all drafts."""
     rounds = (_shortest_round(predictor, drafted) for drafted in predictor.request.drafts)
     return min(rounds, key=lambda one: one.ms_per_token)
 
 
 def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
-    """The shortest round of any placement; shares that the config gives are kept.
+    """Returns the shortest round of all placements; shares that the config gives are kept.
 
-    What a GPU has room for is resident. Of the rest the CPU attends nothing, or as much as lets its lane and
-    the link's end together, or all that no GPU keeps.
+    As much is resident as a GPU has room for. Of the rest the CPU attends nothing, or as much as lets its
+    lane and the link's end together, or all that no GPU keeps.
     """
     request, draft = predictor.request, predictor.draft(drafted)
     context, page, resident = request.context, request.config.store.page, request.given_resident
@@ -215,7 +215,7 @@ def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
 
 
 def _fitting(request: PlanRequest) -> PlanRequest | None:
-    """The request, with a smaller retrieved cache if only that fits; None if nothing does."""
+    """Returns the request, with a smaller retrieved cache if only that fits; None if nothing does."""
     if shortage(request) is None:
         return request
     budget = _largest_budget(request)
@@ -224,7 +224,7 @@ def _fitting(request: PlanRequest) -> PlanRequest | None:
 
 
 def _largest_budget(request: PlanRequest) -> int:
-    """Entries of the largest retrieved cache that fits, below the config's; 0 where none does."""
+    """Returns the largest retrieval budget below the config's that fits; 0 where none does."""
     if not request.retrieves:
         return 0
     retrieval = request.config.retrieval
@@ -237,7 +237,7 @@ def _largest_budget(request: PlanRequest) -> int:
 
 
 def _nearest(request: PlanRequest) -> str | None:
-    """A plan that fits and differs from the request in one thing, which costs the user least."""
+    """Returns the change of the request that makes it fit and costs the user least; None if none does."""
     if request.given_resident:
         resident = request.capacities[0]
         fewer = request.having("offload.resident_tokens", resident)
@@ -261,5 +261,5 @@ def _nearest(request: PlanRequest) -> str | None:
 
 
 def _most(limit: int, fits: Callable[[int], object]) -> int:
-    """The largest of 1 … limit that fits, where all smaller ones fit too; 0 if none does."""
+    """Returns the largest of 1 … limit that fits, where all smaller ones fit too; 0 if none does."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))

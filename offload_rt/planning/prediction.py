@@ -20,12 +20,12 @@ from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
 
 GRAPH_LAUNCH_SHARE = 0.1
-"""Launching a step that is a CUDA graph, as a share of launching its kernels one by one."""
+"""Time to launch a step as a CUDA graph, as a share of launching its kernels one by one."""
 EXCHANGE_MS = 0.15
-"""A layer's queries to the CPU or another GPU and the results back: two threads are woken, and kernels cross
-the link between its copies. An estimate that no GPU has confirmed."""
+"""Time to send a layer's queries to the CPU or another GPU and to return the results: two threads wake, and
+kernels cross the link between its copies. An estimate that no GPU has confirmed."""
 LAYER_KERNELS = 45
-"""Kernels of one decoder layer over a bounded cache, whose launches `launch_ms` is measured of."""
+"""Kernels of one decoder layer over a bounded cache: `launch_ms` is the time to launch that many."""
 SEGMENT_CALLS = 14
 """CUDA calls for a streamed segment: two kernels, four copies with a kernel each, four calls for events."""
 MASKED_ATTENTION_SHARE = 0.5
@@ -41,15 +41,15 @@ PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
 
 @dataclass(frozen=True)
 class PassTime:
-    """ms of one pass over the full cache, lane by lane; without a GPU there is only the processor's lane."""
+    """Times in ms of one pass over the full cache by lane; without a GPU the processor's is the only lane."""
 
     placement: Placement
-    drafted: DraftShape  # that the pass verifies
+    drafted: DraftShape  # the draft that the pass verifies
     dense: Cost  # the processor's work besides attention over the context
     attention: float  # of that processor, over its share of the context
     link: float = 0.0  # until the last streamed segment is attended
     cpu_attention: float = 0.0  # until the CPU's share of the last layer is merged
-    other_gpus: float = 0.0  # until the slowest one's is
+    other_gpus: float = 0.0  # until the share of the slowest other GPU is
     host_memory: float = 0.0  # links and CPU read what they send and attend, at the memory's rate
     link_ahead: float = 0.0  # of `link`, before the pass begins: all buffers but the last one read
 
@@ -67,7 +67,7 @@ class PassTime:
         return self.after(0.0)
 
     def after(self, waited: float) -> float:
-        """ms of the pass where the link had `waited` ms before it to fill the ring."""
+        """Returns the time of the pass where the link had `waited` ms before it to fill the ring."""
         link = self.link - min(waited, self.link_ahead)
         return max(link, self.cpu_attention, self.other_gpus, self.host_memory, self.processor)
 
@@ -91,9 +91,9 @@ class RoundTime:
 
 @functools.lru_cache(maxsize=1024)
 def outcome_chances(acceptance: float, gamma: int) -> tuple[float, ...]:
-    """Chances of the verdicts that can be guessed, the likeliest first.
+    """Returns the chances of the verdicts that can be guessed, the likeliest first.
 
-    One is that all tokens are accepted and the next one is the drafter's own: α^γ·α. The others are
+    One verdict is that all tokens are accepted and the next one is the drafter's own: α^γ·α. The others are
     rejections at the first, second … token, α^j·(1−α) each, where the runner-up is guessed.
     """
     rejected = (acceptance**place * (1 - acceptance) * RUNNER_UP_HITS for place in range(gamma))
@@ -101,7 +101,7 @@ def outcome_chances(acceptance: float, gamma: int) -> tuple[float, ...]:
 
 
 def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
-    """GB/s of KV at `queries` a key head: linear between measurements, as 1/queries beyond the last."""
+    """Returns GB/s of KV at `queries` per key head: linear between measurements, as 1/queries beyond them."""
     for low, high in pairwise(measured):
         if queries < high.queries:
             share = max(0, queries - low.queries) / (high.queries - low.queries)
@@ -111,7 +111,7 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
 
 
 class Predictor:
-    """Times of what a request runs (a `levels.base.Rates`)."""
+    """Predicts times of one request (a `levels.base.Rates`)."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
@@ -119,7 +119,7 @@ class Predictor:
         self.processor = next(iter(request.hardware.gpus), self.host)  # what decodes
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
-        remote = self.request.elsewhere if shape.name == self.target.name else 0
+        remote = self.request.remote_mlps if shape.name == self.target.name else 0
         reading = self.processor.read_ms(shape.step_bytes)
         products = max(reading, self.processor.compute_ms(2 * queries * shape.step_parameters))
         attending = self._attention(shape, entries, queries)
@@ -147,7 +147,7 @@ class Predictor:
         return size / (GATHER_SHARE * gpus[0].to_device_rate) / 1e6 if gpus else 0.0
 
     def draft(self, shape: DraftShape) -> Cost:
-        """Drafting for the full cache, through all levels below it."""
+        """Returns the cost of a draft for the full cache, through all levels."""
         levels = self.request.levels
         if not shape.depth:
             return Cost()
@@ -163,11 +163,11 @@ class Predictor:
         return token * shape.size
 
     def dense(self, queries: int) -> Cost:
-        """The target's work in a pass of `queries` tokens, besides attention over the context."""
+        """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
         return self.step(self.target, queries)
 
     def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
-        """A pass over the full cache with a draft behind the last token."""
+        """Returns the times of a pass over the full cache that verifies a draft."""
         target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
         dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement))
         if self.request.in_place:
@@ -185,7 +185,7 @@ class Predictor:
         if placement.cpu_tokens:
             attending = self._cpu_attention(target, placement.cpu_tokens, queries)
             cpu = dense.ms + attending / (host.attention_beside_link if streamed else 1.0) + exchanges
-        for tier, gpu in zip(placement.gpus, gpus[1:], strict=True):
+        for tier, gpu in zip(placement.gpus, gpus[1:], strict=False):  # GPUs without a tier hold nothing
             if tier.tokens:
                 attending = self._gpu_attention(gpu, target, tier.tokens, queries)
                 others = max(others, dense.ms + attending + exchanges)
@@ -195,14 +195,14 @@ class Predictor:
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
 
     def _segment_launches(self, placement: Placement) -> float:
-        """Launching what attends the streamed segments of a pass."""
+        """Returns the time in ms to launch attention over the streamed segments of a pass."""
         if self.request.in_place:
             return 0.0
         segments = self.target.layers * -(-placement.streamed_tokens // self.request.segment_tokens)
         return segments * SEGMENT_CALLS / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
-        """The processor that decodes over so many tokens, wherever they come from."""
+        """Returns the ms in which the processor that decodes attends so many tokens, of any tier."""
         if isinstance(self.processor, Gpu):
             return self._gpu_attention(self.processor, shape, tokens, queries)
         return self._cpu_attention(shape, tokens, queries)
@@ -216,9 +216,10 @@ class Predictor:
         return tokens * shape.token_bytes / rate / 1e6
 
     def round(self, verification: PassTime, draft: Cost) -> RoundTime:
-        """A round that is drafted while the pass before it runs, for the likeliest verdicts of that pass.
+        """Returns the times of a round whose draft is made ahead, beside the pass before it.
 
-        One after the other, as long as a draft made beside the pass comes earlier than one made after it.
+        The likeliest verdicts of that pass are drafted for in turn, as long as a draft made beside it comes
+        earlier than one made after it.
         """
         request, drafted = self.request, verification.drafted
         tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
@@ -238,7 +239,7 @@ class Predictor:
         return RoundTime(verification, draft, ms + share * longer, tokens, tuple(chances), share, longer)
 
     def _refresh(self, placement: Placement, tokens: float) -> tuple[float, float]:
-        """Share of rounds that refresh a cache, and by how much such a round is longer."""
+        """Returns the share of rounds that refresh a cache, and by how many ms such a round is longer."""
         apart = placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)
         found = [level.refresh(self, tokens, apart / self.request.context) for level in self.request.levels]
         return max(found, default=(0.0, 0.0))
@@ -280,7 +281,7 @@ class Predictor:
         return max(lanes, key=lambda lane: lanes[lane])
 
     def prefill_ms(self) -> float:
-        """Reading the prompt, layer by layer; meanwhile its KV crosses the links to the host."""
+        """Returns the time of the prefill, layer by layer; meanwhile its KV crosses the link to the host."""
         target, tokens = self.target, self.request.context
         products = 2 * (target.step_parameters - target.embedding_parameters) * tokens
         # Causal: half of all pairs. Of the last layer only the KV is needed.
@@ -291,7 +292,7 @@ class Predictor:
         if self.request.in_place:
             return computing + launching
         gpu = self.request.hardware.gpus[0]
-        sent = self.request.elsewhere * tokens * target.hidden * target.dtype.itemsize
+        sent = self.request.remote_mlps * tokens * target.hidden * target.dtype.itemsize
         computing += sent / gpu.to_host_rate / 1e6 + sent / gpu.to_device_rate / 1e6
         writing = tokens * target.token_bytes / gpu.to_host_rate / 1e6
         return max(computing, writing, launching)

@@ -13,11 +13,11 @@ from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.prediction import Predictor
 
 LENGTH_STEP = 1.1  # a sequence that has grown by this factor is priced anew
-UNKNOWN_LINK = 25.0  # GB/s
+UNKNOWN_LINK = 25.0  # GB/s of a link whose rate is not known
 
 
 class Prices:
-    """Predicted times of passes and drafts of one composition over one sequence, whatever its length.
+    """Predicted times of passes and drafts of one composition over one sequence at any length.
 
     Args:
         request: the composition, models and machine.
@@ -64,11 +64,11 @@ class Prices:
 
 @lru_cache
 def behind_a_link(rate: float | None, others: int = 0) -> Hardware:
-    """A processor that computes at the end of a link, as an emulated link makes of it.
+    """Returns the hardware that an emulated link stands for: the host's processor at its end, as a GPU.
 
     Args:
         rate: GB/s of the link; None: not known.
-        others: further such processors.
+        others: number of further such processors, each with its link.
     """
     host = named_hardware(NO_GPU).host
     link = rate or UNKNOWN_LINK
