@@ -291,6 +291,11 @@ class Config:
         rule = f"must divide store.page = {page}, so that no chunk crosses a page"
         require(page % chunk == 0, "retrieval.chunk", chunk, rule)
 
+    def value(self, key: str) -> Any:
+        """Returns the value of one key, `section.key`."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
     def having(self, key: str, value: object) -> Config:
         """Returns the config with another value of one key, `section.key`."""
         section, name = key.split(".")

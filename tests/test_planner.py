@@ -232,6 +232,23 @@ def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     assert plan(request({"retrieval.budget": 8192})).request.config.retrieval.budget == 8192
 
 
+def test_where_memory_is_short_the_ring_and_the_prefill_shrink_first() -> None:
+    """A million tokens of a small model: hidden states of the prompt take most of the card."""
+    asked = replace(
+        request(config="retrieval", draft=None), target=find_shape("qwen2.5-7b-1m", None), context=10**6
+    )
+    hardware = replace(asked.hardware, host=replace(HOST, memory_bytes=200 * GIB, lockable_bytes=200 * GIB))
+    roomy = replace(asked, hardware=hardware).having("offload.refresh_from", "store")
+    room = sum(gpu_memory(roomy, 0).values()) - 2**28
+    tight = replace(roomy, hardware=replace(hardware, gpus=(replace(hardware.gpus[0], memory_bytes=room),)))
+    planned = plan(tight)
+    check_sums(planned)
+    found = planned.request.config
+    assert planned.fits and found.store.segment_bytes == 16 * 2**20
+    assert found.retrieval.budget == asked.config.retrieval.budget, "drafts stay as good as asked for"
+    assert any("store.segment_bytes is 16777216 instead of 67108864" in said for said in planned.assumptions)
+
+
 def test_trees_are_drafted_in_steps_and_verified_in_one_pass() -> None:
     asked = request({"offload.ahead": 4}, "trees", context=50_000, draft=None)
     assert [one.size for one in asked.drafts] == [64] and asked.longest_draft == 64
@@ -287,10 +304,10 @@ FLOAT32 = replace(LLAMA, dtype=torch.float32)
 @pytest.mark.parametrize(
     ("changes", "why", "nearest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", 21504),
-        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", 78848),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", 41216),
+        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", 79104),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", 1792),
-        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", 88832),
+        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", 90112),
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "2 such GPUs"),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16"),
         ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from offload_rt.config import shown
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, SECOND_CHOICE
 from offload_rt.machine.hardware import GIB
 from offload_rt.planning.placement import PlanRequest
@@ -41,12 +42,11 @@ def predictions(
         fitting: with the retrieval budget that fits.
         plain_ms: ms a token without speculation.
     """
-    asked, given = request.config.retrieval.budget, fitting.config.retrieval.budget
-    if given < asked:
-        yield (
-            f"retrieval.budget is {given} instead of {asked}, which does not fit; acceptance is assumed to "
-            "stay the same"
-        )
+    for key in ("store.segment_bytes", "prefill.chunk", "retrieval.rest", "retrieval.budget"):
+        asked, given = request.config.value(key), fitting.config.value(key)
+        if given < asked:
+            same = "; acceptance is assumed to stay the same" if key == "retrieval.budget" else ""
+            yield f"{key} is {shown(given)} instead of {shown(asked)}, which does not fit{same}"
     if missing := {level.name for level in request.config.speculation.levels} - {
         level.name for level in request.levels
     }:

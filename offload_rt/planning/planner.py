@@ -28,6 +28,8 @@ from offload_rt.planning.placement import (
 from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
+THRIFTY = (("store.segment_bytes", 16 * 2**20), ("prefill.chunk", 512), ("retrieval.rest", False))
+"""What saves memory and costs little time, given up in this order where memory is short."""
 NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
 
 
@@ -215,9 +217,12 @@ def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
 
 
 def _fitting(request: PlanRequest) -> PlanRequest | None:
-    """Returns the request, with a smaller retrieved cache if only that fits; None if nothing does."""
-    if shortage(request) is None:
-        return request
+    """Returns the request, with smaller sizes and a smaller retrieved cache if only that fits; else None."""
+    for key, size in (("", 0), *THRIFTY):
+        if key and request.config.value(key) > size:
+            request = request.having(key, size)
+        if shortage(request) is None:
+            return request
     budget = _largest_budget(request)
     least = max(1, int(SMALLEST_BUDGET_SHARE * request.config.retrieval.budget))
     return request.having("retrieval.budget", budget) if budget >= least else None
