@@ -28,7 +28,7 @@ from offload_rt.drafting.expectations import (
     expected_tokens,
 )
 from offload_rt.drafting.model_drafter import ModelDrafter
-from offload_rt.drafting.sequoia import Plan
+from offload_rt.drafting.sequoia import TreePlan
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import needs_draft_model
 from offload_rt.levels.sources import DatastoreLevel
@@ -159,7 +159,7 @@ def expected_of(shape: str, depth: int, acceptance: float) -> float:
     kind, _, nodes = shape.partition(":")
     if kind == "chain":
         return expected_tokens(acceptance, depth)
-    return Plan((acceptance, *LATER_CHOICES), int(nodes)).tokens(depth)
+    return TreePlan((acceptance, *LATER_CHOICES), int(nodes)).tokens(depth)
 
 
 def ceilings(study: Continued) -> Iterator[Row]:

@@ -112,10 +112,8 @@ class _Direction:
 
     def __init__(self, to_host: bool):
         self.to_host = to_host
-        self.waiting: dict[bool, deque[_Request]] = {
-            True: deque(),
-            False: deque(),
-        }  # by whether they are urgent
+        # Whether they are urgent: the copies that wait.
+        self.waiting: dict[bool, deque[_Request]] = {True: deque(), False: deque()}
         name = "to-host" if to_host else "to-device"
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"cpu_kv-paced-{name}")
         self.free_at = 0.0

@@ -34,9 +34,8 @@ class DeviceStreams:
     remote: torch.cuda.Stream
 
 
-_lock = (
-    threading.RLock()
-)  # reentrant: the garbage collector may call `finish_devices` while a stream is created
+# Reentrant: the garbage collector may call `finish_devices` while a stream is created.
+_lock = threading.RLock()
 _streams: dict[torch.device, DeviceStreams] = {}
 _followers: dict[tuple[torch.cuda.Stream, torch.device], torch.cuda.Stream] = {}
 

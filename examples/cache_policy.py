@@ -49,8 +49,8 @@ class StridedLevel(ModelLevel):
     def memory(self, sizes):
         return {"strided_cache": BoundedCache.nbytes(sizes.target.layout(1), self.entries(sizes))}
 
-    def cache(self, model, made):
-        return StridedCache(made.full, made.pool)
+    def cache(self, model, resources):
+        return StridedCache(resources.full, resources.pool)
 
 
 if len(sys.argv) < 2:

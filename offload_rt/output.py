@@ -16,8 +16,8 @@ from offload_rt.engine.sequence import TokenSequence
 from offload_rt.results import (
     FinishReason,
     GenerationResult,
-    Level,
-    Memory,
+    LevelStatistics,
+    MemoryStatistics,
     SamplingParams,
     Timings,
     TokenEvent,
@@ -140,13 +140,13 @@ class OutputProcessor:
             ),
             rounds=len(sequence.rounds),
             levels=[
-                Level(level.name, level.passes, *counts, level.ms)
+                LevelStatistics(level.name, level.passes, *counts, level.ms)
                 for level, counts in zip(stats, offered, strict=True)
             ],
             transfer=Transfer(
                 counters.bytes_to_device, counters.bytes_to_host, counters.bytes_abandoned, counters.wait_ms
             ),
-            memory=Memory(
+            memory=MemoryStatistics(
                 kv_bytes,
                 kv_reserved_bytes,
                 host_peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

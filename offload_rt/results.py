@@ -155,7 +155,7 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelStatistics:
     """Statistics of one level: passes, tokens proposed to the next level, and tokens accepted there.
 
     The last level is the target over its full cache, which proposes nothing. `ms` is the level's own time.
@@ -182,7 +182,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryStatistics:
     """Bytes: KV in the store and reserved for it, and the peaks of the process on host and device."""
 
     kv_bytes: int = 0
@@ -218,9 +218,9 @@ class GenerationResult:
     finish_reason: FinishReason
     timings: Timings
     rounds: int
-    levels: list[Level]
+    levels: list[LevelStatistics]
     transfer: Transfer
-    memory: Memory
+    memory: MemoryStatistics
     plain_tokens: int = 0
     notices: list[str] = field(default_factory=list)
     error: str | None = None

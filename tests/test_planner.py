@@ -364,3 +364,13 @@ def test_named_machines() -> None:
     assert all(plan(request(hardware=named_hardware(name, 2), config="plain")).fits for name in KNOWN_GPUS)
     with pytest.raises(UsageError, match="rtx9999.*rtx4090"):
         named_hardware("rtx9999")
+
+
+@pytest.mark.parametrize(("gpu", "context", "gain"), [("h100", 124_928, 1.2), ("l40", 29_952, 1.1)])
+def test_a_second_gpu_shares_a_context_that_the_first_one_could_keep(
+    gpu: str, context: int, gain: float
+) -> None:
+    asked = request(hardware=named_hardware(gpu, 2), config="plain", context=context)
+    assert asked.capacities[0] == context
+    alone = asked.having("offload.resident_tokens", context)
+    assert plan(alone).ms_per_token > gain * plan(asked).ms_per_token

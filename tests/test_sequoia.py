@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.drafting.expectations import LATER_CHOICES
-from offload_rt.drafting.sequoia import Plan, acceptance_vector, plan
+from offload_rt.drafting.sequoia import TreePlan, acceptance_vector, plan
 from offload_rt.drafting.shapes import DraftShape
 
 Node = tuple["Node", ...]
@@ -38,7 +38,7 @@ def value(tree: Node, chances: list[float]) -> float:
     return sum(chance * (1.0 + value(child, chances)) for chance, child in zip(chances, tree, strict=False))
 
 
-def of_plan(found: Plan, depth: int) -> Node:
+def of_plan(found: TreePlan, depth: int) -> Node:
     """Builds the tree that the levels of a plan describe."""
     children: dict[int, list[int]] = {0: []}
     level, count = [0], 1
@@ -67,7 +67,7 @@ def of_plan(found: Plan, depth: int) -> Node:
 )
 @settings(derandomize=True, deadline=None, max_examples=150)
 def test_no_tree_is_better(rates: list[float], nodes: int, depth: int) -> None:
-    chances, found = acceptance_vector(rates), Plan(rates, nodes)
+    chances, found = acceptance_vector(rates), TreePlan(rates, nodes)
     best = max(value(tree, chances) for count in range(nodes + 1) for tree in trees(count, depth))
     assert found.tokens(depth) == pytest.approx(1.0 + best)
     assert value(of_plan(found, depth), chances) == pytest.approx(best)

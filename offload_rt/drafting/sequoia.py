@@ -24,7 +24,7 @@ def acceptance_vector(rates: Sequence[float]) -> list[float]:
     return [before * rate for before, rate in zip(rejected, rates, strict=False)]
 
 
-class Plan:
+class TreePlan:
     """The best trees of `nodes`, of any depth."""
 
     def __init__(self, rates: Sequence[float], nodes: int) -> None:
@@ -82,10 +82,10 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def _plan(rates: tuple[int, ...], nodes: int) -> Plan:
-    return Plan([rate / GRID for rate in rates], nodes)
+def _plan(rates: tuple[int, ...], nodes: int) -> TreePlan:
+    return TreePlan([rate / GRID for rate in rates], nodes)
 
 
-def plan(rates: Sequence[float], nodes: int) -> Plan:
+def plan(rates: Sequence[float], nodes: int) -> TreePlan:
     """Returns the plan for rates near these, none of them 0: what is never drafted is never measured."""
     return _plan(tuple(max(1, round(GRID * rate)) for rate in rates), nodes)

@@ -21,7 +21,7 @@ from offload_rt.drafting.expectations import (
 from offload_rt.errors import UsageError
 
 if TYPE_CHECKING:
-    from offload_rt.drafting.sequoia import Plan
+    from offload_rt.drafting.sequoia import TreePlan
 
 RULE = (
     "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth), "
@@ -153,7 +153,7 @@ class DraftShape:
         return expected_tokens(acceptance + (1.0 - acceptance) * saved, self.depth)
 
 
-def _planned(rates: Sequence[float], nodes: int) -> Plan:
+def _planned(rates: Sequence[float], nodes: int) -> TreePlan:
     from offload_rt.drafting.sequoia import plan  # with torch, which a configuration alone should not import
 
     return plan(rates, nodes)

@@ -118,7 +118,7 @@ class Resources:
         pages: pages of the full cache that the sequence may grow to.
         pool: memory of bounded caches.
         heads: draft heads.
-        caches: the bounded caches that were made.
+        caches: the bounded caches that were resources.
     """
 
     config: Config
@@ -160,7 +160,7 @@ class Level(ABC):
 
     def __init__(self, config: Config, level: LevelConfig) -> None:
         self.config = config
-        self.level = level
+        self.settings = level
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -178,14 +178,16 @@ class Level(ABC):
         """
 
     @abstractmethod
-    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
+    def drafter(
+        self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
+    ) -> Drafter:
         """Builds the drafter.
 
         Args:
             below: the drafter of the level below; it proposes nothing where there is none.
             shape_below: shape of those drafts.
             shape: shape of its own drafts; its depth is 0 where that is chosen while decoding.
-            made: what it is built from; it adds its cache there.
+            resources: what it is built from; it adds its cache there.
         """
 
     def memory(self, sizes: Sizes) -> Memory:

@@ -30,7 +30,7 @@ def check_levels(config: Config) -> None:
 
 
 def _check_level(one: Level) -> None:
-    level = one.level
+    level = one.settings
     if one.shapes:
         rule = f"must be {' or '.join(one.shapes)} for {level.model}"
         require(level.shape.kind in one.shapes, f"{KEY}.draft", level.draft, rule)
@@ -44,11 +44,11 @@ def _check_level(one: Level) -> None:
 
 def _check_pair(below: Level, above: Level) -> None:
     rule = f"{above.name} proposes what rounds with the level below yield: chain or sequences:K"
-    require(above.level.shape.kind in ("chain", "sequences"), f"{KEY}.draft", above.level.draft, rule)
+    require(above.settings.shape.kind in ("chain", "sequences"), f"{KEY}.draft", above.settings.draft, rule)
     rule = "joins drafts for the target over its full cache only: leave it empty below another level"
-    require(not below.level.merge, f"{KEY}.merge", below.level.merge, rule)
+    require(not below.settings.merge, f"{KEY}.merge", below.settings.merge, rule)
     rule = "is planned by what the full cache accepts: choose another shape below a level"
-    require(below.level.shape.kind != "sequoia", f"{KEY}.draft", below.level.draft, rule)
+    require(below.settings.shape.kind != "sequoia", f"{KEY}.draft", below.settings.draft, rule)
     rule = "has no model that could verify what the level below drafts: put it first"
     require(above.verifies, KEY, above.name, rule)
     rule = "a head below it goes on from hidden states of the target: put a level of the target there"

@@ -13,14 +13,14 @@ from offload_rt.levels.sources import SourceLevel
 TARGET_FULL = "target:full"
 
 
-def compose(made: Resources) -> Verifier:
+def compose(resources: Resources) -> Verifier:
     """Returns the target over its full cache, which verifies what the config's levels draft."""
     drafter, below = Drafter(), CHAIN
-    for level, shape in zip(levels_of(made.config), made.config.speculation.shapes, strict=True):
-        drafter = level.drafter(drafter, below, shape, made)
-        if merged := level.level.merge:
-            source = LEVELS[merged](made.config, LevelConfig(merged))
+    for level, shape in zip(levels_of(resources.config), resources.config.speculation.shapes, strict=True):
+        drafter = level.drafter(drafter, below, shape, resources)
+        if merged := level.settings.merge:
+            source = LEVELS[merged](resources.config, LevelConfig(merged))
             assert isinstance(source, SourceLevel)  # checked with the config
             drafter = MergedDrafter(drafter, source.source())
         below = shape
-    return Verifier(TARGET_FULL, made.target, made.full, drafter, made.sampling)
+    return Verifier(TARGET_FULL, resources.target, resources.full, drafter, resources.sampling)

@@ -30,11 +30,13 @@ class HeadLevel(Level):
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         return rates.step(head_shape(rates.request.target), queries)
 
-    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
-        return HeadDrafter(made.heads.of(self.config.head, made.target), made.sampling)
+    def drafter(
+        self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
+    ) -> Drafter:
+        return HeadDrafter(resources.heads.of(self.config.head, resources.target), resources.sampling)
 
     def check(self, key: str) -> None:
-        require(self.level.layers == "all", f"{key}.layers", self.level.layers, "must be all for head")
+        require(self.settings.layers == "all", f"{key}.layers", self.settings.layers, "must be all for head")
 
     def load(self, target: CausalModel, heads: Heads) -> None:
         heads.of(self.config.head, target)

@@ -31,16 +31,16 @@ class ModelLevel(Level):
 
     drafter_class: type[ModelDrafter] = ModelDrafter
 
-    def model(self, made: Resources) -> CausalModel:
+    def model(self, resources: Resources) -> CausalModel:
         """Returns the model that it runs."""
-        return made.target
+        return resources.target
 
     def shape(self, sizes: Sizes) -> ModelShape:
         """Returns the shape of that model."""
         return sizes.target
 
     @abstractmethod
-    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
         """Builds the cache that it attends to."""
 
     def entries(self, sizes: Sizes) -> int:
@@ -56,20 +56,24 @@ class ModelLevel(Level):
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
         """Returns the shape of the layers that a pass runs."""
         shape = self.shape(sizes)
-        plan = None if first and self.level.calibrate else LayerPlan.parse(self.level.layers, shape.layers)
+        plan = (
+            None if first and self.settings.calibrate else LayerPlan.parse(self.settings.layers, shape.layers)
+        )
         return shape if plan is None else shape.running(plan)
 
     def _seen(self, sizes: Sizes) -> int:
         return min(self.entries(sizes), sizes.context)
 
-    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
-        model = self.model(made)
-        cache = self.cache(model, made)
-        made.caches.append(cache)
+    def drafter(
+        self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
+    ) -> Drafter:
+        model = self.model(resources)
+        cache = self.cache(model, resources)
+        resources.caches.append(cache)
         if self.of_target:
-            made.full.derived.append(cache)
-        plan = model.layer_plan(self.level.layers)
-        plans = [plan, LayerPlan.whole(model.layers)] if plan and self.level.calibrate else [plan]
+            resources.full.derived.append(cache)
+        plan = model.layer_plan(self.settings.layers)
+        plans = [plan, LayerPlan.whole(model.layers)] if plan and self.settings.calibrate else [plan]
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
@@ -77,7 +81,7 @@ class ModelLevel(Level):
             model.prepare(cache, recurring, each)
         first_plan = plans[1] if len(plans) > 1 else None
         return self.drafter_class(
-            self.name, model, cache, below, made.sampling, plans[0], first_plan, shape_below=shape_below
+            self.name, model, cache, below, resources.sampling, plans[0], first_plan, shape_below=shape_below
         )
 
 
@@ -91,8 +95,8 @@ class WindowLevel(ModelLevel):
     def _window(self) -> int:
         return self.config.draft.sinks + self.config.draft.window
 
-    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
-        draft, full = self.config.draft, made.full
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        draft, full = self.config.draft, resources.full
         return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
@@ -100,7 +104,7 @@ class WindowLevel(ModelLevel):
             window=draft.window,
             backend=full.backend,
             source=full if self.of_target else None,
-            pool=made.pool,
+            pool=resources.pool,
         )
 
 
@@ -112,9 +116,11 @@ class SmallModelLevel(WindowLevel):
     needs_draft_model = True
     drafter_class = SmallModelDrafter
 
-    def model(self, made: Resources) -> CausalModel:
-        assert made.draft is not None  # a level without its model is left out before anything is composed
-        return made.draft.for_length(self._window, 0)  # it sees no more tokens at a time
+    def model(self, resources: Resources) -> CausalModel:
+        assert (
+            resources.draft is not None
+        )  # a level without its model is left out before anything is composed
+        return resources.draft.for_length(self._window, 0)  # it sees no more tokens at a time
 
     def shape(self, sizes: Sizes) -> ModelShape:
         assert sizes.draft is not None
@@ -189,26 +195,26 @@ class RetrievedLevel(ModelLevel):
         retrieval = self.config.retrieval
         return retrieval.chunk if retrieval.select == "mean_keys" else None, retrieval.rest
 
-    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
-        retrieval, in_place = self.config.retrieval, made.full.engine.link.in_place
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        retrieval, in_place = self.config.retrieval, resources.full.engine.link.in_place
         return RetrievedCache(
-            made.full,
+            resources.full,
             budget=retrieval.budget,
             chunk=retrieval.chunk,
             recent=retrieval.recent,
             refresh=retrieval.refresh,
-            selection=self._selection(made),
-            mean_slots=mean_slots_for(made.pages) if retrieval.rest else 0,
+            selection=self._selection(resources),
+            mean_slots=mean_slots_for(resources.pages) if retrieval.rest else 0,
             from_stream=self.config.offload.refreshes_from_stream and not in_place,
-            pool=made.pool,
+            pool=resources.pool,
         )
 
-    def _selection(self, made: Resources) -> Selection:
-        retrieval, full = self.config.retrieval, made.full
+    def _selection(self, resources: Resources) -> Selection:
+        retrieval, full = self.config.retrieval, resources.full
         if retrieval.select == "mean_keys":
             return MeanKeyScores(full.layout, full.sequence.summaries)
         decay = DECAY if retrieval.select == "attention" else 1.0
-        return AttentionScores(full.layout, full.device, retrieval.chunk, decay, made.pages)
+        return AttentionScores(full.layout, full.device, retrieval.chunk, decay, resources.pages)
 
     def check_read(self, read_by: Config, page: int) -> None:
         (chunks, pages), (kept_chunks, kept_pages) = self.kept_means, kept_means(read_by)
@@ -248,5 +254,5 @@ class SharedLevel(ModelLevel):
         attending = rates.host_attention_ms(sizes.context, queries) * shape.layers / sizes.target.layers
         return rates.step(shape, queries) + Cost(attending)
 
-    def cache(self, model: CausalModel, made: Resources) -> BoundedCache:
-        return SharedCache(made.full, made.pool)
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        return SharedCache(resources.full, resources.pool)

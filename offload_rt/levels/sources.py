@@ -31,11 +31,13 @@ class SourceLevel(Level):
     def acceptance(self, sizes: Sizes | None = None) -> float:
         return LOOKUP_ACCEPTANCE
 
-    def drafter(self, below: Drafter, shape_below: DraftShape, shape: DraftShape, made: Resources) -> Drafter:
+    def drafter(
+        self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
+    ) -> Drafter:
         return self.source()
 
     def check(self, key: str) -> None:
-        level = self.level
+        level = self.settings
         require(not level.merge, f"{key}.merge", level.merge, f"must be empty for {level.model}")
         require(level.layers == "all", f"{key}.layers", level.layers, f"must be all for {level.model}")
 

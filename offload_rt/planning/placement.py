@@ -248,7 +248,7 @@ def available(config: Config, draft_model: bool) -> Config:
     Raises:
         UsageError: no level is left.
     """
-    kept = tuple(level.level for level in levels_of(config) if draft_model or not level.needs_draft_model)
+    kept = tuple(level.settings for level in levels_of(config) if draft_model or not level.needs_draft_model)
     if config.speculation.levels and not kept:
         raise UsageError(
             f"config {config.name} drafts with a small model, and there is none: name one with --draft, "

@@ -178,24 +178,39 @@ def comparison(plans: Sequence[Plan]) -> str:
 
 def _best_round(predictor: Predictor) -> RoundTime:
     """Returns the round with the least time a token, of all drafts."""
-    rounds = (_shortest_round(predictor, drafted) for drafted in predictor.request.drafts)
+    request = predictor.request
+    rounds = (
+        _shortest_round(predictor, drafted, resident)
+        for drafted in request.drafts
+        for resident in _resident_shares(request)
+    )
     return min(rounds, key=lambda one: one.ms_per_token)
 
 
-def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
-    """Returns the shortest round of all placements; shares that the config gives are kept.
+def _resident_shares(request: PlanRequest) -> list[int]:
+    """Returns the numbers of resident tokens of the first GPU to try; one that the config gives is kept.
 
-    As much is resident as a GPU has room for. Of the rest the CPU attends nothing, or as much as lets its
-    lane and the link's end together, or all that no GPU keeps.
+    All that it has room for, or no more than other GPUs keep, so that all of them attend at once.
+    """
+    if request.given_resident is not None:
+        return [request.given_resident]
+    page, cpu = request.config.store.page, request.given_cpu or 0
+    capacity, *others = request.capacities
+    most = min(capacity, request.context - cpu)
+    most -= most % page if cpu else 0
+    even = -(-request.context // (1 + len(others)) // page) * page
+    return [most, even] if even < most else [most]
+
+
+def _shortest_round(predictor: Predictor, drafted: DraftShape, resident: int) -> RoundTime:
+    """Returns the shortest round with so many resident tokens; a share of the CPU that is given is kept.
+
+    Of the rest the CPU attends nothing, or as much as lets its lane and the link's end together, or all that
+    no GPU keeps.
     """
     request, draft = predictor.request, predictor.draft(drafted)
-    context, page, resident = request.context, request.config.store.page, request.given_resident
-    capacity, *others = request.capacities or [0]
-    cpu = request.given_cpu
-    if resident is None:
-        resident = capacity if cpu is None else min(capacity, context - cpu)
-        if cpu:
-            resident -= resident % page
+    context, page, cpu = request.context, request.config.store.page, request.given_cpu
+    others = request.capacities[1:]
     left = context - resident
 
     def at(cpu: int) -> PassTime:
