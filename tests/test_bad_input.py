@@ -292,6 +292,8 @@ TABLE = [
     ("plan --context 10 --gpu none --dram -1", "--dram -1"),
     ("plan --context 10 --gpu none --gpus 0", "--gpus describes a GPU, and --gpu none has none"),
     ("plan --context 10 --gpu l40 --gpus 0", "--gpus 0"),
+    ("plan --context 10 --gpu l40 --gpus 1000000", "--gpus 1000000: must be at most 64"),
+    ("plan --context 10 --gpu l40 --dram inf", "--dram inf: must be a finite number above 0"),
     ("plan --context 10 --gpu none --config nothing", "unknown config 'nothing'"),
     ("plan --context 10 --gpu none --set retrieval.size=1", "retrieval.size"),
     ("plan --context 10 --gpu none --acceptance 2", "acceptance 2"),
