@@ -24,6 +24,9 @@ def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[st
     Raises:
         UsageError: the file does not exist, is corrupt, or is of another kind.
     """
+    if path.exists() and not path.is_file():
+        # Opening a pipe would wait for a writer, in native code that no signal ends.
+        raise UsageError(f"{what} {path}: is no file but a folder, a pipe or a device; {remedy}")
     try:
         with safe_open(path, framework="pt") as stored:
             about = stored.metadata() or {}
@@ -31,7 +34,7 @@ def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[st
                 raise UsageError(f"{what} {path}: is no {what} of this version; {remedy}")
             return {name: stored.get_tensor(name) for name in stored.keys()}, about  # noqa: SIM118
     except OSError as error:
-        said = error.strerror or "no such file, or a folder"
+        said = error.strerror or "no such file"
         raise UsageError(f"{what} {path}: cannot be read ({said}); {remedy}") from None
     except SafetensorError as error:
         raise UsageError(f"{what} {path}: is corrupt or not a safetensors file ({error}); {remedy}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -251,7 +252,8 @@ def torn(file: Path, path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "missing": (lambda file, path: None, "cannot be read (no such file, or a folder); train one"),
+    "missing": (lambda file, path: None, "cannot be read (no such file); train one"),
+    "a pipe": (lambda file, path: os.mkfifo(path), "is no file but a folder, a pipe or a device; train one"),
     "torn": (torn, "is corrupt or not a safetensors file"),
     "another kind": (
         lambda file, path: save_file(load_file(file), path),

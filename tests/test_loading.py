@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -92,12 +93,18 @@ def unknown(folder: Path, model_type: str, architecture: str) -> None:
     edit_config(folder, model_type=model_type, architectures=[architecture])
 
 
+def weights_as_pipe(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
 TORN = r"model\.safetensors is truncated or corrupt"
 UNREADABLE = r"its config\.json cannot be read: .* is not a valid JSON file"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json in it"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), r"there are no weights in it"),
     "truncated": (lambda folder: overwrite(folder, (folder / WEIGHTS).read_bytes()[:-9000]), TORN),
+    "a pipe": (weights_as_pipe, r"model\.safetensors is no file; download it again"),
     "empty weights": (lambda folder: overwrite(folder, b""), TORN),
     "corrupt": (lambda folder: overwrite(folder, b"not at all what it should be" * 100), TORN),
     "corrupt second shard": (

@@ -23,6 +23,8 @@ ATTENTION_QUERIES = 16
 
 LAUNCH_MS = 0.3
 NO_GPU = "none"
+MOST_GPUS = 64
+"""More take a plan minutes, and no machine has as many."""
 
 KNOWN_GPUS = {
     "rtx3060": (12_288, 360, 25),
@@ -137,7 +139,9 @@ def named_hardware(
     figures = {"--link": link, "--dram": dram, "--ram": ram, "--cpu-attention": cpu_attention, "--vram": vram}
     for flag, figure in figures.items():
         if figure is not None and not 0 < figure < float("inf"):
-            raise UsageError(f"{flag} {figure:g}: must be more than 0")
+            raise UsageError(f"{flag} {figure:g}: must be a finite number above 0")
+    if gpus > MOST_GPUS:
+        raise UsageError(f"--gpus {gpus}: must be at most {MOST_GPUS}")
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: must be at least 1; for a machine without a GPU use --gpu {NO_GPU}")
     shares: tuple[tuple[int, float], ...] = ATTENTION_SHARES

@@ -32,6 +32,7 @@ LARGEST = {
     "max_position_embeddings": 2**31,
 }
 """Largest plausible sizes, several times those of any published model. Building a larger one takes hours."""
+NEVER_ZERO = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConfig:
@@ -116,7 +117,9 @@ def _check_plausible(config: PretrainedConfig, name: str) -> None:
     text = config.get_text_config()
     for key, most in LARGEST.items():
         value = getattr(text, key, None)
-        if isinstance(value, int) and not 0 <= value <= most:
-            raise UsageError(f"model {name}: config.json has {key} = {value}; no model has more than {most}")
+        least = 1 if key in NEVER_ZERO else 0
+        if isinstance(value, int) and not least <= value <= most:
+            wrong = f"config.json has {key} = {value}; a model has {least} to {most}"
+            raise UsageError(f"model {name}: {wrong}")
     if (activation := getattr(text, "hidden_act", None)) is not None and activation not in ACT2FN:
         raise UsageError(f"model {name}: config.json has hidden_act = {activation!r}, which is unknown")

@@ -284,6 +284,8 @@ def _check_weights(folder: Path) -> None:
     if not shards and not list(folder.glob("pytorch_model*.bin")):
         raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")
     for shard in shards:
+        if shard.exists() and not shard.is_file():  # opening a pipe would wait in native code
+            raise UsageError(f"model {folder}: {shard.name} is no file; download it again")
         try:
             with safetensors.safe_open(shard, framework="pt") as opened:
                 names = [name for name in opened.keys() if _BODY.match(name)]  # noqa: SIM118
