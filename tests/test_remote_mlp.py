@@ -104,10 +104,12 @@ def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     hardware = replace(hardware, gpus=(replace(gpu, memory_bytes=room), gpu))
     held = list[tuple[int, int]]()
 
-    def usable(first: torch.device, loaded: int = 0, on_progress: object = None, cards: Any = ()) -> Hardware:
-        if not cards:
+    def usable(
+        first: torch.device, loaded: int = 0, on_progress: object = None, other_gpus: Any = ()
+    ) -> Hardware:
+        if not other_gpus:
             return replace(hardware, gpus=(gpu,))
-        held.append((loaded, sum(size for _, size in cards)))
+        held.append((loaded, sum(size for _, size in other_gpus)))
         return hardware
 
     tokens = []
