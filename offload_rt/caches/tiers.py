@@ -205,6 +205,7 @@ class ResidentTier(DeviceTier):
         page = self._layout.page_size
         tokens = min(self.capacity - self._late, keys.shape[1] // page * page)
         if layer == 0:
+            self.release()  # the sequence was read before, and rewound to its start
             self.first, self.tokens = start, tokens
             self._allocate(tokens)
         pages = self._blocks[0][layer, : tokens // page]
