@@ -198,7 +198,8 @@ class ResidentTier(DeviceTier):
 
     def _allocate(self, tokens: int) -> Tensor:
         shape = (self._layout.layers, *self._layout.pages_shape(tokens // self._layout.page_size))
-        self._blocks.append(torch.empty(shape, dtype=self._layout.dtype, device=self._device))
+        with torch.inference_mode(False):  # a prefill allocates in that mode, and `load` writes outside of it
+            self._blocks.append(torch.empty(shape, dtype=self._layout.dtype, device=self._device))
         return self._blocks[-1]
 
     def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
