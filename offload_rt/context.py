@@ -92,8 +92,8 @@ class Context:
         """Appends a prompt, if there is one, and continues the context, which then contains both.
 
         Args:
-            config: another composition than the LLM's own, for this text alone. It is over the same KV, when
-                the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
+            config: another composition than the LLM's own, for this continuation alone. It uses the same KV,
+                so the means that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
             overrides: config values by full key, of a `config` that is named.
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
         """
@@ -140,7 +140,7 @@ class Context:
             self._engine.rewind(self._session, length)
 
     def _turn_to_use(self) -> None:
-        """Ends the newest text, of which the context holds what was taken. UsageError where it is closed."""
+        """Ends the newest stream; the context keeps the tokens that were taken. UsageError if closed."""
         self._engine.check_open()
         if self.closed:
             raise UsageError("this context is closed: read the text again")
@@ -167,13 +167,13 @@ class Context:
 
 
 class TokenStream(Iterator[TokenEvent]):
-    """A text as it is made: an iterator of its events. Closing it ends the text, and so does its context.
+    """Streaming output of one sequence: an iterator of its events. Using or closing its context ends it.
 
     Args:
-        on_end: called once when the text has ended.
+        on_end: called once when the stream has ended.
 
     Attributes:
-        result: how the text came about, once it has ended.
+        result: tokens and statistics, once the stream has ended.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class TokenStream(Iterator[TokenEvent]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the text; what has been taken of it stands. Idempotent, from any thread."""
+        """Ends the stream; the tokens taken from it are kept. Idempotent, from any thread."""
         with self._engine.lock:
             if self.result is None:
                 try:
