@@ -150,6 +150,19 @@ def test_other_tokens_after_a_rewind(make: Make, place: str, device: torch.devic
     assert placed == whole and sum(placed.values()) == 144
 
 
+@pytest.mark.parametrize("place", ["tiers", "late"])
+def test_a_context_that_is_read_again_has_its_resident_memory_once(make: Make, place: str) -> None:
+    """Also where less was resident before."""
+    llm = make("plain", place)
+    needed = llm.read(TEXT[:150])._session.full.resident_bytes
+    for before in (150, 20):
+        context = llm.read(TEXT[:before])
+        context.rewind(1)
+        context.append(TEXT[1:150])
+        assert context._session.full.resident_bytes == needed > 0
+        check(llm, context, TEXT[:150])
+
+
 def test_every_end_of_a_sequence_is_appended_to(
     make: Make, models: tuple[PreTrainedModel, PreTrainedModel]
 ) -> None:

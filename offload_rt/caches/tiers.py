@@ -198,7 +198,7 @@ class ResidentTier(DeviceTier):
 
     def _allocate(self, tokens: int) -> Tensor:
         shape = (self._layout.layers, *self._layout.pages_shape(tokens // self._layout.page_size))
-        with torch.inference_mode(False):  # a prefill allocates; an append loads outside it
+        with torch.inference_mode(False):  # a prefill allocates in that mode, and `load` writes outside of it
             self._blocks.append(torch.empty(shape, dtype=self._layout.dtype, device=self._device))
         return self._blocks[-1]
 
@@ -206,6 +206,7 @@ class ResidentTier(DeviceTier):
         page = self._layout.page_size
         tokens = min(self.capacity - self._late, keys.shape[1] // page * page)
         if layer == 0:
+            self.release()  # the sequence was read before, and rewound to its start
             self.first, self.tokens = start, tokens
             self._allocate(tokens)
         pages = self._blocks[0][layer, : tokens // page]

@@ -69,8 +69,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
-    cards = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine's GPU)"
-    add("--gpu", metavar="NAME", help=cards)
+    gpus = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine's GPU)"
+    add("--gpu", metavar="NAME", help=gpus)
     add("--gpus", type=int, metavar="N", help="number of GPUs: the first computes, all hold KV (default: 1)")
     for flag, (unit, help) in FIGURES.items():
         add(flag, type=float, metavar=unit, help=help)
@@ -129,8 +129,8 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     """Returns the machine that the flags describe, or this one."""
     names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", *FIGURES)]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if arguments.gpu == NO_GPU and (of_cards := sorted({"gpus", "link", "vram"} & given.keys())):
-        raise UsageError(f"--{of_cards[0]} describes a GPU, and --gpu {NO_GPU} has none: leave it out")
+    if arguments.gpu == NO_GPU and (of_gpus := sorted({"gpus", "link", "vram"} & given.keys())):
+        raise UsageError(f"--{of_gpus[0]} describes a GPU, and --gpu {NO_GPU} has none: leave it out")
     if arguments.gpu is not None:
         return named_hardware(arguments.gpu, **given)
     count = given.pop("gpus", None)

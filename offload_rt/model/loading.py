@@ -31,7 +31,7 @@ DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 DEMO = "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
-_CARD = re.compile(r"cuda:(\d+)")
+_CUDA_DEVICE = re.compile(r"cuda:(\d+)")
 _BODY = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
 """Weights that a text model uses. Files may hold others: a vision tower, a reward head."""
 _INTEGERS = ("I", "U", "BOOL")
@@ -44,8 +44,8 @@ def choose_device(name: str) -> torch.device:
     Raises:
         UsageError: another name, or a GPU that is not there.
     """
-    card = _CARD.fullmatch(name)
-    if name not in DEVICES and card is None:
+    gpu = _CUDA_DEVICE.fullmatch(name)
+    if name not in DEVICES and gpu is None:
         raise UsageError(f"device {name!r} is unknown: use one of {', '.join(DEVICES)}, cuda:N")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if missing := no_cuda_device():
         raise UsageError(f"device {name}: {missing}; or use --device cpu")
-    number, count = int(card[1]) if card else torch.cuda.current_device(), torch.cuda.device_count()
+    number, count = int(gpu[1]) if gpu else torch.cuda.current_device(), torch.cuda.device_count()
     if number >= count:
         raise UsageError(f"device {name}: this torch sees {count} CUDA devices, counted from 0")
     return torch.device("cuda", number)
