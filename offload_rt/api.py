@@ -213,13 +213,14 @@ class LLM:
     @property
     def model_sampling(self) -> SamplingParams | None:
         """Sampling that the model's generation_config.json suggests; None: greedy decoding, or nothing."""
-        config: Any = self.engine.target.module.generation_config
-        if config is None or not config.do_sample:
+        if (config := self.engine.target.module.generation_config) is None or not config.do_sample:
             return None
-        found = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
-        return SamplingParams(
-            **{"temperature": 1.0} | {name: v for name, v in found.items() if v is not None}
-        )
+        names = ("temperature", "top_p", "top_k")
+        found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+        try:
+            return SamplingParams(**{"temperature": 1.0} | found)
+        except UsageError:
+            return None  # a bad suggestion is no reason to refuse a run
 
     @property
     def end_tokens(self) -> frozenset[int]:

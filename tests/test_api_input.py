@@ -106,6 +106,8 @@ def test_the_models_own_sampling(llm: LLM) -> None:
         )
         suggested = llm.model_sampling
         assert suggested is not None and (suggested.temperature, suggested.top_p) == (0.6, 0.9)
+        llm.engine.target.module.generation_config.temperature = "hot"
+        assert llm.model_sampling is None, "a bad suggestion is no reason to refuse a run"
         llm.engine.target.module.generation_config = GenerationConfig(temperature=0.6)
         assert llm.model_sampling is None
     finally:

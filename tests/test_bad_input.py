@@ -142,7 +142,7 @@ TABLE = [
     ("generate --device cuda:0,cpu", "'cuda:0,cpu' is not a device"),
     ("generate --json F", "is a folder"),
     ("generate --json F/no/out.json", "its folder does not exist"),
-    (f"{OWN} --prompt a -n 0", "max-tokens 0 is out of range"),
+    (f"{OWN} --prompt a -n 0", "'0' is not a number of tokens"),
     (f"{OWN} --prompt a --temperature -1", "temperature -1.0 is out of range"),
     (f"{OWN} --prompt a --temperature nan", "temperature nan is out of range"),
     (f"{OWN} --prompt a --top-p 0", "top-p 0.0 is out of range"),

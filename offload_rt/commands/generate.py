@@ -101,7 +101,7 @@ def _add_sampling(generate: argparse.ArgumentParser) -> None:
     sampling = generate.add_argument_group("sampling")
     add = sampling.add_argument
     most = "generate at most N tokens (default: 256)"
-    add("-n", "--max-new-tokens", type=int, default=256, metavar="N", help=most)
+    add("-n", "--max-new-tokens", type=prompts.token_count, default=256, metavar="N", help=most)
     add_distribution(sampling)
     add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
     stop = "end the text where STRING begins; may be repeated (default: none)"

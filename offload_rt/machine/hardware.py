@@ -159,14 +159,18 @@ def named_hardware(
         link_beside_attention=0.95,
         launch_ms=LAUNCH_MS,
     )
-    if gpu == NO_GPU:
-        return Hardware(host, (), measured=False)
+    devices = () if gpu == NO_GPU else (_named_gpu(gpu, link, vram),) * gpus
+    return Hardware(host, devices, measured=False)
+
+
+def _named_gpu(gpu: str, link: float, vram: float | None) -> Gpu:
+    """Returns a known GPU by its name; see `named_hardware`."""
     written = re.sub("nvidia|geforce|tesla|gb|[^a-z0-9]", "", gpu.lower())
     name = next((name for name in KNOWN_GPUS if name.replace("-", "") in (written, f"rtx{written}")), None)
     if name is None:
         raise UsageError(f"--gpu {gpu}: is not known; use one of {', '.join(KNOWN_GPUS)} or {NO_GPU}")
     mib, memory_rate, compute_rate = KNOWN_GPUS[name]
-    one = Gpu(
+    return Gpu(
         name=name,
         memory_bytes=int(vram * GIB) if vram is not None else mib * 2**20,
         memory_rate=MEMORY_SHARE * memory_rate,
@@ -175,4 +179,3 @@ def named_hardware(
         to_host_rate=link,
         launch_ms=LAUNCH_MS,
     )
-    return Hardware(host, (one,) * gpus, measured=False)
