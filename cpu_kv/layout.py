@@ -62,10 +62,10 @@ class KVLayout:
     def segment_tokens(self, byte_count: int, tokens: int) -> int:
         """Returns the tokens of a segment, whole pages of one layer that are at most ``byte_count`` bytes.
 
-        At most a quarter of the layer's ``tokens``, so that copies and compute overlap in short sequences
+        At most half of the layer's ``tokens``, so that copies and compute overlap in short sequences
         too, and at least one page.
         """
-        most = min(byte_count // self.layer_token_bytes, tokens // 4)
+        most = min(byte_count // self.layer_token_bytes, tokens // 2)
         return max(1, most // self.page_size) * self.page_size
 
     def check_whole(self, start: int, end: int) -> None:

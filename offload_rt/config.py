@@ -238,7 +238,7 @@ class StoreConfig:
     page: Positive = 256
     slab_tokens: Positive = 4096  # of a slab, the unit of allocation
     ring_buffers: Annotated[int, 2] = 3  # staging buffers on the device: one is filled while another is read
-    # Of one layer's KV, copied and attended at a time: whole pages, and at most a quarter of a layer.
+    # Of one layer's KV, copied and attended at a time: whole pages, and at most half of a layer.
     segment_bytes: Positive = 64 * 2**20
 
     def __post_init__(self) -> None:

@@ -115,10 +115,10 @@ def filled(store: PagedKVStore, tokens: int) -> SequenceKV:
 
 @pytest.mark.parametrize(("kv_heads", "tokens"), [(32, 4096), (8, 16_384)])
 def test_segments_are_sized_in_bytes(kv_heads: int, tokens: int) -> None:
-    """Those of Llama-2-7B and Llama-3.1-8B; a short sequence has four at least."""
+    """Those of Llama-2-7B and Llama-3.1-8B; a short sequence has two at least."""
     layout = KVLayout(32, kv_heads, 128, torch.bfloat16, page_size=256)
     assert layout.segment_tokens(2**26, 131_072) == tokens
-    assert layout.segment_tokens(2**26, 4096) == 1024 and layout.segment_tokens(2**26, 300) == 256
+    assert layout.segment_tokens(2**26, 4096) == 2048 and layout.segment_tokens(2**26, 300) == 256
 
 
 def test_views_are_the_store_itself() -> None:
