@@ -154,12 +154,13 @@ def test_other_tokens_after_a_rewind(make: Make, place: str, device: torch.devic
 def test_a_context_that_is_read_again_has_its_resident_memory_once(make: Make, place: str) -> None:
     """Also where less was resident before."""
     llm = make("plain", place)
-    needed = llm.read(TEXT[:150])._session.full.resident_bytes
+    llm.read(TEXT[:150])
+    needed = llm.engine.sequences[-1].full.resident_bytes
     for before in (150, 20):
         context = llm.read(TEXT[:before])
         context.rewind(1)
         context.append(TEXT[1:150])
-        assert context._session.full.resident_bytes == needed > 0
+        assert llm.engine.sequences[-1].full.resident_bytes == needed > 0
         check(llm, context, TEXT[:150])
 
 
