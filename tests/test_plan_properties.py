@@ -120,7 +120,7 @@ def test_a_better_machine_is_never_slower_and_a_longer_context_never_faster(
         if all(one.fits for one in plans) and len(budgets) == 1:
             less, more = (one.check() for one in plans)
             # The planner tries few shares: one between them may be shorter by less than a thousandth.
-            assert less.ms_per_token <= more.ms_per_token * (1 + 1e-3)
+            assert less.ms_per_token <= more.ms_per_token * (1 + 1e-9)
             assert less.prefill_ms <= more.prefill_ms * (1 + 1e-9)
 
 

@@ -175,10 +175,8 @@ class SpeculationController:
         if self._clock or not self.ahead:
             return self.ahead
         shape = self._wanted()
-        draft_ms = self._prices.draft_ms(length, shape)
-        return (
-            min(self.ahead, int(self._prices.pass_ms(length, shape) / draft_ms)) if draft_ms else self.ahead
-        )
+        pass_ms, draft_ms = self._prices.pass_ms(length, shape), self._prices.draft_ms(length, shape)
+        return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms else self.ahead
 
     def over(self, running: BackgroundPass) -> bool:
         """Returns whether a pass is over, so that no more drafts for its outcomes are begun."""
@@ -219,15 +217,14 @@ class SpeculationController:
 
     def _judge(self) -> None:
         """Decides after a window of drafted rounds whether to go on drafting."""
-        if self._loses() and self._clock:
+        if not self._loses():
+            self._break = FIRST_BREAK
+            self._judged.clear()
+        elif self._clock:
             self._checks = CHECKS  # against plain rounds of the same moment
             self._plain_ms.clear()
-            return
-        if self._loses():
-            self._fall_back()
         else:
-            self._break = FIRST_BREAK
-        self._judged.clear()
+            self._fall_back()
 
     def _loses(self) -> bool:
         """Returns whether judged rounds, the slowest left out, took longer a token than plain ones."""

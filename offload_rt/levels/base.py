@@ -162,6 +162,12 @@ class Level(ABC):
         self.config = config
         self.settings = level
 
+    @property
+    def merged(self) -> Level | None:
+        """The look-up whose finds join its drafts; None without one."""
+        name = self.settings.merge
+        return LEVELS[name](self.config, LevelConfig(name)) if name else None
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in cls.__dict__:
@@ -257,8 +263,8 @@ def levels_of(config: Config) -> list[Level]:
 
 def used_levels(config: Config) -> list[Level]:
     """Returns the levels of a config, and the look-ups whose finds join a draft (`merge`)."""
-    merged = (LevelConfig(level.merge) for level in config.speculation.levels if level.merge)
-    return [*levels_of(config), *(LEVELS[level.name](config, level) for level in merged)]
+    levels = levels_of(config)
+    return [*levels, *(level.merged for level in levels if level.merged)]
 
 
 def needs_draft_model(configs: Iterable[Config]) -> bool:

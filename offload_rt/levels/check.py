@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from offload_rt.config import Config, LevelConfig, nearest, require
+from offload_rt.config import Config, nearest, require
 from offload_rt.levels.base import LEVELS, Level, levels_of
 from offload_rt.levels.sources import SourceLevel
 
@@ -38,8 +38,8 @@ def _check_level(one: Level) -> None:
     rule = f"must be one of {', '.join(sources)}, or empty"
     require(level.merge in ("", *sources), f"{KEY}.merge", level.merge, rule)
     one.check(KEY)
-    if level.merge:
-        LEVELS[level.merge](one.config, LevelConfig(level.merge)).check(KEY)
+    if merged := one.merged:
+        merged.check(KEY)
 
 
 def _check_pair(below: Level, above: Level) -> None:

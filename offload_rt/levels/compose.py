@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from offload_rt.config import LevelConfig
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.merged import MergedDrafter
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.levels.base import LEVELS, Resources, levels_of
+from offload_rt.levels.base import Resources, levels_of
 from offload_rt.levels.sources import SourceLevel
 
 TARGET_FULL = "target:full"
@@ -18,9 +17,8 @@ def compose(resources: Resources) -> Verifier:
     drafter, below = Drafter(), CHAIN
     for level, shape in zip(levels_of(resources.config), resources.config.speculation.shapes, strict=True):
         drafter = level.drafter(drafter, below, shape, resources)
-        if merged := level.settings.merge:
-            source = LEVELS[merged](resources.config, LevelConfig(merged))
-            assert isinstance(source, SourceLevel)  # checked with the config
-            drafter = MergedDrafter(drafter, source.source())
+        if (merged := level.merged) is not None:
+            assert isinstance(merged, SourceLevel)  # checked with the config
+            drafter = MergedDrafter(drafter, merged.source())
         below = shape
     return Verifier(TARGET_FULL, resources.target, resources.full, drafter, resources.sampling)

@@ -25,7 +25,7 @@ from offload_rt.planning.placement import (
     host_memory,
     shortage,
 )
-from offload_rt.planning.prediction import PassTime, Predictor, RoundTime
+from offload_rt.planning.prediction import Predictor, RoundTime
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 THRIFTY = (("store.segment_bytes", 16 * 2**20), ("prefill.chunk", 512), ("retrieval.rest", False))
@@ -178,54 +178,49 @@ def comparison(plans: Sequence[Plan]) -> str:
 
 def _best_round(predictor: Predictor) -> RoundTime:
     """Returns the round with the least time a token, of all drafts."""
-    request = predictor.request
-    rounds = (
-        _shortest_round(predictor, drafted, resident)
-        for drafted in request.drafts
-        for resident in _resident_shares(request)
-    )
+    rounds = (_shortest_round(predictor, drafted) for drafted in predictor.request.drafts)
     return min(rounds, key=lambda one: one.ms_per_token)
 
 
-def _resident_shares(request: PlanRequest) -> list[int]:
-    """Returns the numbers of resident tokens of the first GPU to try; one that the config gives is kept.
+def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
+    """Returns the shortest round of any placement; shares that the config gives are kept.
 
-    All that it has room for, or no more than other GPUs keep, so that all of them attend at once.
-    """
-    if request.given_resident is not None:
-        return [request.given_resident]
-    page, cpu = request.config.store.page, request.given_cpu or 0
-    capacity, *others = request.capacities
-    most = min(capacity, request.context - cpu)
-    most -= most % page if cpu else 0
-    even = -(-request.context // (1 + len(others)) // page) * page
-    return [most, even] if even < most else [most]
-
-
-def _shortest_round(predictor: Predictor, drafted: DraftShape, resident: int) -> RoundTime:
-    """Returns the shortest round with so many resident tokens; a share of the CPU that is given is kept.
-
-    Of the rest the CPU attends nothing, or as much as lets its lane and the link's end together, or all that
-    no GPU keeps.
+    All ranges of tokens but the text's last end with a page.
     """
     request, draft = predictor.request, predictor.draft(drafted)
-    context, page, cpu = request.context, request.config.store.page, request.given_cpu
-    others = request.capacities[1:]
-    left = context - resident
+    context, page, resident = request.context, request.config.store.page, request.given_resident
 
-    def at(cpu: int) -> PassTime:
-        return predictor.verification(request.placement(resident, cpu), drafted)
+    def at(resident: int, cpu: int) -> RoundTime:
+        return predictor.round(predictor.verification(request.placement(resident, cpu), drafted), draft)
 
-    if cpu is not None:
-        shares = {min(cpu, left)}
-    else:
-        # More tokens for the CPU lengthen its lane and shorten the link's.
-        balanced = bisect_left(
-            range(0, left, page), True, key=lambda cpu: at(cpu).cpu_attention >= at(cpu).link
-        )
-        unstreamed = min(left, -(-max(0, left - sum(others)) // page) * page)
-        shares = {0, max(0, balanced - 1) * page, min(balanced * page, unstreamed), unstreamed}
-    return min((predictor.round(at(cpu), draft) for cpu in sorted(shares)), key=lambda one: one.ms)
+    capacity, *others = request.capacities or [0]
+    if (cpu := request.given_cpu) is not None:
+        if resident is None:
+            resident = min(capacity, context - cpu)
+            resident -= resident % page if cpu else 0
+        return at(resident, min(cpu, context - resident))
+
+    def unstreamed(resident: int) -> int:
+        """Returns the tokens for the CPU, in whole pages, where GPUs keep all they can and none stream."""
+        left = context - resident
+        return min(left, -(-max(0, left - sum(others)) // page) * page)
+
+    kept = capacity if resident is None else resident
+    found = [at(kept, 0)]
+    found += _lowest(range(page, context - kept, page), lambda cpu: at(kept, cpu))
+    fewer = range(0, kept + 1, page) if resident is None else range(kept, kept + 1)
+    found += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
+    return min(found, key=lambda one: one.ms)
+
+
+def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:
+    """Returns the shortest round along a line of shares.
+
+    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly, and a
+    round is a sum of their maxima: there is one valley.
+    """
+    rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
+    return [at(place) for place in places[rises : rises + 1]]
 
 
 # The nearest plan that fits.
@@ -233,11 +228,12 @@ def _shortest_round(predictor: Predictor, drafted: DraftShape, resident: int) ->
 
 def _fitting(request: PlanRequest) -> PlanRequest | None:
     """Returns the request, with smaller sizes and a smaller retrieved cache if only that fits; else None."""
-    for key, size in (("", 0), *THRIFTY):
-        if key and request.config.value(key) > size:
-            request = request.having(key, size)
+    for key, size in THRIFTY:
         if shortage(request) is None:
             return request
+        request = request.having(key, min(size, request.config.value(key)))
+    if shortage(request) is None:
+        return request
     budget = _largest_budget(request)
     least = max(1, int(SMALLEST_BUDGET_SHARE * request.config.retrieval.budget))
     return request.having("retrieval.budget", budget) if budget >= least else None
