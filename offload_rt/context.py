@@ -11,6 +11,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.output import OutputProcessor, step
+from offload_rt.planning.placement import check_positions
 from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer
 
 GREEDY = SamplingParams()
@@ -33,6 +34,15 @@ class Host(Protocol):
     def composition(self, config: str | None, overrides: Mapping[str, object]) -> Config | None: ...
 
 
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of tokens with which both begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # comparing slices is faster than comparing token by token
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
 class Context:
     """Tokens that were read, and those that were generated after them, with their KV. Made by `LLM.read`.
 
@@ -42,6 +52,8 @@ class Context:
 
     Attributes:
         closed: its KV was given back.
+        messages: the chat messages that it was read from, and those of the chat since then; None: it was
+            read from a text or token IDs.
     """
 
     def __init__(self, host: Host, sequence: TokenSequence) -> None:
@@ -49,6 +61,7 @@ class Context:
         self._engine = host.engine
         self._sequence = sequence
         self._stream: TokenStream | None = None
+        self.messages: list[dict[str, Any]] | None = None
         self.closed = False
 
     def __len__(self) -> int:
@@ -80,6 +93,29 @@ class Context:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens))
             self._engine.read(self._sequence, tokens)
+
+    def update(self, prompt: Prompt) -> int:
+        """Makes the context hold exactly `prompt`; reads only what follows their longest common beginning.
+
+        Where that fails, the context holds the common beginning alone.
+
+        Returns:
+            Number of tokens that were kept.
+
+        Raises:
+            UsageError: the prompt does not fit, or the context is closed.
+        """
+        wanted = self._host.prompt_ids(prompt)
+        with self._engine.lock:
+            self._turn_to_use()
+            sequence = self._sequence
+            check_positions(self._engine.target, len(wanted), 0)
+            kept = common_beginning(sequence.tokens, wanted)
+            self._engine.check_growth(sequence, len(wanted) - len(sequence.tokens))
+            self._engine.rewind(sequence, kept)
+            if kept < len(wanted):
+                self._engine.read(sequence, wanted[kept:])
+            return kept
 
     def generate(
         self,

@@ -206,6 +206,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("ask"), st.integers(1, 70)),
         st.tuples(st.just("take"), st.integers(0, 9)),
         st.tuples(st.just("rewind"), st.floats(0, 1)),
+        st.tuples(st.just("update"), st.tuples(st.floats(0, 1), st.integers(0, 70))),
         st.tuples(st.just("config"), st.sampled_from(CONFIGS)),
     ),
     min_size=3,
@@ -235,6 +236,13 @@ def test_any_use_of_a_context(
             elif action == "rewind":
                 known = known[: max(1, round(value * len(known)))]
                 context.rewind(len(known))
+            elif action == "update":
+                share, count = value
+                wanted = [*known[: round(share * len(known))], *OTHER[:count]] or known
+                kept = context.update(wanted)
+                same = [one == other for one, other in zip(known, wanted, strict=False)]
+                assert kept == (same.index(False) if False in same else len(same))
+                known = wanted
             elif action == "config":
                 config = value
             elif action == "ask":
@@ -429,6 +437,8 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: context.generate((), NEXT, "retrieval", {"a.b": 1}), "unknown key a.b"),
         (lambda: context.generate((), SamplingParams(max_tokens=9000)), "positions of LlamaForCausalLM"),
         (lambda: context.append([1] * 9000), "positions of LlamaForCausalLM"),
+        (lambda: context.update([1] * 9000), "9000 prompt tokens and 0 new ones are more than"),
+        (lambda: context.update([]), "the prompt is empty"),
         (lambda: llm.read(TEXT, 1.5), "room must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: llm.read([]), "the prompt is empty"),
     ]
