@@ -35,6 +35,18 @@ class ChunkMeans:
         for layer in range(self.layout.layers):
             self._grow(layer, tokens // self.chunk_size)
 
+    def same_kind(self, other: ChunkMeans) -> bool:
+        """True if both keep the same means, each of its sequence."""
+        return (self.chunk_size, self._sides) == (other.chunk_size, other._sides)
+
+    def begin_with(self, other: ChunkMeans, length: int) -> None:
+        """Takes the means of the first ``length`` tokens from another sequence's of the same kind."""
+        full = length // self.chunk_size
+        for layer in range(self.layout.layers):
+            self._grow(layer, full)
+            self._means[layer][:, :, :full] = other.means(layer)[:, :, :full]
+            self._counts[layer] = full
+
     def missing(self, layer: int, length: int) -> tuple[int, int]:
         """Returns the range of tokens whose chunks are full at ``length`` tokens but have no mean yet."""
         full = max(length // self.chunk_size, self._counts[layer])

@@ -6,60 +6,36 @@ contiguous in memory and cross a link as one copy.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpu_kv.chunks import ChunkMeans
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
-from cpu_kv.mapped import device_view, kernels_use_host_pointers
-from cpu_kv.pinned import SlabAllocator, pieces
-
-
-@dataclass(frozen=True, eq=False)
-class _Slab:
-    """Memory for ``pages`` pages: for each layer a tensor of ``KVLayout.pages_shape``.
-
-    ``mapped``: views of these tensors for kernels of a device, by layer and device.
-    """
-
-    number: int
-    pages: int
-    layers: list[Future[Tensor]]
-    mapped: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+from cpu_kv.pages import PagePool, Slab, locked_pieces
 
 
 @dataclass
 class _Run:
     """Pages that are consecutive both in a slab and in a sequence."""
 
-    slab: _Slab
+    slab: Slab
     first: int  # number of its first page in the slab
     start: int  # number of its first page in the sequence
     pages: int
 
 
-def _locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
-    """Yields pages ``first`` .. ``last`` of a slab, split where its page-locked pieces meet."""
-    entries, page, size = slab.view(-1), slab[0].numel(), slab.itemsize
-    for piece_start, piece_end in pieces(slab.nbytes):
-        start, end = max(first * page, piece_start // size), min(last * page, piece_end // size)
-        if start < end:
-            yield entries[start:end]
-
-
 class PagedKVStore:
-    """Stores the KV of any number of sequences in pages. Sequences share no pages.
+    """Stores the KV of any number of sequences in pages, which sequences with one beginning may share.
 
     ``pin``: whether to page-lock the memory, so that a GPU copies from it at full rate. ``slab_tokens``: by
     how many tokens a sequence grows beyond what it has reserved. ``on_warning``: called once if page-locking
     is refused. A store and its sequences must be used from one thread, but other threads may read committed
-    tokens while nothing is appended or truncated. Raises RuntimeError if used after ``close``.
+    tokens of a sequence that is not appended to, truncated or closed meanwhile. Raises RuntimeError if used
+    after ``close``.
     """
 
     def __init__(
@@ -72,10 +48,7 @@ class PagedKVStore:
     ):
         self.layout = layout
         self._slab_pages = layout.pages(slab_tokens)
-        self._allocator = SlabAllocator(pin, on_warning)
-        self._slabs: dict[int, _Slab] = {}
-        self._slabs_made = 0
-        self._free: list[tuple[int, int]] = []  # heap of (slab number, page of the slab): lowest first
+        self._pool = PagePool(layout, pin, on_warning)
         self._sequences: set[SequenceKV] = set()
         self._closed = False
 
@@ -93,23 +66,22 @@ class PagedKVStore:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the slabs that are allocated or being allocated."""
-        pages = sum(slab.pages for slab in self._slabs.values())
-        return pages * self.layout.layers * self.layout.page_bytes
+        return self._pool.pages * self.layout.layers * self.layout.page_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the keys and values in all sequences."""
-        tokens = sum(sum(sequence._lengths) for sequence in self._sequences)
-        return tokens * self.layout.layer_token_bytes
+        """Bytes of the keys and values in all sequences; those that sequences share count once."""
+        tokens = sum(sum(sequence._lengths) for sequence in tuple(self._sequences))
+        # A page that is shared is full in every layer of each of its owners.
+        again = self._pool.extra_owners * self.layout.layers * self.layout.page_bytes
+        return tokens * self.layout.layer_token_bytes - again
 
     def close(self) -> None:
         """Closes every sequence and frees all memory. No copy may be pending. Idempotent."""
         self._closed = True
         for sequence in list(self._sequences):
             sequence.close()
-        self._slabs.clear()
-        self._free.clear()
-        self._allocator.close()
+        self._pool.close()
 
     def __enter__(self) -> PagedKVStore:
         return self
@@ -123,60 +95,6 @@ class PagedKVStore:
         if self._closed:
             raise RuntimeError("the KV store is closed")
 
-    def _take_pages(self, count: int, slab_pages: int) -> list[tuple[_Slab, int]]:
-        """Returns ``count`` pages, the lowest free ones first.
-
-        If there are too few, a slab of at least ``slab_pages`` pages is allocated.
-        """
-        missing = count - len(self._free)
-        if missing > 0:
-            self._add_slab(max(missing, slab_pages))
-        taken = (heapq.heappop(self._free) for _ in range(count))
-        return [(self._slabs[number], page) for number, page in taken]
-
-    def _give_back(self, slab: _Slab, page: int) -> None:
-        if slab.number in self._slabs:
-            heapq.heappush(self._free, (slab.number, page))
-
-    def _add_slab(self, pages: int) -> None:
-        # Layers are allocated in the background in this order: later ones while earlier ones are filled.
-        shape = self.layout.pages_shape(pages)
-        futures = [self._allocator.allocate(shape, self.layout.dtype) for _ in range(self.layout.layers)]
-        slab = _Slab(self._slabs_made, pages, futures)
-        self._slabs_made += 1
-        self._slabs[slab.number] = slab
-        for page in range(pages):
-            heapq.heappush(self._free, (slab.number, page))
-
-    def _memory(self, slab: _Slab, layer: int) -> Tensor:
-        """Returns one layer of a slab once it is allocated. If that fails, the whole slab is dropped."""
-        try:
-            return slab.layers[layer].result()
-        except (MemoryError, CancelledError) as error:
-            self._drop_slab(slab)
-            tokens = slab.pages * self.layout.page_size
-            raise MemoryError(f"no memory for {tokens} more tokens of KV: {error}") from error
-
-    def _mapped(self, slab: _Slab, layer: int, device: torch.device) -> Tensor | None:
-        """Returns one layer of a slab as a tensor of a CUDA device; None if kernels cannot read all of it."""
-        memory = self._memory(slab, layer)
-        if (layer, device) not in slab.mapped and self._may_be_mapped(memory, device):
-            slab.mapped[layer, device] = device_view(memory, device)
-        return slab.mapped.get((layer, device))
-
-    def _may_be_mapped(self, memory: Tensor, device: torch.device) -> bool:
-        return self._allocator.is_locked(memory) and kernels_use_host_pointers(device)
-
-    def _drop_slab(self, slab: _Slab) -> None:
-        # Its pages are not free any more, so a smaller request can still succeed.
-        if self._slabs.pop(slab.number, None) is None:
-            return
-        self._free = [entry for entry in self._free if entry[0] != slab.number]
-        heapq.heapify(self._free)
-        for future in slab.layers:
-            if not future.cancel() and future.exception() is None:
-                self._allocator.release(future.result())
-
 
 class SequenceKV:
     """Committed keys and values of one sequence. Created by ``PagedKVStore.new_sequence``.
@@ -186,12 +104,16 @@ class SequenceKV:
     sequence or its store was closed, and ValueError for a layer that does not exist.
     """
 
+    # A page with several owners is never written: `fork` shares full pages alone, writes go behind the tokens
+    # that are present, and `truncate` leaves no shared page that is not full.
+
     def __init__(self, store: PagedKVStore, chunk_size: int | None, page_means: bool):
         self.layout = layout = store.layout
         self.summaries = None if chunk_size is None else ChunkMeans(layout, chunk_size)
         self.page_means = ChunkMeans(layout, layout.page_size, values=True) if page_means else None
         self._means = [means for means in (self.summaries, self.page_means) if means is not None]
         self._store = store
+        self._pool = store._pool
         self._runs: list[_Run] = []
         self._lengths = [0] * layout.layers
         self._closed = False
@@ -205,6 +127,15 @@ class SequenceKV:
     def reserved_tokens(self) -> int:
         """Number of tokens for which there are pages."""
         return self._pages * self.layout.page_size
+
+    def room_after(self, length: int) -> int:
+        """Returns for how many tokens there are pages once the sequence is truncated to ``length``.
+
+        Pages behind it that others share are not free then, and one that it cuts has to be copied.
+        """
+        behind = self._runs_of(length // self.layout.page_size, self._pages)
+        shared = sum(self._pool.is_shared(run.slab, page) for run, *ends in behind for page in range(*ends))
+        return (self._pages - shared) * self.layout.page_size
 
     def layer_length(self, layer: int) -> int:
         """Number of tokens that are present in ``layer``."""
@@ -251,18 +182,74 @@ class SequenceKV:
             for part in self._span(layer, start, end) if start < end else ():
                 means.extend(layer, part)
 
+    def fork(self, length: int, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
+        """Returns a new sequence of the store that begins with the first ``length`` tokens of this one.
+
+        Both share the whole pages, and each gives them up on its own; the page that ``length`` cuts is
+        copied. For ``chunk_size`` and ``page_means`` see ``PagedKVStore.new_sequence``: means that this
+        sequence keeps are copied, others are computed. Raises ValueError if fewer than ``length`` tokens are
+        present in every layer, MemoryError if memory is short.
+        """
+        self._check()
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot fork {length} tokens: {self.length} are present")
+        fork = self._store.new_sequence(chunk_size, page_means)
+        try:
+            fork._begin_with(self, length)
+        except BaseException:
+            fork.close()
+            raise
+        return fork
+
+    def _begin_with(self, source: SequenceKV, length: int) -> None:
+        """Takes the first ``length`` tokens of another sequence. This one is empty."""
+        whole = length // self.layout.page_size
+        for run, first, last in source._runs_of(0, whole):
+            self._pool.share(run.slab, first, last)
+            self._runs.append(_Run(run.slab, first, self._pages, last - first))
+        if whole < self.layout.pages(length):
+            self._add_page(*source._copied_page(length))
+        for mine in self._means:
+            for theirs in filter(mine.same_kind, source._means):
+                mine.begin_with(theirs, length)
+        for layer in range(self.layout.layers):
+            self.advance(layer, length)
+
+    def _copied_page(self, length: int) -> tuple[Slab, int]:
+        """Returns a new page with the tokens of the page that ``length`` cuts, in every layer."""
+        start, page = length // self.layout.page_size * self.layout.page_size, self.layout.page_size
+        ((slab, number),) = self._pool.take(1, slab_pages=1)
+        try:
+            for layer in range(self.layout.layers):
+                (there,) = parts_of_pages(
+                    self._pool.memory(slab, layer), number * page, number * page + length - start
+                )
+                for place, side in zip(there, *self._span(layer, start, length), strict=True):
+                    place.copy_(side)
+        except BaseException:
+            self._pool.give_back(slab, number)
+            raise
+        return slab, number
+
     def truncate(self, length: int) -> None:
         """Truncates every layer to ``length`` tokens and frees all pages behind them, reserved ones too.
 
-        Raises ValueError if fewer than ``length`` tokens are present.
+        A shared page that ``length`` cuts is copied, as what is appended would be written to it. Raises
+        ValueError if fewer than ``length`` tokens are present, MemoryError if there is none for that copy.
         """
         self._check()
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate to {length}: {self.length} tokens are present")
+        whole, pages = length // self.layout.page_size, self.layout.pages(length)
+        for run, page, _ in list(self._runs_of(whole, pages)):
+            if self._pool.is_shared(run.slab, page):
+                copied = self._copied_page(length)
+                self._keep_pages(whole)
+                self._add_page(*copied)
         self._lengths = [length] * self.layout.layers
         for means in self._means:
             means.truncate(length)
-        self._keep_pages(self.layout.pages(length))
+        self._keep_pages(pages)
 
     def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
         """Returns views of the tokens ``start`` .. ``end`` (default: all) of ``layer``, in order.
@@ -287,7 +274,7 @@ class SequenceKV:
             return None
         page, found = self.layout.page_size, list[KeysValues]()
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
-            mapped = self._store._mapped(run.slab, layer, device)
+            mapped = self._pool.mapped(run.slab, layer, device)
             if mapped is None:
                 return None
             found += parts_of_pages(mapped, *self._in_slab(run, start, end))
@@ -297,7 +284,8 @@ class SequenceKV:
         """Returns the memory of the pages of tokens ``start`` .. ``end``, present or not, for copies.
 
         One-dimensional, contiguous tensors, in order; each is page-locked as a whole or not at all. Reserves
-        pages if needed. Raises ValueError if the range is not whole pages, MemoryError if memory is short.
+        pages if needed. Only pages behind all full ones may be written, as others may be shared. Raises
+        ValueError if the range is not whole pages, MemoryError if memory is short.
         """
         self._check(layer)
         self.layout.check_whole(start, end)
@@ -305,8 +293,8 @@ class SequenceKV:
         found: list[Tensor] = []
         page = self.layout.page_size
         for run, first, last in self._runs_of(start // page, end // page):
-            memory = self._store._memory(run.slab, layer)
-            found += _locked_pieces(memory, first, last)
+            memory = self._pool.memory(run.slab, layer)
+            found += locked_pieces(memory, first, last)
         return found
 
     def close(self) -> None:
@@ -332,20 +320,26 @@ class SequenceKV:
         missing = self.layout.pages(tokens) - self._pages
         if missing <= 0:
             return
-        for slab, page in self._store._take_pages(missing, slab_pages):
-            last = self._runs[-1] if self._runs else None
-            if last is not None and last.slab is slab and last.first + last.pages == page:
-                last.pages += 1
-            else:
-                self._runs.append(_Run(slab, page, self._pages, 1))
+        for slab, page in self._pool.take(missing, slab_pages):
+            self._add_page(slab, page)
+
+    def _add_page(self, slab: Slab, page: int) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is not None and last.slab is slab and last.first + last.pages == page:
+            last.pages += 1
+        else:
+            self._runs.append(_Run(slab, page, self._pages, 1))
 
     def _keep_pages(self, count: int) -> None:
         while self._pages > count:
             last = self._runs[-1]
-            last.pages -= 1
-            self._store._give_back(last.slab, last.first + last.pages)
-            if last.pages == 0:
+            page = last.first + last.pages - 1
+            # Given up before it is given back: an interrupt may lose a page, but never gives one to two.
+            if last.pages == 1:
                 self._runs.pop()
+            else:
+                last.pages -= 1
+            self._pool.give_back(last.slab, page)
 
     def _runs_of(self, start: int, end: int) -> Iterator[tuple[_Run, int, int]]:
         """Yields the runs that contain pages ``start`` .. ``end``, with the range of pages in their slabs."""
@@ -362,7 +356,7 @@ class SequenceKV:
         page = self.layout.page_size
         found: list[KeysValues] = []
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
-            found += parts_of_pages(self._store._memory(run.slab, layer), *self._in_slab(run, start, end))
+            found += parts_of_pages(self._pool.memory(run.slab, layer), *self._in_slab(run, start, end))
         return found
 
     def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:

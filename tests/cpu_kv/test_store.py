@@ -1,9 +1,12 @@
-"""The store against plain tensors: a state machine appends to, truncates and closes several sequences."""
+"""The store against plain tensors: a state machine appends to, truncates, forks and closes sequences."""
 
 from __future__ import annotations
 
 import mmap
+import sys
+import threading
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from cpu_kv import KVLayout, PagedKVStore, SequenceKV, head_major, part_of, pinned
+from cpu_kv.pages import PagePool
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
+SHARES = st.integers(0, 20).map(lambda share: share / 20)  # floats are mostly 0, 1 or next to them
 EMPTY = torch.zeros(2, 2, 0, 4)
 
 
@@ -38,12 +43,15 @@ class StoreMachine(RuleBasedStateMachine):
         slab_tokens=st.sampled_from([1, 10, 32]),
     )
     def open(self, sizes: tuple[int, int], slab_tokens: int) -> None:
-        page, self.chunk = sizes
+        page, chunk = sizes
         self.layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=page)
         self.store = PagedKVStore(self.layout, slab_tokens=slab_tokens)
         self.random = torch.Generator().manual_seed(1)
-        self.sequences = [self.store.new_sequence(self.chunk, page_means=True) for _ in range(3)]
+        self.chunks = [chunk] * 3
+        self.sequences = [self.store.new_sequence(chunk, page_means=True) for _ in range(3)]
         self.plain = [[EMPTY, EMPTY] for _ in range(3)]
+        for layer in range(2):  # for forks: by single appends layers seldom get many tokens in common
+            self.append(0, layer, 25, False)
 
     @rule(
         who=st.integers(0, 2),
@@ -58,7 +66,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.sequences[who].append(layer, kv[0], kv[1])
         self.plain[who][layer] = torch.cat([self.plain[who][layer], kv.detach()], dim=2)
 
-    @rule(who=st.integers(0, 2), share=st.floats(0, 1))
+    @rule(who=st.integers(0, 2), share=SHARES)
     def truncate(self, who: int, share: float) -> None:
         length = round(share * self.sequences[who].length)
         self.sequences[who].truncate(length)
@@ -69,15 +77,52 @@ class StoreMachine(RuleBasedStateMachine):
         self.sequences[who].reserve(tokens)
         assert self.sequences[who].reserved_tokens >= tokens
 
+    @rule(
+        who=st.integers(0, 2),
+        source=st.integers(0, 2),
+        share=SHARES,
+        same=st.booleans(),
+        cut=st.none() | SHARES,
+        tokens=st.integers(1, 3),
+    )
+    def fork(self, who: int, source: int, share: float, same: bool, cut: float | None, tokens: int) -> None:
+        """Also in its own place, and with means of other chunks; then one of both is cut and goes on."""
+        length, old = round(share * self.sequences[source].length), self.sequences[who]
+        chunk = self.chunks[source] if same else self.layout.page_size
+        self.sequences[who] = self.sequences[source].fork(length, chunk, page_means=True)
+        self.chunks[who] = chunk
+        old.close()
+        self.plain[who] = [kv[:, :, :length] for kv in self.plain[source]]
+        if cut is not None:
+            going_on = who if same else source
+            self.truncate(going_on, cut)
+            for layer in range(2):
+                self.append(going_on, layer, tokens, False)
+
+    @rule(who=st.integers(0, 2), layer=st.integers(0, 1), tokens=st.integers(1, 30))
+    def write_behind(self, who: int, layer: int, tokens: int) -> None:
+        """As an engine writes a prompt: whole pages behind the full ones, the last one's end too."""
+        sequence, page = self.sequences[who], self.layout.page_size
+        start = sequence.layer_length(layer)
+        if start % page:
+            return
+        pages = torch.randn(self.layout.pages_shape(self.layout.pages(tokens)), generator=self.random)
+        places = sequence.memory(layer, start, start + len(pages) * page)
+        for place, part in zip(places, pages.view(-1).split([one.numel() for one in places]), strict=True):
+            place.copy_(part)
+        sequence.advance(layer, tokens)
+        written = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
+        self.plain[who][layer] = torch.cat([self.plain[who][layer], written], dim=2)
+
     @rule(who=st.integers(0, 2))
     def reopen(self, who: int) -> None:
         self.sequences[who].close()
-        self.sequences[who] = self.store.new_sequence(self.chunk, page_means=True)
+        self.sequences[who] = self.store.new_sequence(self.chunks[who], page_means=True)
         self.plain[who] = [EMPTY, EMPTY]
 
     @invariant()
     def everything_is_there(self) -> None:
-        for sequence, layers in zip(self.sequences, self.plain, strict=True):
+        for sequence, layers, chunk in zip(self.sequences, self.plain, self.chunks, strict=True):
             assert sequence.summaries is not None and sequence.page_means is not None
             assert sequence.length == min(kv.shape[2] for kv in layers)
             for layer, kv in enumerate(layers):
@@ -88,14 +133,27 @@ class StoreMachine(RuleBasedStateMachine):
                     pieces = sequence.views(layer, first, last)
                     assert torch.equal(joined(pieces), kv[:, :, first:last])
                     assert not any(keys.requires_grad for keys, _ in pieces)
-                torch.testing.assert_close(sequence.summaries.means(layer), means_of(kv[:1], self.chunk))
+                torch.testing.assert_close(sequence.summaries.means(layer), means_of(kv[:1], chunk))
                 pages = means_of(kv, self.layout.page_size)
                 torch.testing.assert_close(sequence.page_means.means(layer), pages)
-        used = sum(kv.nbytes for layers in self.plain for kv in layers)
+        pages = {
+            page.data_ptr(): page.shape[1]  # tokens, by where the keys of a page lie
+            for sequence in self.sequences
+            for layer in range(2)
+            for keys, _ in sequence.views(layer)
+            for page in keys
+        }
+        used = sum(pages.values()) * self.layout.layer_token_bytes
         assert self.store.used_bytes == used <= self.store.reserved_bytes
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
+            for sequence in self.sequences:
+                sequence.close()
+            reserved, one = self.store.reserved_bytes, self.store.new_sequence()
+            one.reserve(reserved // self.layout.token_bytes)
+            assert self.store.reserved_bytes == reserved, "every page is free again, and once"
+            one.append(0, *torch.zeros(2, 2, reserved // self.layout.token_bytes, 4))
             self.store.close()
             assert self.store.reserved_bytes == 0
 
@@ -206,6 +264,70 @@ def test_means_do_not_move_at_every_append() -> None:
             )
 
 
+def test_forks_share_whole_pages_and_copy_what_is_cut() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
+        book = filled(store, 22)
+        used = store.used_bytes
+        branches = [book.fork(length, chunk_size=2) for length in (22, 20, 3, 0)]
+        assert [branch.length for branch in branches] == [22, 20, 3, 0]
+        assert store.used_bytes == used + (2 + 0 + 3) * LAYOUT.token_bytes
+        assert branches[1].views(0)[0][0].data_ptr() == book.views(0)[0][0].data_ptr()
+        kept = joined(book.views(0))
+        book.close()
+        assert torch.equal(joined(branches[0].views(0)), kept), "pages live as long as one of their owners"
+        branches[1].truncate(13)  # into the fourth page, which the first branch has too
+        branches[1].append(0, *torch.zeros(2, 2, 5, 4))
+        assert torch.equal(joined(branches[0].views(0)), kept)
+        for branch in branches:
+            branch.close()
+        assert store.used_bytes == 0
+        reserved = store.reserved_bytes
+        assert filled(store, reserved // LAYOUT.token_bytes).length and store.reserved_bytes == reserved
+
+
+def test_the_size_of_the_kv_may_be_asked_from_any_thread() -> None:
+    """Metrics of a server ask for it while sequences come and go."""
+    interval = sys.getswitchinterval()
+
+    def fork() -> None:
+        for _ in range(100):
+            for one in [book.fork(20) for _ in range(20)]:
+                one.close()
+
+    with PagedKVStore(LAYOUT) as store:
+        book = filled(store, 20)
+        forking = threading.Thread(target=fork)
+        sys.setswitchinterval(1e-6)
+        try:
+            forking.start()
+            while forking.is_alive():
+                assert store.used_bytes <= 21 * 20 * LAYOUT.token_bytes
+        finally:
+            sys.setswitchinterval(interval)
+            forking.join()
+        assert store.used_bytes == 20 * LAYOUT.token_bytes
+
+
+def test_an_interrupt_gives_no_page_to_two_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_back, interrupts = PagePool.give_back, [KeyboardInterrupt()]
+
+    def interrupted(pool: PagePool, *page: Any) -> None:
+        give_back(pool, *page)
+        if interrupts:
+            raise interrupts.pop()
+
+    with PagedKVStore(LAYOUT, slab_tokens=32) as store:
+        one, other = store.new_sequence(), store.new_sequence()
+        for sequence in (one, other, one, other):  # pages by turns
+            sequence.append(0, *torch.ones(2, 2, 4, 4))
+        monkeypatch.setattr(PagePool, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.close()
+        other.close()
+        store.new_sequence().append(0, *torch.zeros(2, 2, 16, 4))
+        assert torch.equal(joined(one.views(0)), torch.ones(2, 2, 8, 4))
+
+
 def test_errors_name_what_is_wrong() -> None:
     store = PagedKVStore(LAYOUT)
     sequence, other, good = filled(store, 10), filled(store, 10), torch.ones(2, 3, 4)
@@ -216,6 +338,7 @@ def test_errors_name_what_is_wrong() -> None:
         (lambda: sequence.views(2), "layer 2"),
         (lambda: sequence.views(0, 4, 11), "10 are present"),
         (lambda: sequence.truncate(11), "cannot truncate to 11"),
+        (lambda: sequence.fork(11), "cannot fork 11 tokens: 10 are present"),
         (lambda: sequence.advance(0, 10_000), "cannot advance"),
         (lambda: sequence.memory(0, 4, 9), "tokens 4 to 9 are not whole pages of 4"),
     ):
