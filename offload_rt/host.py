@@ -11,9 +11,9 @@ from torch import Tensor
 from cpu_kv.mapped import SmallCopies
 
 
-def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Returns `numbers` on the device, int64. The host does not wait, and no copy engine is needed."""
-    source = torch.tensor(numbers, dtype=torch.long)
+def to_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Returns `numbers` on the device, int64. The host does not wait, and few need no copy engine."""
+    source = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     return source if device.type == "cpu" else _small_copies(device).to_device(source)
 
 

@@ -13,6 +13,7 @@ from offload_rt import clock
 from offload_rt.drafting.base import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
+from offload_rt.host import to_device, to_host
 from offload_rt.results import (
     FinishReason,
     GenerationResult,
@@ -33,7 +34,7 @@ def step(engine: Engine, outputs: Sequence[OutputProcessor]) -> Iterator[Iterato
         started = clock.now()
         rounds = engine.step([output.sequence for output in going])
         ms = 1e3 * (clock.now() - started)
-    return (output.write(round, ms) for output, round in zip(going, rounds, strict=True))
+        return iter([output.write(round, ms) for output, round in zip(going, rounds, strict=True)])
 
 
 def finish(engine: Engine, outputs: Sequence[OutputProcessor]) -> None:
@@ -41,6 +42,31 @@ def finish(engine: Engine, outputs: Sequence[OutputProcessor]) -> None:
     while not all(output.ended for output in outputs):
         for events in step(engine, outputs):
             deque(events, maxlen=0)
+
+
+Likelihood = tuple[float, tuple[tuple[int, float], ...]]
+"""Log probability of a token, and of the likeliest ones in its place."""
+
+
+@torch.inference_mode()
+def likelihoods(round: Round, most: int) -> list[Likelihood]:
+    """Returns the log probabilities of a round's tokens by the model's own logits. The host waits once.
+
+    Args:
+        most: number of likeliest tokens, whose log probabilities are returned too.
+    """
+    logits = round.logits.to(torch.promote_types(round.logits.dtype, torch.float32))
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, to_device(round.tokens, logits.device)[:, None])[:, 0]
+    best = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+    read = to_host(own, best.indices, best.values) if most else to_host(own)
+    own_read, *best_read = (tensor.tolist() for tensor in read)
+    if not best_read:
+        return [(logprob, ()) for logprob in own_read]
+    return [
+        (logprob, tuple(zip(tokens, values, strict=True)))
+        for logprob, tokens, values in zip(own_read, *best_read, strict=True)
+    ]
 
 
 class OutputProcessor:
@@ -71,6 +97,7 @@ class OutputProcessor:
         self._start = start
         self._stream = TextStream(tokenizer, params.stop)
         self.tokens: list[int] = []
+        self._logprobs: list[float] = []
         self._finish: FinishReason = "interrupted"
         self.error: Exception | None = None
         self._ms = 0.0
@@ -80,25 +107,36 @@ class OutputProcessor:
         """Returns whether the text is complete."""
         return self._finish != "interrupted"
 
-    def write(self, round: Round | Exception, ms: float) -> Generator[TokenEvent]:
-        """Yields the events of a decode step that took `ms`, up to the end of the text."""
+    def write(self, round: Round | Exception, ms: float) -> Iterator[TokenEvent]:
+        """Returns the events of a decode step that took `ms`, up to the end of the text.
+
+        Log probabilities, if they are wanted, are read at once.
+        """
         self._ms += ms
         if isinstance(round, Exception):
             self._finish, self.error = "error", round
-            return
+            return iter(())
+        most = self._params.logprobs
+        likely = [] if most is None else likelihoods(round, most)
+        return self._events(round, likely)
+
+    def _events(self, round: Round, likely: Sequence[Likelihood]) -> Generator[TokenEvent]:
         ends = self.sequence.stop_tokens
         for number, token in enumerate(round.tokens):
             self.tokens.append(token)
+            logprob, alternatives = likely[number] if likely else (None, ())
+            if logprob is not None:
+                self._logprobs.append(logprob)
             text = "" if token in ends else self._stream.push(token)
             if token in ends:
                 self._finish = "eos"
-            elif self._stream.stopped:
+            elif self._stream.stopped or self.sequence.ends_at(len(self.tokens)):
                 self._finish = "stop"
             elif len(self.tokens) == self._params.max_tokens:
                 self._finish = "length"
             if self.ended and not self._stream.stopped:
                 text += self._stream.finish()
-            yield TokenEvent(token, text, number < round.accepted)
+            yield TokenEvent(token, text, number < round.accepted, logprob, alternatives)
             if self.ended:
                 return
 
@@ -155,4 +193,5 @@ class OutputProcessor:
             plain_tokens=sequence.controller.plain_tokens,
             notices=notices,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
+            logprobs=None if params.logprobs is None else self._logprobs,
         )

@@ -13,7 +13,11 @@ from typing import Any, Literal
 
 from offload_rt.config import nearest
 from offload_rt.errors import UsageError
+from offload_rt.json_grammar import checked_schema
 from offload_rt.sampling import Sampler
+
+MOST_ALTERNATIVES = 20
+"""Most tokens whose log probabilities are reported in the place of one."""
 
 FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 
@@ -30,7 +34,10 @@ def number(name: str, value: object) -> float:
     """Returns `value` as a float. Raises UsageError, which names it, where it is no real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name} must be a number, got {reprlib.repr(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise UsageError(f"{name} {reprlib.repr(value)} is out of range") from None
 
 
 def is_batch(prompt: object) -> bool:
@@ -53,17 +60,12 @@ def token_ids(prompt: object) -> list[int]:
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(given, Sequence):
         kind = type(prompt).__name__
         raise UsageError(f"prompt {reprlib.repr(prompt)} is of type {kind}: give a text (str) or token IDs")
-    if any(isinstance(entry, Mapping) for entry in given):
-        raise UsageError(
-            "prompt is a list of chat messages: give token IDs, "
-            "tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)"
-        )
     return [integer(f"prompt token {at}", token) for at, token in enumerate(given)]
 
 
 @dataclass(frozen=True)
 class SamplingParams(Sampler):
-    """Parameters of sampling (`temperature`, `top_p` and `top_k`, see `Sampler`), and of when to stop.
+    """Parameters of sampling (see `Sampler`), of when to stop, and of what is reported.
 
     Attributes:
         max_tokens: most tokens to generate.
@@ -71,18 +73,25 @@ class SamplingParams(Sampler):
         seed: repeats the same tokens on the same machine and plan (a plan depends on the memory that is
             free); None: one is drawn, and the result holds it.
         ignore_eos: do not stop at the model's end-of-text tokens.
+        logprobs: report the log probability of each token, and so many of the likeliest ones in its place,
+            0 to 20, before penalties and temperature; None: report none.
+        json_schema: JSON schema that the text must fit, an object or its text; None: any text. A text that
+            is cut by `max_tokens` or a stop string does not fit.
     """
 
     max_tokens: int = 256
     stop: str | Sequence[str] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
+    json_schema: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
+        integers, optional = ("top_k", "max_tokens", "seed", "logprobs"), ("seed", "logprobs")
+        for name in dict.fromkeys((*(one.name for one in fields(Sampler)), *integers)):
             value = getattr(self, name)
-            if name != "seed" or value is not None:
-                read = number if name in ("temperature", "top_p") else integer
+            if value is not None or name not in optional:
+                read = integer if name in integers else number
                 object.__setattr__(self, name, read(name.replace("_", "-"), value))
         super().__post_init__()
         if self.max_tokens < 1:
@@ -92,6 +101,10 @@ class SamplingParams(Sampler):
             raise UsageError(f"ignore-eos {self.ignore_eos!r} must be True or False")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed {self.seed} is out of range: use 0 to {2**63 - 1}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
+            raise UsageError(f"logprobs {self.logprobs} is out of range: use 0 to {MOST_ALTERNATIVES}")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", checked_schema(self.json_schema))
 
     def seeded(self) -> SamplingParams:
         """Returns parameters with a seed, drawn where none is given."""
@@ -134,11 +147,16 @@ class TokenEvent:
     Attributes:
         text: the text that became certain with this token; may be empty, or that of several tokens.
         from_draft: a draft proposed the token, and it was accepted.
+        logprob: log probability of the token by the model's own logits, before penalties and temperature;
+            None where `SamplingParams.logprobs` asks for none.
+        alternatives: the likeliest tokens in its place with their log probabilities, the likeliest first.
     """
 
     token: int
     text: str
     from_draft: bool
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,6 +221,7 @@ class GenerationResult:
         levels: the composition's levels, the cheapest first, the target over its full cache last.
         plain_tokens: number of tokens decoded without drafts because speculation was slower.
         error: why the text ended, where `finish_reason` is "error".
+        logprobs: log probability of each token, see `TokenEvent`; None where they were not asked for.
     """
 
     model: str
@@ -224,6 +243,7 @@ class GenerationResult:
     plain_tokens: int = 0
     notices: list[str] = field(default_factory=list)
     error: str | None = None
+    logprobs: list[float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the values that `offload-rt generate --json` writes."""
@@ -235,6 +255,8 @@ class GenerationResult:
             values["error"],
             values["transfer"]["bytes_abandoned"],
         )
+        if self.logprobs is None:
+            del values["logprobs"]
         for level in values["levels"]:
             del level["rounds"]
         return values

@@ -8,6 +8,7 @@ see `table_models.py`.
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import FunctionType
@@ -119,8 +120,64 @@ def outcome_probs(run: Callable[[Draws], Outcome]) -> dict[Outcome, float]:
     return probs
 
 
-def next_probs(sampler: Sampler, logits: Tensor) -> list[float]:
+def penalised(sampler: Sampler, logits: Tensor, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    """Logits `[vocabulary]` after `prompt` and `generated`, penalised token by token."""
+    found = logits.clone()
+    for token in {*prompt, *generated}:
+        factor = sampler.repetition_penalty
+        found[token] *= factor if found[token] < 0 else 1 / factor
+    for token in generated:
+        found[token] -= sampler.frequency_penalty
+    for token in set(generated):
+        found[token] -= sampler.presence_penalty
+    return found
+
+
+class SomePaths:
+    """A grammar over few tokens: what may follow a path is a fixed random choice of one to three.
+
+    Args:
+        ends: tokens that end a text.
+        longest: of so many tokens, half of the texts are complete; all of more are. None: they never end.
+    """
+
+    def __init__(self, seed: int, ends: Collection[int] = (), longest: int | None = None) -> None:
+        self._seed, self._ends, self._longest = seed, ends, longest
+
+    def followers(self, tokens: Sequence[int]) -> Collection[int]:
+        """Tokens that may follow a beginning of a text; none where it is complete."""
+        at = random.Random(f"{self._seed} {list(tokens)}")
+        if self._longest is not None and len(tokens) >= self._longest + at.randint(0, 1):
+            return self._ends
+        inner = [token for token in range(VOCABULARY) if token not in self._ends]
+        return at.sample(inner, at.randint(1, 3))
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
+        if not self._begins(tokens):
+            return None
+        following = self.followers(tokens)
+        return torch.tensor([sum(1 << token for token in following)]) if following else None
+
+    def _begins(self, tokens: Sequence[int]) -> bool:
+        return all(token in self.followers(tokens[:at]) for at, token in enumerate(tokens))
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        assert self._begins(tokens), f"{tokens} were verified against the grammar"
+        return not self.followers(tokens)
+
+
+def next_probs(
+    sampler: Sampler,
+    logits: Tensor,
+    prompt: Sequence[int] = (),
+    generated: Sequence[int] = (),
+    grammar: SomePaths | None = None,
+) -> list[float]:
     """The distribution of the next token, one-hot if the sampler is greedy."""
+    logits = penalised(sampler, logits, prompt, generated)
+    if grammar is not None:
+        allowed = grammar.followers(generated)
+        logits[[token for token in range(VOCABULARY) if token not in allowed]] = -torch.inf
     if sampler.greedy:
         return [float(token == int(choices(logits))) for token in range(VOCABULARY)]
     probabilities: list[float] = sampler.probs(logits[None])[0].tolist()
@@ -133,18 +190,19 @@ def own_probs(
     prompt: Sequence[int],
     count: int,
     stop_tokens: Collection[int] = (),
-    view: str = "full",
+    grammar: SomePaths | None = None,
 ) -> Probs:
     """The distribution of `count` tokens of the model alone: the product of its conditional distributions."""
     grown: Probs = {(): 1.0}
     for _ in range(count):
         longer: Probs = {}
         for output, probability in grown.items():
-            if output and output[-1] in stop_tokens:
+            over = grammar is not None and not grammar.followers(output)
+            if output and (over or output[-1] in stop_tokens):
                 longer[output] = probability
                 continue
-            logits = model.logits(view, list(enumerate([*prompt, *output])))
-            for token, weight in enumerate(next_probs(sampler, logits)):
+            logits = model.logits("full", list(enumerate([*prompt, *output])))
+            for token, weight in enumerate(next_probs(sampler, logits, prompt, output, grammar)):
                 if weight > 0:
                     longer[*output, token] = probability * weight
         grown = longer
@@ -259,6 +317,7 @@ def output_probs(
     stop_tokens: Collection[int] = (),
     ahead: int = 0,
     clock: Clock | None = None,
+    grammar: SomePaths | None = None,
 ) -> Probs:
     """The exact distribution of the first `count` tokens that a composition emits.
 
@@ -271,7 +330,7 @@ def output_probs(
 
     def start(draws: ScriptedDraws) -> tuple[list[Text], Any]:
         text = Text(
-            composition(Sampling(sampler, draws, stop_tokens)),
+            composition(Sampling(sampler, draws, stop_tokens, grammar)),
             prompt,
             max_tokens or count + shape.depth,
             shape,

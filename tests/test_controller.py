@@ -74,7 +74,7 @@ def observe(
     draft_ms: float = 0.0,
 ) -> None:
     accepted, times = tokens - 1, dict.fromkeys(("started", "ahead_ms", "verdict_ms"), 0.0)
-    round = Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, torch.empty(0))
+    round = Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, *torch.empty(2, 0))
     took = RoundTimes(
         ms=ms,
         draft_ms=draft_ms,

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import BackgroundAtOnce, Clock, ScriptedDraws, Text, distance, output_probs, own_probs
+from enumeration import (
+    BackgroundAtOnce,
+    Clock,
+    ScriptedDraws,
+    SomePaths,
+    Text,
+    distance,
+    output_probs,
+    own_probs,
+)
 from table_models import Parts, head, small_model, target_over
 
 from offload_rt.drafting.base import Round
@@ -21,6 +30,10 @@ from offload_rt.sampling import Sampler
 PROMPT = [3, 1, 4, 1, 2]
 TOLERANCE = 1e-9
 SAMPLERS = {"greedy": Sampler(0.0), "T=1": Sampler(1.0), "top-p": Sampler(1.0, 0.8)}
+PENALTIES = [
+    Sampler(temperature, repetition_penalty=1.5, presence_penalty=0.8, frequency_penalty=0.4)
+    for temperature in (0.0, 1.0)
+]
 
 # Whether a pass is over may depend on the choices drawn since it began: the worst clock knows the tokens.
 CLOCKS: dict[str, Clock] = {
@@ -54,7 +67,9 @@ def error(
     composition, shape = parts.full(COMPOSITIONS[name]), CHAIN.deep(depth)
     found = output_probs(composition, sampler, PROMPT, count, shape, max_tokens=max_tokens, **how)
     assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
-    return distance(found, own_probs(parts.target, sampler, PROMPT, max_tokens or count))
+    grammar = how.get("grammar")
+    expected = own_probs(parts.target, sampler, PROMPT, max_tokens or count, grammar=grammar)
+    return distance(found, expected)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -64,6 +79,22 @@ def test_the_output_distribution_depends_on_no_clock(
     name: str, clock: Clock | None, sampler: Sampler
 ) -> None:
     assert error(name, Parts(seed=7, support=2), sampler, 3, 1, ahead=2, clock=clock) < TOLERANCE
+
+
+@pytest.mark.parametrize("sampler", PENALTIES, ids=["greedy", "T=1"])
+@pytest.mark.parametrize("clock", ["never", "after an odd choice"])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_penalties_count_the_outcome_that_is_drafted_for(name: str, clock: str, sampler: Sampler) -> None:
+    how: dict[str, Any] = {"ahead": 2, "clock": CLOCKS[clock]}
+    assert error(name, Parts(seed=7, support=2), sampler, 3, 1, **how) < 1e-6
+
+
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0)], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("clock", ["never", "after an odd choice"])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_grammar_follows_the_outcome_that_is_drafted_for(name: str, clock: str, sampler: Sampler) -> None:
+    how: dict[str, Any] = {"ahead": 2, "clock": CLOCKS[clock], "grammar": SomePaths(seed=4)}
+    assert error(name, Parts(seed=5), sampler, 3, 1, **how) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from enumeration import (
     ScriptedDraws,
+    SomePaths,
     Text,
     distance,
     joint_probs,
@@ -42,6 +45,15 @@ SAMPLERS = {
     "greedy": Sampler(0.0),
     "T=1": Sampler(1.0),
     "T=0.6, top-p": Sampler(0.6, top_p=0.9),
+}
+PENALTIES = {
+    "greedy, repetition": Sampler(repetition_penalty=1.8),
+    "greedy, presence and frequency": Sampler(presence_penalty=1.1, frequency_penalty=0.7),
+    "repetition": Sampler(1.0, repetition_penalty=1.8),
+    "presence and frequency": Sampler(1.0, presence_penalty=1.1, frequency_penalty=-0.7),
+    "all, and min-p": Sampler(
+        0.8, min_p=0.2, repetition_penalty=1.3, presence_penalty=-0.6, frequency_penalty=0.9
+    ),
 }
 BRIEF = {name: SAMPLERS[name] for name in ("greedy", "T=1")}
 GROUPS = LayerPlan(((0,), (1, 2), (3,)))
@@ -155,13 +167,13 @@ def check(
     prompt: Sequence[int] = PROMPT,
     max_tokens: int | None = None,
     stop_tokens: Collection[int] = (),
+    grammar: SomePaths | None = None,
 ) -> None:
     level, shape = ALL[name]
-    found = output_probs(
-        parts.full(level), sampler, prompt, count, shape, max_tokens=max_tokens, stop_tokens=stop_tokens
-    )
+    ends: dict[str, Any] = {"max_tokens": max_tokens, "stop_tokens": stop_tokens, "grammar": grammar}
+    found = output_probs(parts.full(level), sampler, prompt, count, shape, **ends)
     assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
-    expected = own_probs(parts.target, sampler, prompt, min(count, max_tokens or count), stop_tokens)
+    expected = own_probs(parts.target, sampler, prompt, min(count, max_tokens or count), stop_tokens, grammar)
     assert distance(found, expected) < TOLERANCE
 
 
@@ -176,6 +188,77 @@ def test_the_output_has_the_distribution_of_the_target(name: str, sampler: Sampl
 def test_where_more_tokens_are_possible(name: str, sampler: Sampler) -> None:
     """Of two tokens, a rejection leaves only one: that says little of the residual distribution."""
     check(name, sampler, Parts(seed=11, support=3 if sampler.top_k == 0 else 4), count=2)
+
+
+@pytest.mark.parametrize("sampler", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "naive",
+        "triforce 1 1",
+        "datastore, tree",
+        "head, retrieval",
+        "three levels",
+        "small model, fixed tree",
+        "small model, sequences",
+        "retrieval, grown",
+        "retrieval, grown, merged",
+        "head, grown",
+    ],
+)
+def test_penalties_are_part_of_the_distribution(name: str, sampler: Sampler) -> None:
+    """The prompt lacks tokens that are possible, so that it matters what it has."""
+    check(name, sampler, Parts(seed=5, support=2), count=4 if sampler.greedy else 3, prompt=[1, 3, 1])
+
+
+@pytest.mark.parametrize("name", ["naive", "retrieval", "triforce 1 1"])
+def test_penalties_where_more_tokens_are_possible(name: str) -> None:
+    sampler = PENALTIES["all, and min-p"]
+    check(name, sampler, Parts(seed=11, support=3), count=2, prompt=[1, 3, 1])
+
+
+# ------------------------------------------------------------------------------------------ grammars
+
+CONSTRAINED = [
+    "plain",
+    "naive",
+    "triforce 2 3",
+    "suffix automaton",
+    "datastore, tree",
+    "head, retrieval",
+    "three levels",
+    "small model, fixed tree",
+    "small model, sequences",
+    "small model, more than can be drawn",
+    "retrieval, grown",
+    "retrieval, grown, merged",
+    "retrieval, sequences, merged",
+    "head, grown",
+    "triforce, trees at both levels",
+    "small model in groups, tree",
+]
+
+
+@pytest.mark.parametrize("sampler", BRIEF.values(), ids=BRIEF)
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_a_grammar_is_part_of_the_distribution(name: str, sampler: Sampler) -> None:
+    """Its choices are seldom those of the models."""
+    check(name, sampler, Parts(seed=5, support=4), grammar=SomePaths(seed=4))
+
+
+@pytest.mark.parametrize("name", ["naive", "three levels", "retrieval, grown, merged"])
+def test_penalties_come_before_a_grammar_and_all_else_after_it(name: str) -> None:
+    sampler = replace(PENALTIES["all, and min-p"], top_k=2)
+    check(name, sampler, Parts(seed=5), prompt=[1, 3, 1], grammar=SomePaths(seed=4))
+
+
+@pytest.mark.parametrize("sampler", BRIEF.values(), ids=BRIEF)
+@pytest.mark.parametrize("ends", [(), (STOP,)], ids=["nothing", "an end token"])
+@pytest.mark.parametrize("name", ["naive", "triforce 1 1", "datastore, tree", "retrieval, grown", "head"])
+def test_what_follows_a_complete_text(name: str, ends: tuple[int, ...], sampler: Sampler) -> None:
+    grammar = SomePaths(seed=3, ends=ends, longest=2)
+    check(name, sampler, Parts(seed=5, support=2), count=4, stop_tokens=ends, grammar=grammar)
 
 
 def test_drafts_are_accepted_and_rejected_alike() -> None:
@@ -256,22 +339,30 @@ def test_the_last_round_is_cut_to_max_tokens(name: str, max_tokens: int) -> None
 
 
 @pytest.mark.parametrize(
+    ("sampler", "grammar"),
+    [(Sampler(0.6), None), (PENALTIES["presence and frequency"], None), (Sampler(0.6), SomePaths(seed=4))],
+    ids=["T=0.6", "presence", "grammar"],
+)
+@pytest.mark.parametrize(
     "name", ["triforce 2 3", "retrieval", "head, retrieval", "naive", "triforce, trees at both levels"]
 )
-def test_a_level_drafts_with_the_distribution_of_its_model_over_its_cache(name: str) -> None:
+def test_a_level_drafts_with_the_distribution_of_its_model_over_its_cache(
+    name: str, sampler: Sampler, grammar: SomePaths | None
+) -> None:
     """For TriForce's middle level: of the target over the retrieved KV. (Any other would be lossless too.)"""
     level, shape = ALL[name]
-    parts, sampler = Parts(seed=7, support=3 if shape.kind == "chain" else 2), Sampler(0.6)
+    parts = Parts(seed=7, support=3 if shape.kind == "chain" else 2)
     model, view = (parts.small, "small") if name == "naive" else (parts.target, "retrieved")
 
     def propose(draws: Draws) -> None:
-        text = Text(parts.full(level)(Sampling(sampler, draws)), PROMPT, 9, shape)
+        text = Text(parts.full(level)(Sampling(sampler, draws, grammar=grammar)), PROMPT, 9, shape)
         draft = run_alone(text.verifier.drafter.proposal(text.view, shape).complete())
         assert draft.probs is not None
         tokens = draft.tokens.on(torch.device("cpu")).tolist()
         for node, row in enumerate(draft.probs.tolist()):
             above = draft.tree.path(1 + node)[:-1]
-            seen = list(enumerate([*PROMPT, *(tokens[at] for at in above)]))
-            assert row == pytest.approx(next_probs(sampler, model.logits(view, seen)), abs=1e-12)
+            drafted = [tokens[at] for at in above]
+            logits = model.logits(view, list(enumerate([*PROMPT, *drafted])))
+            assert row == pytest.approx(next_probs(sampler, logits, PROMPT, drafted, grammar), abs=1e-12)
 
     outcome_probs(propose)

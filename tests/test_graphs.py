@@ -428,7 +428,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
 
     with opened() as llm:
         expected = [llm.generate(prompt, params).tokens for prompt in prompts]
-    monkeypatch.setattr("offload_rt.api.GraphedModel", partial(GraphedModel, capture=capture))
+    monkeypatch.setattr("offload_rt.opening.GraphedModel", partial(GraphedModel, capture=capture))
     with opened() as llm:
         for prompt, tokens in zip(prompts, expected, strict=True):
             stream = llm.stream(prompt, params)

@@ -64,6 +64,13 @@ class Reads:
         return read
 
 
+SAMPLING = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+]
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     found = Reads()
@@ -74,11 +81,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "T=0.7", "penalties"])
 @pytest.mark.parametrize("config", ["plain", "naive", "streaming", "retrieval", "triforce", "lookup"])
-def test_the_host_waits_once_a_verified_step(config: str, temperature: float, reads: Reads) -> None:
+def test_the_host_waits_once_a_verified_step(config: str, sampling: dict[str, float], reads: Reads) -> None:
     target = tiny_target("llama")
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
+    params = SamplingParams(**sampling, seed=1, max_tokens=60)  # type: ignore[arg-type]
     with LLM.from_models(target, noisy_copy(target), config=config, overrides=OVERRIDES) as llm:
         events = llm.stream(byte_ids(300), params)
         (sequence,) = llm.engine.sequences
@@ -107,10 +114,10 @@ def test_there_and_back(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("sampling", SAMPLING[::2], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("config", ["naive", "retrieval", "triforce"])
 def test_drafting_does_not_wait_for_a_gpu(
-    config: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    config: str, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch itself refuses whatever waits, except `to_host`."""
 
@@ -125,7 +132,7 @@ def test_drafting_does_not_wait_for_a_gpu(
     draft = noisy_copy(target).cuda()
     overrides = OVERRIDES | {"retrieval.refresh": "stride:1000"}  # to refresh, the host reads scores
     overrides |= {"store.page": 16, "offload.resident_tokens": 0, "offload.cpu_tokens": 0}
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60)
+    params = SamplingParams(**sampling, seed=1, max_tokens=60)  # type: ignore[arg-type]
     with LLM.from_models(target.cuda(), draft, config=config, overrides=overrides) as llm:
         events = llm.stream(byte_ids(300), params)
         for _ in range(24):  # until all graphs are captured

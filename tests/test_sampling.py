@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from offload_rt.sampling import GeneratorDraws, Sampler, choices, pick
 from offload_rt.trees import Tree, forest
@@ -23,6 +30,8 @@ def transformers_probs(sampler: Sampler, logits: Tensor) -> Tensor:
         processors.append(TopKLogitsWarper(sampler.top_k))
     if sampler.top_p < 1:
         processors.append(TopPLogitsWarper(sampler.top_p))
+    if sampler.min_p > 0:
+        processors.append(MinPLogitsWarper(sampler.min_p))
     ids: Any = torch.zeros(len(logits), 1, dtype=torch.long)
     warped: Tensor = processors(ids, logits)
     return warped.softmax(-1)
@@ -33,6 +42,7 @@ SAMPLING = st.builds(
     temperature=st.sampled_from([0.2, 0.6, 1.0, 1.7]),
     top_p=st.sampled_from([1e-6, 0.1234, 0.5017, 0.8003, 0.9507, 1.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 40, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.0503, 0.3101, 1.0]),
 )
 
 
@@ -49,6 +59,47 @@ def test_probs_are_those_of_transformers(sampler: Sampler, seed: int, spread: fl
     if ties and sampler.top_p < 1.0:  # it may cut between equals; only the number of those kept is specified
         found, expected = found.sort(-1).values, expected.sort(-1).values
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("penalty", [0.4, 1.0, 1.3])
+def test_repetition_penalties_are_those_of_transformers(dtype: torch.dtype, penalty: float) -> None:
+    sampler = Sampler(0.8, min_p=0.1, repetition_penalty=penalty)
+    rows, (prompt, *generated) = noise(4, 50).to(dtype), torch.randint(50, (5, 9), generator=seeded())
+    wide = rows.to(torch.promote_types(dtype, torch.float32))
+    counts = torch.stack([tokens.bincount(minlength=50) for tokens in generated])
+    found = sampler.penalised(rows, counts.to(wide.dtype), prompt.bincount(minlength=50) > 0)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    for at, tokens in enumerate(generated):
+        ids: Any = torch.cat([prompt, tokens])[None]
+        torch.testing.assert_close(found[at : at + 1], processor(ids, wide[at : at + 1]))
+    torch.testing.assert_close(sampler.probs(found), transformers_probs(sampler, found))
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def noise(rows: int, vocabulary: int) -> Tensor:
+    return 3 * torch.randn(rows, vocabulary, generator=seeded(), dtype=torch.float64)
+
+
+def test_presence_and_frequency_penalties() -> None:
+    """By OpenAI's formula, behind the repetition penalty as in vLLM."""
+    sampler = Sampler(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    logits, counts = torch.tensor([[4.0, 4.0, -4.0, -4.0, 4.0]]), torch.tensor([[0.0, 1.0, 3.0, 0.0, 0.0]])
+    found = sampler.penalised(logits, counts, torch.tensor([False, False, False, False, True]))
+    assert found.tolist() == [[4.0, 1.25, -9.25, -4.0, 2.0]]
+    for sampler in (Sampler(1.0), Sampler(1.0, 0.5, 3, min_p=0.5)):
+        assert not sampler.penalises
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-30, 1e30, 1e308])
+def test_an_extreme_repetition_penalty_makes_no_nan(penalty: float) -> None:
+    sampler = Sampler(1.0, repetition_penalty=penalty)
+    logits = torch.tensor([[0.0, 30.0, -30.0, -torch.inf]])
+    found = sampler.penalised(logits, torch.ones(1, 4), torch.zeros(4, dtype=torch.bool))
+    assert torch.isfinite(found[:, :3]).all() and torch.isfinite(sampler.probs(found)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

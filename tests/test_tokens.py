@@ -169,7 +169,7 @@ def test_a_draft_is_read_together_with_its_verdict(
         verifier, view = setting.verifier, setting.sequence.view
         verification = verifier.verification(view, draft)
         (output,) = verifier.model.forward([verification.input])
-        result = run_alone(verifier.verdict(draft, verification.input, output))
+        result = run_alone(verifier.verdict(view, draft, verification.input, output))
         assert setting.stats.host_reads == before
         assert verifier.stats.host_reads == 1
         assert draft.tokens.arrived  # the verdict brought them

@@ -77,6 +77,7 @@ class Round:
         tries: number of siblings that were accepted and rejected on the way, by sibling rank.
         probs: `[tokens, vocabulary]`, the distribution of each token; None for greedy decoding.
         logits: `[tokens, vocabulary]`, the verifier's before each token.
+        processed: `[tokens, vocabulary]`, the same with penalties and the grammar's mask.
         hidden: `[tokens, hidden_size]`, its hidden states before each token, where a drafter wants them.
     """
 
@@ -86,6 +87,7 @@ class Round:
     tries: Sequence[tuple[int, int]]
     probs: Tensor | None
     logits: Tensor
+    processed: Tensor
     hidden: Tensor | None = None
 
 

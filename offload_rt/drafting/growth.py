@@ -71,7 +71,7 @@ class Growth(Proposal, ABC):
         """Draws another level, which may stay on the device; returns False once the draft is complete."""
 
     def foresee(self) -> Work[Tensor]:
-        """Returns the logits after each node of the newest level, at first after the sequence.
+        """Returns the processed logits after each node of the newest level, at first after the sequence.
 
         What the cache lacks above it goes through the model in front of it.
         """
@@ -87,7 +87,8 @@ class Growth(Proposal, ABC):
         parents = [*range(start - 1, behind - 1), *(self._entries[1 + parent] for parent in below)]
         logits = yield from self._pass(parents, [*known, *lost], newest, len(self._newest), first=bool(known))
         self._changes = held.changes
-        return logits
+        processor, stats = self._verifier.sampling.processor, self._verifier.stats
+        return (yield from processor.process(logits, self._view, self._levels, self._parents, stats))
 
     def _pass(
         self,

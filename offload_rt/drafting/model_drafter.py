@@ -136,7 +136,7 @@ class Rounds(Proposal):
         round = yield from self._verifier.round(self._newest, below.deep(depth))
         chain += round.tokens
         self._newest = self._newest.extended(round.tokens, round.hidden)
-        self._logits.append(round.logits)
+        self._logits.append(round.processed)
         if round.probs is not None:
             self._probs.append(round.probs)
         return True

@@ -31,7 +31,7 @@ def chain_outcomes(
 
     Args:
         tokens: the chain, drafted by `drafter`.
-        logits: `[1 + tokens, vocabulary]`, before each token and after the last.
+        logits: `[1 + tokens, vocabulary]`, processed, before each token and after the last.
         most: how many outcomes at most.
     """
     sampler = drafter.sampling.sampler

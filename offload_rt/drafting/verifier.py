@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.drafting.base import Drafter, Round, TokenView
+from offload_rt.drafting.logits import Grammar, LogitsProcessor
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.host import to_device
 from offload_rt.model.layer_plan import LayerPlan
@@ -26,11 +27,28 @@ class Sampling:
 
     Attributes:
         stop_tokens: the sequence ends with the first of these: no use to draft beyond one.
+        grammar: of the text that is generated; None: it may be any.
+        processor: of the logits of the sequence that is continued by these settings.
     """
 
     sampler: Sampler
     draws: Draws
     stop_tokens: Collection[int] = ()
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        self.processor = LogitsProcessor(self.sampler, self.grammar)
+
+    def end(self, tokens: Sequence[int]) -> int | None:
+        """Returns which of new verified tokens ends the sequence; None: it goes on.
+
+        Raises:
+            UsageError: one of them is not what the grammar allows; see `LogitsProcessor.complete`.
+        """
+        for at, token in enumerate(tokens):
+            if token in self.stop_tokens or self.processor.complete(tokens[: at + 1]):
+                return at
+        return None
 
 
 class AcceptanceRule(Protocol):
@@ -42,8 +60,8 @@ class AcceptanceRule(Protocol):
         """Returns the verdict, and a tensor with a NaN exactly if `logits` has one.
 
         Args:
-            logits: `[1 + nodes, vocabulary]`, the verifier's before each node and after the last.
-            probs: the same after temperature, top-k and top-p; None for greedy decoding.
+            logits: `[1 + nodes, vocabulary]`, the verifier's before each node and after the last, processed.
+            probs: the same after temperature, top-k, top-p and min-p; None for greedy decoding.
         """
 
 
@@ -93,7 +111,7 @@ class Verifier:
         draft = yield from self.drafter.proposal(view, shape).complete()
         verification = self.verification(view, draft)
         output = yield verification
-        return (yield from self.verdict(draft, verification.input, output))
+        return (yield from self.verdict(view, draft, verification.input, output))
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
         """Rolls the cache back and returns the pass over the tokens that it lacks, and over `draft`."""
@@ -131,11 +149,16 @@ class Verifier:
         self.stats.passes += 1
         return Forward(self.model, PassInput(self.cache, new, rows, hidden), plan, self.stats)
 
-    def verdict(self, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
-        """Accepts or rejects `draft`, the last tokens of `part`, and commits its KV. The host waits once."""
+    def verdict(self, view: TokenView, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
+        """Accepts or rejects `draft`, below `view` and the last tokens of `part`, and commits its KV.
+
+        The host waits once, with a grammar twice.
+        """
         logits, sampler, missing = output.logits, self.sampling.sampler, part.new.count - len(draft)
-        probs = None if sampler.greedy else sampler.probs(logits)
-        verdict, probe = self.rule(draft, logits, probs, self.sampling.draws)
+        processor, tree = self.sampling.processor, draft.tree
+        processed = yield from processor.process(logits, view, [draft.tokens], tree.parents, self.stats)
+        probs = None if sampler.greedy else sampler.probs(processed)
+        verdict, probe = self.rule(draft, processed, probs, self.sampling.draws)
         # One of the probed values is NaN exactly if any logit is.
         row, token, nan, *drawn = yield Read(
             [verdict.row, verdict.token, probe.isnan().any(), *draft.tokens.pending()], self.stats
@@ -143,7 +166,7 @@ class Verifier:
         draft.tokens.arrive(drawn)
         if nan:
             self.model.raise_nan(part)
-        path = draft.tree.path(int(row))
+        path = tree.path(int(row))
         tokens = [*(draft.tokens.known[node] for node in path), int(token)]
         self.cache.commit([*range(missing), *(missing + node for node in path)])
         self.stats.proposed += len(draft)
@@ -151,13 +174,15 @@ class Verifier:
         rows: Tensor | slice = slice(1 + len(path))
         if path != list(range(len(path))):
             rows = to_device([0, *(1 + node for node in path)], logits.device)
+        chosen = logits[rows]
         return Round(
             tokens,
             len(path),
             len(draft),
-            draft.tree.tries(path, len(draft) - draft.found),
+            tree.tries(path, len(draft) - draft.found),
             None if probs is None else probs[rows],
-            logits[rows],
+            chosen,
+            chosen if processed is logits else processed[rows],
             None if output.hidden is None else output.hidden[rows],
         )
 

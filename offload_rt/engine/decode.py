@@ -44,7 +44,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     output = yield AwaitPass(running)
 
     both = clock.now()
-    round = yield from verifier.verdict(draft, verification.input, output)
+    round = yield from verifier.verdict(view, draft, verification.input, output)
     sequence.ready = ahead.get(tuple(round.tokens))
     verifier.stats.ms += running.ms / running.sequences
     done = clock.now()
