@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from offload_rt.errors import UsageError
 
@@ -54,6 +57,60 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+PARTIAL = ".partial"
+"""How the names of files end that `synced` writes to."""
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """Yields a new file; once it is on the disk it replaces `path`, unless an exception is raised.
+
+    It lies beside `path` and is locked as long as its writer lives; `remove_partials` removes those of killed
+    writers.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        with _locked(partial) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems cannot
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Opens a new file, and locks it where the file system can."""
+    while True:
+        file = path.open("xb")
+        try:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # Another process may have removed it before it was locked, or while it had locked it.
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def remove_partials(folder: Path) -> None:
+    """Removes what killed writers have left in a folder; files that are still written stay."""
+    for partial in folder.glob(f".*{PARTIAL}"):
+        with suppress(OSError), partial.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -218,6 +218,21 @@ class FullCache:
         length, queries = self._read[-1] if self._read else (0, None)
         return queries if length == self.verified_length else None
 
+    def reads(self, length: int) -> list[tuple[int, Tensor]]:
+        """Returns length and last queries, on the host, after each prefill of up to `length` tokens."""
+        return [(at, queries.cpu()) for at, queries in self._read if at <= length]
+
+    def begin_with(self, reads: Sequence[tuple[int, Tensor]]) -> None:
+        """Takes over the tokens that the store has already.
+
+        Args:
+            reads: of the sequence that read them; see `reads`.
+        """
+        length = self.sequence.length
+        self._read = [(at, queries.to(self.device)) for at, queries in reads if at <= length]
+        self.start_from(length)
+        self.load_resident()
+
     def rewind(self, length: int) -> None:
         """Forgets the tokens from position `length` on. Raises CopyFailed."""
         self.abandon()

@@ -16,6 +16,7 @@ from offload_rt.config import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.engine.decode import decode_step
+from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import kept_means, levels_of, possible
@@ -50,13 +51,15 @@ class Engine:
 
     Args:
         link: moves KV to the device; None: the link that the target's device needs.
-        on_progress: called with the progress of a prefill, and of measuring a machine for its first plan.
         on_notice: called with a line for the user.
         other_links: to other GPUs, which keep and attend a share of the KV of each sequence.
 
     Attributes:
         configs: the planner chooses one for each sequence; without levels that need a missing draft model.
         timeline: records what runs when; it may be set before a sequence is opened.
+        on_progress: called with the progress of a prefill, of saving and loading a context, and of measuring
+            a machine for its first plan. A prefill in which it raises an exception leaves the sequence as it
+            was.
         lock: held by the thread that opens, steps or ends sequences.
     """
 
@@ -81,7 +84,7 @@ class Engine:
         self.target = target
         self.draft = draft
         self.timeline = NO_TIMELINE
-        self._on_progress = on_progress
+        self.on_progress = on_progress
         self._on_notice = on_notice
         self._heads = Heads()
         self.configs = tuple(map(self.available, possible(configs, draft is not None)))
@@ -133,7 +136,12 @@ class Engine:
         return left
 
     def open(
-        self, tokens: Sequence[int], new_tokens: int, tiers: Tiers | None = None, sequences: int = 1
+        self,
+        tokens: Sequence[int],
+        new_tokens: int,
+        tiers: Tiers | None = None,
+        sequences: int = 1,
+        prefix: KVPrefix | None = None,
     ) -> TokenSequence:
         """Opens a sequence and reads its prompt. Other sequences may be open.
 
@@ -142,19 +150,24 @@ class Engine:
             tiers: number of tokens in each tier but the streamed one; None: as planned.
             sequences: number of sequences, this one and those opened after it, that share a GPU's free
                 memory.
+            prefix: the KV of its longest common beginning with `tokens` is shared, and only what follows is
+                read.
         """
         with self.lock:
-            self.check_room([(len(tokens), new_tokens)])
             runner = self.target.for_length(len(tokens), new_tokens)
+            kept = 0 if prefix is None else prefix.begins(tokens, runner)
+            shared_tokens = 0 if prefix is None else prefix.shared_tokens(kept)
+            self.check_room([(len(tokens), new_tokens)], shared_tokens)
             if tiers is None:
-                request, tiers = self.plan(len(tokens), new_tokens, sequences)
+                request, tiers = self.plan(len(tokens), new_tokens, sequences, shared_tokens)
             else:
                 request = self._request(self.configs[0], len(tokens), new_tokens, self._assumed_hardware)
             shared = replace(self._shared, timeline=self.timeline)
-            sequence = TokenSequence(shared, request, runner, len(tokens) + new_tokens, tiers)
+            room = len(tokens) + new_tokens
+            sequence = TokenSequence(shared, request, runner, room, tiers, prefix, kept)
             self._sequences.append(sequence)
             try:
-                self.read(sequence, tokens)
+                self.read(sequence, tokens[kept:])
             except BaseException:
                 self.close_sequence(sequence)
                 raise
@@ -162,10 +175,16 @@ class Engine:
 
     def read(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
         """Appends tokens to a sequence. Where that fails, the sequence is as it was."""
-        report = self._on_progress
+        report = self.on_progress
         with self.lock:
             self.stop(sequence)
             sequence.read(tokens, None if report is None else lambda done, of: report("prefill", done, of))
+
+    def snapshot(self, sequence: TokenSequence) -> KVPrefix:
+        """Returns the tokens of a sequence and their KV, which it shares and goes on from; to be closed."""
+        with self.lock:
+            self.check_open()
+            return sequence.snapshot(self.lock)
 
     def begin(self, sequence: TokenSequence, config: Config | None, continuation: Continuation) -> None:
         """Begins a continuation of a sequence.
@@ -211,11 +230,14 @@ class Engine:
             sequence.full.cancel()
             self._thread.join()
 
-    def plan(self, prompt: int, new_tokens: int, sequences: int = 1) -> tuple[PlanRequest, Tiers]:
+    def plan(
+        self, prompt: int, new_tokens: int, sequences: int = 1, shared_tokens: int = 0
+    ) -> tuple[PlanRequest, Tiers]:
         """Plans a sequence of so many tokens; the planner keeps what the config gives.
 
         Args:
             sequences: number of sequences that share a GPU's free memory.
+            shared_tokens: how many of them have their KV in the store already.
 
         Returns:
             The request with the config and sizes that were chosen, and where the KV lies.
@@ -223,7 +245,7 @@ class Engine:
         on_gpu = self.target.device.type == "cuda"
         request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
         if on_gpu or len(self.configs) > 1:
-            planned = self._fastest(request.context, request.new_tokens, sequences)
+            planned = self._fastest(request.context, request.new_tokens, sequences, shared_tokens)
             request = replace(request, config=planned.request.config)
         if self._link.in_place:
             return request, EVERYTHING_STREAMED
@@ -274,7 +296,7 @@ class Engine:
         assert target is not None
         return target, draft
 
-    def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int = 1) -> Plan:
+    def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int, shared_tokens: int) -> Plan:
         """Returns the fastest plan for such a sequence; a notice names the composition that was chosen."""
         loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
         loaded += self._heads.weight_bytes
@@ -282,7 +304,10 @@ class Engine:
         remote_mlps = self.target.remote_mlps  # on the first of the other GPUs
         there = sum(block.weight_bytes for block in remote_mlps)
         others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
-        hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
+        hardware = usable_hardware(self.target.device, loaded - there, self.on_progress, others)
+        host, kv = hardware.host, self._free_bytes + shared_tokens * self.store.layout.token_bytes
+        host = replace(host, memory_bytes=host.memory_bytes + kv, lockable_bytes=host.lockable_bytes + kv)
+        hardware = replace(hardware, host=host)
         if sequences > 1:
             held = loaded - there, *(size for _, size in others)
             hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(sequences), held)))
@@ -293,30 +318,34 @@ class Engine:
             self._chosen = chosen
         return plans[0]
 
-    def check_room(self, sizes: Sequence[tuple[int, int]]) -> None:
+    @property
+    def _free_bytes(self) -> int:
+        """Bytes that the store has allocated and holds no KV in: they are used again."""
+        return self.store.reserved_bytes - self.store.used_bytes
+
+    def check_room(self, sizes: Sequence[tuple[int, int]], shared_tokens: int = 0) -> None:
         """Refuses sequences that exceed the model's positions, or together the memory.
 
         Args:
             sizes: tokens of each prompt, and new ones.
+            shared_tokens: how many of them have their KV in the store already; each sequence keeps its own
+                means of it.
         """
         self.check_open()
         for prompt_tokens, new_tokens in sizes:
             check_positions(self.target, prompt_tokens, new_tokens)
-        total = sum(map(sum, sizes))
+        total = sum(map(sum, sizes)) - shared_tokens
         layout = self.store.layout
-        token_bytes = layout.token_bytes
         page = layout.page_size
-        token_bytes += max(layout.means_bytes(page, *kept_means(config)) for config in self.configs) // page
+        means = max(layout.means_bytes(page, *kept_means(config)) for config in self.configs) // page
+        token_bytes = layout.token_bytes + means
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.
         with self.lock:
-            available = available_memory() + self.store.reserved_bytes - self.store.used_bytes
-            others = (
-                f", beside {self.store.used_bytes / 2**30:.1f} GiB of open contexts"
-                if self._sequences
-                else ""
-            )
+            available = max(0, available_memory() + self._free_bytes - shared_tokens * means)
+            used = self.store.used_bytes
+            others = f", beside {used / 2**30:.1f} GiB of open contexts" if used else ""
         needed = total * token_bytes
         if needed > available:
             fits = "the longest context that fits is" if len(sizes) == 1 else "of all sequences together fit"
@@ -325,11 +354,17 @@ class Engine:
                 f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
             )
 
-    def check_growth(self, sequence: TokenSequence, tokens: int) -> None:
-        """Refuses so many more tokens of an open sequence where they exceed positions or memory."""
-        check_positions(self.target, len(sequence.tokens), tokens)
-        sequence.check_length(len(sequence.tokens) + tokens)
-        self.check_room([(0, max(0, len(sequence.tokens) + tokens - sequence.full.sequence.reserved_tokens))])
+    def check_growth(self, sequence: TokenSequence, tokens: int, kept: int | None = None) -> None:
+        """Refuses so many more tokens of an open sequence where they exceed positions or memory.
+
+        Args:
+            kept: length to which it is rewound before; None: it is not.
+        """
+        kept = len(sequence.tokens) if kept is None else kept
+        check_positions(self.target, kept, tokens)
+        sequence.check_length(kept + tokens)
+        room = sequence.full.sequence.room_after(min(sequence.full.sequence.length, max(0, kept - 1)))
+        self.check_room([(0, max(0, kept + tokens - room))])
 
     def check_open(self) -> None:
         """Raises UsageError where everything was closed."""

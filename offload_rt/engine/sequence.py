@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
@@ -24,6 +25,7 @@ from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.prefill import Progress, prefill
+from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import Resources, kept_means, levels_of
 from offload_rt.levels.compose import compose
@@ -75,6 +77,8 @@ class TokenSequence:
         target: the runner for sequences of this length.
         room: tokens that there should be room for.
         tiers: number of tokens in each tier but the streamed one.
+        prefix: it begins with tokens of this prefix, and their KV; None: it is empty.
+        kept: how many.
 
     Attributes:
         target: the runner of the target model.
@@ -97,11 +101,13 @@ class TokenSequence:
         target: CausalModel,
         room: int,
         tiers: Tiers = EVERYTHING_STREAMED,
+        prefix: KVPrefix | None = None,
+        kept: int = 0,
     ) -> None:
         self.config = config = request.config
         self.planned = config  # stays when another config continues the sequence
         self._request = request
-        self.tokens: list[int] = []
+        self.tokens: list[int] = [] if prefix is None else prefix.tokens[:kept]
         self.start = 0
         self.read_tokens = 0
         self.read_ms = 0.0
@@ -114,7 +120,10 @@ class TokenSequence:
         self._ended = False
         self._consumed = True  # a continuation has counted `read_tokens`
         self._caches: list[BoundedCache] = []
-        self._kv = shared.store.new_sequence(*kept_means(config))
+        if prefix is None:
+            self._kv = shared.store.new_sequence(*kept_means(config))
+        else:
+            self._kv = prefix.kv.fork(prefix.verified_length(kept), *kept_means(config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
@@ -136,6 +145,8 @@ class TokenSequence:
                 self.engine, shared.backend, tiers.resident_tokens, remote, tiers.late_resident_tokens
             )
             closing.callback(self.full.close)
+            if prefix is not None:
+                self.full.begin_with(prefix.reads)
             self._closing = closing.pop_all()
 
     def _transfer_over(self, link: Link) -> TransferEngine:
@@ -211,6 +222,13 @@ class TokenSequence:
                 torch.cuda.empty_cache()
         self.full.load_resident()
 
+    def snapshot(self, lock: threading.RLock) -> KVPrefix:
+        """Returns its tokens and their KV as a prefix, which shares the pages; see `KVPrefix` for `lock`."""
+        self.engine.flush()
+        length = min(self.full.verified_length, max(0, len(self.tokens) - 1))
+        kv = self._kv.fork(length, *kept_means(self.planned))
+        return KVPrefix(list(self.tokens), kv, self.full.reads(length), self.target, lock)
+
     def rewind(self, length: int) -> None:
         """Forgets the tokens from position `length` on, and their KV."""
         del self.tokens[length:]
@@ -248,6 +266,7 @@ class TokenSequence:
         """Fills the caches of drafting levels. The full cache lacks only the last token."""
         if self.full.verified_length:
             self.full.build_derived()
+        self.verifier.sampling.processor.begin(self.tokens)
         run_alone(self.verifier.drafter.prefill(self.view))
         self.controller.begin(len(self.tokens))
 
@@ -303,14 +322,23 @@ class TokenSequence:
         """The sequence is complete."""
         return self._ended or self.room <= 0
 
+    def ends_at(self, count: int) -> bool:
+        """Returns whether the sequence has ended, for another reason than its room, after `count` tokens."""
+        return self._ended and count == len(self.tokens) - self.start
+
     def extend(self, round: Round, times: RoundTimes) -> None:
-        """Appends the tokens of a round, up to a stop token."""
-        length = len(self.tokens)
+        """Appends the tokens of a round, up to one that ends the sequence.
+
+        Raises:
+            UsageError: the model's vocabulary cannot write what the grammar wants.
+        """
+        length, sampling = len(self.tokens), self.verifier.sampling
+        end = sampling.end(round.tokens)
         self.tokens += round.tokens
+        sampling.processor.extend(round.tokens)
         self.verifier.drafter.observe(self.view, round)
         self.controller.observe(length, round, times)
         self.rounds.append(times)
-        end = next((at for at, token in enumerate(round.tokens) if token in self.stop_tokens), None)
         if end is not None:
             del self.tokens[length + end + 1 :]
             self._ended = True

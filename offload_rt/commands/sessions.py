@@ -1,0 +1,198 @@
+"""`offload-rt sessions`: lists and removes saved contexts; and the flags by which other commands use them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload_rt.commands.console import Console
+from offload_rt.commands.options import SETTING, Add, add_json
+from offload_rt.errors import UsageError
+from offload_rt.files import write_json
+from offload_rt.machine.hardware import GIB
+from offload_rt.settings import CACHE_OFF, CACHE_ON, SettingDefault
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offload_rt.api import LLM
+    from offload_rt.chat import Message
+    from offload_rt.context import Context
+    from offload_rt.sessions import SessionFolder
+
+DEFAULT_FOLDER = "the folder sessions in the user's cache folder"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line."""
+    sessions = commands.add_parser(
+        "sessions",
+        help="list and remove saved contexts",
+        description="Lists and removes sessions (saved by --session NAME) and cached prefixes (by --cache).",
+        allow_abbrev=False,
+    )
+    actions = sessions.add_subparsers(dest="action", metavar="list|rm|clear", required=True)
+    for action, run, meaning in (
+        ("list", _list, "what is there, the most recently used first"),
+        ("rm", _remove, "remove sessions or cached prefixes by name"),
+        ("clear", _clear, "remove all cached prefixes; named sessions stay"),
+    ):
+        parser = actions.add_parser(action, help=meaning, description=meaning, allow_abbrev=False)
+        parser.set_defaults(run=run)
+        where = f"the folder to look at (default: {SETTING}, or {DEFAULT_FOLDER})"
+        parser.add_argument("--cache", metavar="DIR", default=SettingDefault("cache", CACHE_ON), help=where)
+        if action == "rm":
+            parser.add_argument("names", nargs="+", metavar="NAME", help="as list shows it")
+        elif action == "list":
+            add_json(parser.add_argument, "the list")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    found = _folder(arguments.cache, None)
+    entries = found.entries()
+    if arguments.json is not None:
+        listed = [
+            {"name": one.name, "cached": one.cached, "tokens": one.tokens, "bytes": one.nbytes}
+            | {"model": one.model, "last_used": one.used}
+            for one in entries
+        ]
+        write_json("--json", arguments.json, {"folder": str(found.folder), "sessions": listed})
+    if not entries:
+        print(f"no sessions in {found.folder}")
+        return 0
+    width = max(len(one.name) for one in entries)
+    for one in entries:
+        tokens = "corrupt" if one.tokens is None else f"{one.tokens:,} tokens"
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used))
+        print(f"{one.name:{width}}  {tokens:>17}  {one.nbytes / GIB:7.2f} GiB  {used}  {one.model}")
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    folder = _folder(arguments.cache, None)
+    for name in arguments.names:
+        folder.remove(name)
+    return 0
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    print(f"removed {_folder(arguments.cache, None).clear()} cached prefixes")
+    return 0
+
+
+def _folder(cache: str | Path, limit_gib: float | None) -> SessionFolder:
+    """Returns the folder that `--cache` names."""
+    from offload_rt.sessions import SessionFolder
+
+    limit = None if limit_gib is None else int(limit_gib * GIB)
+    return SessionFolder(None if cache in (CACHE_ON, CACHE_OFF) else Path(cache), limit)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `Sessions` looks at."""
+    group = parser.add_argument_group("sessions")
+    name = "go on from the session of that name as far as the prompt begins with it, and save it afterwards"
+    group.add_argument("--session", metavar="NAME", help=f"{name} (default: none)")
+    add_cache(group.add_argument)
+
+
+def add_cache(add: Add) -> None:
+    """Adds `--cache` and `--cache-limit`."""
+    where = f"keep read prompts on disk, and read on from there; on: in {DEFAULT_FOLDER}"
+    where += f" (default: {SETTING}, or off)"
+    add("--cache", default=SettingDefault("cache", CACHE_OFF), metavar="DIR|on|off", help=where)
+    limit = "most GiB of cached prompts, the least recently used go first"
+    limit += f" (default: {SETTING}, or a tenth of the free disk)"
+    add("--cache-limit", type=_gib, default=SettingDefault("cache_limit_gib"), metavar="GIB", help=limit)
+
+
+def cache(arguments: argparse.Namespace) -> SessionFolder | None:
+    """Returns the folder of cached prefixes that the arguments name; None where there is to be none."""
+    return None if arguments.cache == CACHE_OFF else _folder(arguments.cache, arguments.cache_limit)
+
+
+def _gib(text: str) -> float:
+    """An argument type: a size in GiB above 0."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < 2**30:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size in GiB above 0")
+    return size
+
+
+class Sessions:
+    """Opens a command's context and keeps it afterwards, by the flags of `add_arguments`.
+
+    Raises:
+        UsageError: the name of the session is not allowed, or the folder cannot be created.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
+        self._name: str | None = arguments.session
+        self._cached = arguments.cache != CACHE_OFF
+        self._console = console
+        self._arguments = arguments
+        self._folder = None
+        if self._name is not None or self._cached:
+            self._folder = _folder(arguments.cache, arguments.cache_limit)
+            if self._name is not None:
+                self._folder.path(self._name)
+            self._folder.create()
+
+    @property
+    def messages(self) -> list[Message] | None:
+        """The chat messages of the session; None: it does not exist yet, or was read from a text."""
+        if self._folder is None or self._name is None or not self._folder.path(self._name).exists():
+            return None
+        from offload_rt.saved_context import SavedContext
+
+        with SavedContext(self._folder.path(self._name)) as saved:
+            return saved.messages
+
+    def open(self, llm: LLM, tokens: Sequence[int], room: int) -> Context:
+        """Opens a context of these tokens; reads those that are not there yet.
+
+        Raises:
+            UsageError: the session would lose most of what it holds, among others.
+        """
+        if self._folder is None:
+            return llm.read(tokens, room)
+        self._check_beginning(self._folder, list(tokens))
+        context, there = self._folder.open(llm, tokens, room, self._name, cache=self._cached)
+        what = "cache" if self._name is None else self._name
+        self._console.say(f"session    {what}: {there:,} of {len(tokens):,} tokens were there")
+        return context
+
+    def _check_beginning(self, folder: SessionFolder, tokens: list[int]) -> None:
+        """Refuses a prompt that shares less than half of the session, which it would take the place of."""
+        if self._name is None or not (path := folder.path(self._name)).exists():
+            return
+        from offload_rt.saved_context import SavedContext
+        from offload_rt.text import common_beginning
+
+        with SavedContext(path) as saved:
+            held, common = len(saved.tokens), common_beginning(saved.tokens, tokens)
+        if 2 * common < held:
+            raise UsageError(
+                f"session {self._name} holds {held:,} tokens, and the prompt begins like {common:,} of them:"
+                f" name another session, or remove it, offload-rt sessions rm {self._name}"
+            )
+
+    def save(self, context: Context) -> None:
+        """Saves the context as the session, and in the cache. Raises UsageError where that fails."""
+        if self._name is not None:
+            self.save_as(context, self._name)
+        if self._cached and self._folder is not None:
+            self._folder.keep(context)
+            self._console.clear()
+
+    def save_as(self, context: Context, name: str) -> None:
+        """Saves the context as a session of any name. Raises UsageError where that fails."""
+        folder = self._folder or _folder(self._arguments.cache, self._arguments.cache_limit)
+        folder.save(context, name)
+        self._console.clear()

@@ -1,0 +1,278 @@
+"""Contexts on disk: token IDs with their KV, in one safetensors file that is written and read as a stream.
+
+What is stored is what a `KVPrefix` is: the KV by layer in pages as they lie in the store, and the queries
+that choose the retrieved cache. Draft models, attention mass and random numbers are not: also in a context
+that was never saved, every continuation begins by filling the caches of its drafting levels from tokens and
+KV (`TokenSequence.take_prompt`), sums attention mass anew from the last queries, and draws from its own seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_kv import KVLayout, SequenceKV, head_major
+from offload_rt.checked_tensors import CheckedFile, CorruptFile, Part, as_bytes, file_bytes, write_checked
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.prefix import KVPrefix
+from offload_rt.errors import UsageError
+from offload_rt.files import check_writable, synced
+from offload_rt.machine.hardware import GIB
+from offload_rt.model.fingerprint import Fingerprint
+from offload_rt.model.runner import CausalModel
+
+KIND = "offload-rt context"
+VERSION = 1
+PIECE_BYTES = 2**24
+"""Bytes about which a checksum is taken."""
+
+Messages = list[dict[str, Any]] | None
+Progress = Callable[[str, int, int], object] | None
+
+
+def save_prefix(
+    path: Path,
+    prefix: KVPrefix,
+    fingerprint: Fingerprint,
+    messages: Messages = None,
+    on_progress: Progress = None,
+) -> None:
+    """Saves a prefix as a whole or not at all. Other threads may use the engine meanwhile.
+
+    Args:
+        messages: the chat messages that its tokens stand for.
+        on_progress: called with "save", and bytes done and all.
+
+    Raises:
+        UsageError: the file cannot be written, there is no room on the disk, or the LLM is closed meanwhile.
+    """
+    path = Path(os.path.realpath(path))  # what a link names is replaced, not the link
+    check_writable("session", path)
+    if path.exists() and not path.is_file():
+        raise UsageError(f"session {path}: is a pipe or a device; name a file")
+    kv, layout = prefix.kv, prefix.kv.layout
+    whole = kv.length // layout.page_size * layout.page_size
+    parts = [Part.of("tokens", torch.tensor(prefix.tokens, dtype=torch.int32))]
+    for at, (_, queries) in enumerate(prefix.reads):
+        parts.append(Part.of(f"queries.{at}", queries))
+    parts.append(Part.of("tail", _tail(kv, whole)))
+    for layer in range(layout.layers):
+        shape = layout.pages_shape(whole // layout.page_size)
+        parts.append(Part(f"pages.{layer}", layout.dtype, shape, _Pages(kv, layer)))
+    about = {
+        "kind": KIND,
+        "version": str(VERSION),
+        "model": prefix.target.name,
+        "fingerprint": fingerprint.to_json(),
+        "page_size": str(layout.page_size),
+        "reads": json.dumps([length for length, _ in prefix.reads]),
+        "messages": json.dumps(messages),
+    }
+    piece = max(1, PIECE_BYTES // layout.page_bytes) * layout.page_bytes
+    try:
+        needed, free = file_bytes(parts, about, piece), shutil.disk_usage(path.parent).free
+        if needed > free:
+            raise UsageError(
+                f"session {path}: needs {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free there; make"
+                " room, or name another folder"
+            )
+        with synced(path) as file:
+            write_checked(file, parts, about, piece, _report(on_progress, "save"))
+    except OSError as error:
+        raise UsageError(
+            f"session {path}: cannot be saved ({error.strerror}); make room, or name another folder"
+        ) from None
+    except RuntimeError as error:  # of the store
+        raise UsageError(f"session {path}: was not saved, as {error}") from error
+
+
+def _report(on_progress: Progress, phase: str) -> Callable[[int, int], object]:
+    return lambda done, total: None if on_progress is None else on_progress(phase, done, total)
+
+
+class _Pages:
+    """The memory of whole pages of a layer, as `checked_tensors.Places`."""
+
+    def __init__(self, kv: SequenceKV, layer: int) -> None:
+        self._kv, self._layer = kv, layer
+
+    def __call__(self, start: int, end: int) -> list[Tensor]:
+        page = self._kv.layout.page_bytes
+        first, last = (at // page * self._kv.layout.page_size for at in (start, end))
+        return [as_bytes(piece) for piece in self._kv.memory(self._layer, first, last)]
+
+
+def _tail(kv: SequenceKV, start: int) -> Tensor:
+    """Returns the tokens from `start` on, less than a page, `[layers, 2, kv_heads, tokens, head_dim]`."""
+    layout, count = kv.layout, kv.length - start
+    tail = torch.empty(layout.layers, 2, layout.kv_heads, count, layout.head_dim, dtype=layout.dtype)
+    for layer, kept in enumerate(tail if count else ()):
+        ((keys, values),) = kv.views(layer, start, kv.length)
+        kept[0], kept[1] = head_major(keys), head_major(values)
+    return tail
+
+
+class CorruptContext(UsageError):
+    """Raised for a file that is no saved context, or is not as it was written."""
+
+
+class SavedContext:
+    """A file of `save_prefix`, open for reading; its header and tokens are read and checked.
+
+    Attributes:
+        tokens: token IDs.
+        messages: the chat messages that they stand for; None: there are none.
+        model: name of the model that read them.
+        fingerprint: of that model.
+
+    Raises:
+        UsageError: there is no such file, it is corrupt, or of another kind or a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._errors_in_a_line():
+            if path.exists() and not path.is_file():
+                raise CorruptFile("it is a folder, a pipe or a device")
+            self._file = CheckedFile(path)
+            try:
+                self._read_header(self._file.about)
+            except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+                self.close()
+                raise CorruptFile("its metadata cannot be read") from None
+            except BaseException:
+                self.close()
+                raise
+
+    def _read_header(self, about: Mapping[str, str]) -> None:
+        if about.get("kind") != KIND:
+            raise CorruptFile("it is no saved context")
+        if int(about["version"]) > VERSION:
+            raise UsageError(
+                f"session {self.path}: was saved by a newer version of offload-rt (format {about['version']},"
+                f" this one reads {VERSION}); install that version, or read the text again"
+            )
+        self.model = about["model"]
+        self.fingerprint = Fingerprint.from_json(about["fingerprint"])
+        self.messages: Messages = json.loads(about["messages"])
+        self._reads = [int(at) for at in json.loads(about["reads"])]
+        self.tokens: list[int] = self._file.tensor("tokens").tolist()
+        dtype, (pages, *_) = self._file.kind("pages.0")
+        _, (*_, tail, _) = self._file.kind("tail")
+        layers, heads, dim = self.fingerprint.layout
+        self._layout = layout = KVLayout(layers, heads, dim, dtype, int(about["page_size"]))
+        self._in_pages = pages * layout.page_size
+        self._length = self._in_pages + tail
+        if (
+            str(dtype) != f"torch.{self.fingerprint.dtype}"
+            or self._file.piece_bytes % layout.page_bytes
+            or self._file.kind("tail") != (dtype, (layers, 2, heads, tail, dim))
+            or any(self._file.kind(f"pages.{n}") != (dtype, layout.pages_shape(pages)) for n in range(layers))
+        ):
+            raise CorruptFile("its KV has another layout than its model")
+
+    @contextmanager
+    def _errors_in_a_line(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise UsageError(
+                f"session {self.path}: there is no such file; save a context there first"
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"session {self.path}: cannot be read ({error.strerror}); check the file, or read the text"
+                " again"
+            ) from None
+        except CorruptFile as error:
+            raise CorruptContext(
+                f"session {self.path}: is corrupt or no saved context ({error}); remove it and read the text"
+                " again"
+            ) from None
+
+    def check(self, fingerprint: Fingerprint) -> None:
+        """Raises UsageError where a model cannot go on from this context; names what differs."""
+        if different := fingerprint.difference(self.fingerprint):
+            raise UsageError(
+                f"session {self.path}: was saved by {different}; the model was {self.model}: use it as it was"
+                " then, or read the text again"
+            )
+
+    def load(
+        self, engine: Engine, target: CausalModel, tokens: int, on_progress: Progress = None
+    ) -> KVPrefix:
+        """Loads the first tokens with their KV into the engine's store; the engine's lock is held.
+
+        Args:
+            target: the runner for the sequence that will begin with them, whose fingerprint was checked.
+            tokens: how many.
+            on_progress: called with "load", and bytes done and all.
+
+        Raises:
+            UsageError: the file is corrupt.
+            MemoryError: memory is short.
+        """
+        wanted = self.tokens[:tokens]
+        kv = engine.store.new_sequence()
+        try:
+            with self._errors_in_a_line():
+                length = min(self._length, max(0, len(wanted) - 1))
+                kv.reserve(length)
+                self._load_kv(kv, length, on_progress)
+                reads = [
+                    (at, self._file.tensor(f"queries.{number}"))
+                    for number, at in enumerate(self._reads)
+                    if at <= length
+                ]
+            return KVPrefix(wanted, kv, reads, target, engine.lock)
+        except BaseException:
+            kv.close()
+            raise
+
+    def _load_kv(self, kv: SequenceKV, length: int, on_progress: Progress) -> None:
+        layout, theirs = kv.layout, self._layout
+        in_pages = min(length, self._in_pages)
+        size = theirs.pages(in_pages) * theirs.page_bytes  # of a layer
+        done, total, report = 0, layout.layers * size, _report(on_progress, "load")
+        for layer in range(layout.layers):
+            if theirs == layout:
+                for end, _ in self._file.fill(f"pages.{layer}", size, _Pages(kv, layer)):
+                    report(done + end, total)
+                kv.advance(layer, in_pages)
+            else:
+                for end, (read,) in self._file.fill(f"pages.{layer}", size, _new_memory):
+                    _append(kv, layer, read.view(layout.dtype).view(theirs.pages_shape(-1)), in_pages)
+                    report(done + end, total)
+            done += size
+        if length > in_pages:
+            for layer, (keys, values) in enumerate(self._file.tensor("tail")[:, :, :, : length - in_pages]):
+                kv.append(layer, keys, values)
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> SavedContext:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _new_memory(start: int, end: int) -> list[Tensor]:
+    return [torch.empty(end - start, dtype=torch.uint8)]
+
+
+def _append(kv: SequenceKV, layer: int, pages: Tensor, most: int) -> None:
+    """Appends pages of another size to a layer, up to a length of `most` tokens."""
+    left = most - kv.layer_length(layer)
+    keys, values = (head_major(pages[:, side])[:, :left] for side in range(2))
+    kv.append(layer, keys, values)
