@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+from offload_rt.chat import ChatTemplate, Message, Messages, checked_messages, is_messages, with_question
 from offload_rt.config import Config
 from offload_rt.engine.engine import Engine
+from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
+from offload_rt.model.fingerprint import Fingerprint
+from offload_rt.model.runner import CausalModel
 from offload_rt.output import OutputProcessor, step
 from offload_rt.planning.placement import check_positions
 from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer
+from offload_rt.saved_context import SavedContext, save_prefix
+from offload_rt.text import common_beginning
 
 GREEDY = SamplingParams()
-Prompt = str | Sequence[int]
+ROOM = 2048
+"""New tokens that a context is planned for where nothing else is said."""
+Prompt = str | Sequence[int] | Messages
 
 
 class Host(Protocol):
@@ -23,9 +34,14 @@ class Host(Protocol):
 
     engine: Engine
 
+    @property
+    def chat_template(self) -> ChatTemplate: ...
+
     def prompt_ids(self, prompt: Prompt, *, behind: bool = False) -> list[int]: ...
 
     def checked_params(self, params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams: ...
+
+    def chat_params(self, params: SamplingParams | None, changes: Mapping[str, Any]) -> SamplingParams: ...
 
     def continuation(self, params: SamplingParams) -> Continuation: ...
 
@@ -33,14 +49,7 @@ class Host(Protocol):
 
     def composition(self, config: str | None, overrides: Mapping[str, object]) -> Config | None: ...
 
-
-def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the number of tokens with which both begin."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # comparing slices is faster than comparing token by token
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
+    def fingerprint(self, target: CausalModel) -> Fingerprint: ...
 
 
 class Context:
@@ -51,18 +60,55 @@ class Context:
     `LLM`.
 
     Attributes:
+        host: the `LLM` that it belongs to.
         closed: its KV was given back.
         messages: the chat messages that it was read from, and those of the chat since then; None: it was
-            read from a text or token IDs.
+            read from a text or token IDs. `ask` goes by them: setting them to earlier ones takes questions
+            and answers back.
     """
 
     def __init__(self, host: Host, sequence: TokenSequence) -> None:
-        self._host = host
+        self.host = host
         self._engine = host.engine
         self._sequence = sequence
         self._stream: TokenStream | None = None
-        self.messages: list[dict[str, Any]] | None = None
+        self.messages: list[Message] | None = None
         self.closed = False
+
+    @classmethod
+    def open(cls, host: Host, tokens: Sequence[int], room: int, prefix: KVPrefix | None = None) -> Context:
+        """Reads tokens, but for those that `prefix` has; the engine's lock is held. See `LLM.read`."""
+        left = host.engine.target.max_length(len(tokens)) - len(tokens)
+        least = 0 if prefix is not None else 1  # one that is full may be rewound
+        return cls(host, host.engine.open(tokens, max(least, min(room, left)), prefix=prefix))
+
+    @classmethod
+    def load(
+        cls, host: Host, saved: SavedContext, room: int, tokens: Sequence[int] | None = None
+    ) -> tuple[Context, int]:
+        """Opens a context with the KV of a saved one.
+
+        Args:
+            tokens: its tokens, of which those that follow the longest common beginning with the saved ones
+                are read; None: the saved ones.
+
+        Returns:
+            The context, and the number of tokens that were there.
+
+        Raises:
+            UsageError: the model or the memory does not fit, or the file is corrupt.
+        """
+        engine, wanted = host.engine, host.prompt_ids(saved.tokens if tokens is None else tokens)
+        with engine.lock:
+            room = max(0, min(room, engine.target.max_length(len(wanted)) - len(wanted)))
+            engine.check_room([(len(wanted), room)])
+            target = engine.target.for_length(len(wanted), room)
+            saved.check(host.fingerprint(target))
+            there = common_beginning(saved.tokens, wanted)
+            with saved.load(engine, target, there, engine.on_progress) as prefix:
+                context = cls.open(host, wanted, room, prefix)
+        context.messages = saved.messages if tokens is None else None
+        return context, there
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -88,7 +134,7 @@ class Context:
         Raises:
             UsageError: it does not fit, or the context is closed.
         """
-        tokens = self._host.prompt_ids(prompt, behind=True)
+        tokens = self.host.prompt_ids(prompt, behind=True)
         with self._engine.lock:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens))
@@ -105,17 +151,23 @@ class Context:
         Raises:
             UsageError: the prompt does not fit, or the context is closed.
         """
-        wanted = self._host.prompt_ids(prompt)
+        wanted = self.host.prompt_ids(prompt)
         with self._engine.lock:
             self._turn_to_use()
-            sequence = self._sequence
-            check_positions(self._engine.target, len(wanted), 0)
-            kept = common_beginning(sequence.tokens, wanted)
-            self._engine.check_growth(sequence, len(wanted) - len(sequence.tokens))
-            self._engine.rewind(sequence, kept)
-            if kept < len(wanted):
-                self._engine.read(sequence, wanted[kept:])
+            kept = self._update(wanted, 0)
+            self.messages = checked_messages(prompt) if is_messages(prompt) else None
             return kept
+
+    def _update(self, wanted: list[int], new_tokens: int) -> int:
+        """Does what `update` does, where there is room for `new_tokens` more."""
+        engine, sequence = self._engine, self._sequence
+        check_positions(engine.target, len(wanted), new_tokens)
+        kept = common_beginning(sequence.tokens, wanted)
+        engine.check_growth(sequence, len(wanted) + new_tokens - kept, kept)
+        engine.rewind(sequence, kept)
+        if kept < len(wanted):
+            engine.read(sequence, wanted[kept:])
+        return kept
 
     def generate(
         self,
@@ -136,10 +188,7 @@ class Context:
         Raises:
             UsageError: the prompt does not fit, `config` cannot continue this context, or it is closed.
         """
-        stream = self.stream(prompt, params, config, overrides, **changes)
-        deque(stream, maxlen=0)
-        assert stream.result is not None
-        return stream.result
+        return self.stream(prompt, params, config, overrides, **changes).finish()
 
     def stream(
         self,
@@ -150,20 +199,131 @@ class Context:
         **changes: Any,
     ) -> TokenStream:
         """Like `generate`, token by token. Closing the stream stops it; the tokens that were taken stay."""
-        params = self._host.checked_params(params, changes)
-        settings = self._host.composition(config, overrides)
-        tokens = self._host.prompt_ids(prompt, behind=True) if len(prompt) else []
+        params = self.host.checked_params(params, changes)
+        settings = self.host.composition(config, overrides)
+        tokens = self.host.prompt_ids(prompt, behind=True) if len(prompt) else []
         with self._engine.lock:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens) + params.max_tokens)
-            sequence, start, params = self._sequence, len(self._sequence.tokens), params.seeded()
+            sequence, start = self._sequence, len(self._sequence.tokens)
             if settings is not None:
                 settings = sequence.retrievable(settings)  # refused before the prompt is appended
             if tokens:
                 self._engine.read(sequence, tokens)
-            self._engine.begin(sequence, settings, self._host.continuation(params))
-            self._stream = TokenStream(self._engine, self._host.output(sequence, params, start))
-            return self._stream
+            return self._begin(start, params, settings)
+
+    def _begin(
+        self,
+        start: int,
+        params: SamplingParams,
+        settings: Config | None = None,
+        on_end: Callable[[GenerationResult], object] = lambda result: None,
+    ) -> TokenStream:
+        """Begins to continue the context, which had `start` tokens before what it is asked for."""
+        params = params.seeded()
+        self._engine.begin(self._sequence, settings, self.host.continuation(params))
+        output = self.host.output(self._sequence, params, start)
+        self._stream = TokenStream(self._engine, output, on_end)
+        return self._stream
+
+    def ask(
+        self,
+        question: str | None,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **changes: Any,
+    ) -> GenerationResult:
+        """Answers a question about the messages of the context, and adds both to them.
+
+        A question follows a document, the user's last message, in the same message; it is one of its own
+        where the assistant's is the last. Only what the context does not hold yet is read. Where the call
+        fails, `messages` are as before.
+
+        Args:
+            question: None: the last of the messages is one.
+            params: None: the sampling that the model suggests, else greedy decoding.
+            thinking: whether the model shall think before it answers; None: as the template has it.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: the question does not fit, or the context was not read from messages, or it is closed.
+        """
+        stream = self.stream_ask(question, params, thinking=thinking, **changes)
+        before = self.messages
+        try:
+            return stream.finish()
+        except BaseException:
+            self.messages = before
+            raise
+
+    def stream_ask(
+        self,
+        question: str | None,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **changes: Any,
+    ) -> TokenStream:
+        """Like `ask`, token by token.
+
+        The messages follow when the stream has ended or is closed, unless no token was taken.
+        """
+        params = self.host.chat_params(params, changes)
+        with self._engine.lock:
+            self._turn_to_use()  # an answer that is under way becomes a message
+        if self.messages is None:
+            remedy = 'read messages, llm.read([{"role": "user", "content": text}])'
+            raise UsageError(f"this context was read from a text and cannot be asked: {remedy}")
+        asked = with_question(self.messages, question)
+        thinking = self.host.chat_template.thoughts(thinking, params.json_schema)
+        wanted = self.host.prompt_ids(self.host.chat_template.encode(asked, thinking=thinking))
+        with self._engine.lock:
+            self._turn_to_use()
+            kept = self._update(wanted, params.max_tokens)
+            return self._begin(kept, params, on_end=partial(self._answered, asked))
+
+    def _answered(self, asked: list[Message], result: GenerationResult) -> None:
+        if result.tokens and result.finish_reason != "error":
+            self.messages = [*asked, {"role": "assistant", "content": result.text}]
+
+    def fork(self, room: int = ROOM) -> Context:
+        """Returns a second context of these tokens, at once: each goes on by itself.
+
+        Their KV is shared until they differ.
+
+        Args:
+            room: new tokens that it is planned for. It may grow beyond, where memory allows.
+
+        Raises:
+            UsageError: there is no room for it, or the context is closed.
+        """
+        room = integer("room", room)
+        with self._engine.lock, self.snapshot() as prefix:
+            fork = Context.open(self.host, prefix.tokens, room, prefix)
+            fork.messages = copy.deepcopy(self.messages)
+            return fork
+
+    def save(self, path: str | Path) -> None:
+        """Saves the tokens and their KV to a file, for `LLM.load`. Where that fails, the context goes on.
+
+        The file is written to a new name, and renamed when it is on the disk.
+
+        Raises:
+            UsageError: it cannot be written, or the context is closed.
+        """
+        with self.snapshot() as prefix:  # other threads may use the engine while it is written
+            fingerprint = self.host.fingerprint(prefix.target)
+            save_prefix(Path(path), prefix, fingerprint, self.messages, self._engine.on_progress)
+
+    def snapshot(self) -> KVPrefix:
+        """Returns the tokens with their KV, which the context shares and goes on from; to be closed.
+
+        Closes an open stream.
+        """
+        with self._engine.lock:
+            self._turn_to_use()
+            return self._engine.snapshot(self._sequence)
 
     def rewind(self, length: int) -> None:
         """Forgets the tokens from position `length` on, and their KV.
@@ -211,14 +371,17 @@ class TokenStream(Iterator[TokenEvent]):
     """Streaming output of one sequence: an iterator of token events. Closing it or its context ends it.
 
     Args:
-        on_end: called once when the stream has ended.
+        on_end: called once with the result when the stream has ended.
 
     Attributes:
         result: the text with its statistics, once the stream has ended.
     """
 
     def __init__(
-        self, engine: Engine, output: OutputProcessor, on_end: Callable[[], object] = lambda: None
+        self,
+        engine: Engine,
+        output: OutputProcessor,
+        on_end: Callable[[GenerationResult], object] = lambda result: None,
     ) -> None:
         self.result: GenerationResult | None = None
         self._engine = engine
@@ -250,6 +413,12 @@ class TokenStream(Iterator[TokenEvent]):
                 raise self._output.error
         raise StopIteration
 
+    def finish(self) -> GenerationResult:
+        """Takes the tokens that are left; returns the result."""
+        deque(self, maxlen=0)
+        assert self.result is not None
+        return self.result
+
     def close(self) -> None:
         """Ends the stream; the tokens that were taken stay. Idempotent, from any thread."""
         with self._engine.lock:
@@ -259,4 +428,4 @@ class TokenStream(Iterator[TokenEvent]):
                     self._engine.stop(self._output.sequence)
                 finally:  # also where a second interrupt cuts that short
                     self.result = self._output.result()
-                    self._on_end()
+                    self._on_end(self.result)

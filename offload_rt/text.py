@@ -50,6 +50,15 @@ def keep_last(tokens: list[int], last: int, beginning: int | None) -> list[int]:
     return tokens[len(tokens) - last :]
 
 
+def common_beginning(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns the number of tokens, or of characters of texts, with which both begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # comparing slices is faster than comparing token by token
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Written by tokenizers for bytes that are no character, or not yet one."""
 

@@ -5,29 +5,32 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from offload_rt.commands import prompts
+from offload_rt.commands import prompts, sessions
 from offload_rt.commands.console import Console
-from offload_rt.commands.exits import READER_GONE, drop_stdout, status_of, unwritable
-from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig
+from offload_rt.commands.exits import INTERRUPTED, READER_GONE, drop_stdout, status_of, unwritable
+from offload_rt.commands.options import (
+    DISTRIBUTION,
+    add_configuration,
+    add_json,
+    add_model,
+    add_sampling,
+    distribution,
+    given_distribution,
+)
 from offload_rt.errors import UsageError, first_line
-from offload_rt.files import check_writable, write_json
-from offload_rt.model.rope import Yarn
-from offload_rt.toml import config_names, load_configs, parse_override
+from offload_rt.files import write_json
+from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
+    from offload_rt.chat import ThoughtSplitter
     from offload_rt.context import Context, TokenStream
     from offload_rt.results import GenerationResult, SamplingParams
-
-Add = Callable[..., object]
-"""The `add_argument` of a parser or a group."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,8 +47,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add_model(generate)
     prompts.add_arguments(generate)
-    _add_sampling(generate)
-    _add_configuration(generate)
+    add_sampling(generate, most=256)
+    add_configuration(generate)
+    sessions.add_arguments(generate)
 
     add = generate.add_argument_group("output").add_argument
     add("--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens")
@@ -53,136 +57,28 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--quiet", action="store_true", help="print nothing but errors on stderr")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that choose the models and the devices."""
-    add = parser.add_argument_group("model").add_argument
-    target = "target model: a folder or a hub ID (default: the embedded demo pair)"
-    add("--model", metavar="PATH|ID", help=target)
-    draft = "small draft model with the target's tokenizer (default: none, or the demo's own)"
-    add("--draft", metavar="PATH|ID|none", help=draft)
-    device = "where models run (default: auto, the GPU if there is one); cuda:0,cuda:1: KV lies on both"
-    add("--device", type=_devices, default="auto", metavar="auto|cpu|cuda|cuda:N,…", help=device)
-    add_dtype(add)
-    add_rope(add)
-
-
-def _devices(text: str) -> str:
-    """An argument type: names of devices, whether they exist or not."""
-    if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*", text):
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is not a device: use auto, cpu, cuda or cuda:0,cuda:1"
-        )
-    return text
-
-
-def add_dtype(add: Add) -> None:
-    """Adds `--dtype`."""
-    meaning = "dtype of weights and KV (default: auto, the model's own on a GPU, float32 on a CPU)"
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help=meaning)
-
-
-def add_rope(add: Add) -> None:
-    """Adds `--rope`."""
-    meaning = "stretch the target's positions by YaRN, e.g. yarn:4 (default: as its config.json says)"
-    add("--rope", type=Yarn.parse, metavar="yarn:FACTOR", help=meaning)
-
-
-def add_json(add: Add, what: str) -> None:
-    """Adds `--json FILE`; refuses a file that cannot be written before any work."""
-
-    def writable(name: str) -> Path:
-        check_writable("--json", Path(name))
-        return Path(name)
-
-    add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
-
-
-def _add_sampling(generate: argparse.ArgumentParser) -> None:
-    sampling = generate.add_argument_group("sampling")
-    add = sampling.add_argument
-    most = "generate at most N tokens (default: 256)"
-    add("-n", "--max-new-tokens", type=prompts.token_count, default=256, metavar="N", help=most)
-    add_distribution(sampling)
-    add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
-    stop = "end the text where STRING begins; may be repeated (default: none)"
-    add("--stop", action="append", default=[], metavar="STRING", help=stop)
-    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
-
-
-def add_distribution(sampling: argparse._ArgumentGroup) -> None:
-    """Adds the flags of the distribution that tokens are drawn from."""
-    add = sampling.add_argument
-    add("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: 0)")
-    top_p = "draw from the fewest likeliest tokens whose probabilities sum to P (default: 1, all)"
-    add("--top-p", type=float, metavar="P", help=top_p)
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: 0, all)")
-
-
-ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"
-
-
-def add_overrides(
-    parser: argparse._ActionsContainer,
-    meaning: str = ANY_KEY,
-    flag: str = "--set",
-    metavar: str = "section.key=value",
-    key: str = "",
-) -> None:
-    """Adds a flag for any key of a configuration, or for one `key`."""
-    parser.add_argument(
-        flag,
-        type=lambda given: parse_override(f"{key}={given}" if key else given),
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar=metavar,
-        help=meaning,
-    )
-
-
-def _add_configuration(generate: argparse.ArgumentParser) -> None:
-    group = generate.add_argument_group("configuration")
-    meaning = f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default: auto)"
-    group.add_argument("--config", default=AUTO, metavar="NAME|FILE", help=meaning)
-
-    def add(flag: str, key: str, meaning: str, metavar: str = "N") -> None:
-        add_overrides(group, f"{meaning}; sets {key}", flag, metavar, key)
-
-    add("--retrieval-budget", "retrieval.budget", f"tokens retrieved (default: {RetrievalConfig.budget})")
-    add("--chunk-size", "retrieval.chunk", f"tokens chosen together (default: {RetrievalConfig.chunk})")
-    add("--gamma1", "speculation.gamma1", f"depth of first drafts (default: {SpeculationConfig.gamma1})")
-    add("--gamma2", "speculation.gamma2", "depth of drafts for the full cache (default: as it pays)")
-    policies = "every, stride:N or acceptance:X (default: the config's)"
-    add("--refresh", "retrieval.refresh", f"when to retrieve anew: {policies}", "POLICY")
-    add_overrides(group)
-
-
-def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
-    """Returns sampling parameters from the flags of `add_distribution`, and `others`."""
-    from offload_rt.results import SamplingParams
-
-    return SamplingParams(**_given(arguments), max_tokens=arguments.max_new_tokens, **others)
-
-
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values that the user gave to flags of `add_distribution`."""
-    named = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k")}
-    return {name: value for name, value in named.items() if value is not None}
-
-
 def _tell_model_sampling(llm: LLM, arguments: argparse.Namespace, console: Console) -> None:
-    """Says that the model suggests sampling, where the user gave no flag and so decodes greedily."""
+    """Says what sampling the model suggests, where the user gave no flag and so decodes greedily."""
     suggested = llm.model_sampling
-    if suggested is None or _given(arguments):
+    if suggested is None or given_distribution(arguments):
         return
-    flags = f"--temperature {suggested.temperature:g}"
-    flags += f" --top-p {suggested.top_p:g}" if suggested.top_p < 1 else ""
-    flags += f" --top-k {suggested.top_k}" if suggested.top_k else ""
-    console.notice(f"decoding is greedy; the model's generation_config.json suggests sampling: {flags}")
+    flags = " ".join(
+        f"--{name.replace('_', '-')} {value:g}"
+        for name in DISTRIBUTION
+        if (value := getattr(suggested, name)) != getattr(type(suggested), name)
+    )
+    console.notice(f"decoding is greedy; the model's generation_config.json suggests {flags}")
 
 
-def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int) -> LLM:
-    """Opens the models of `add_model` in a configuration; reports its progress to `console`."""
+def open_llm(arguments: argparse.Namespace, console: Console, sizes: tuple[int, int] | None) -> LLM:
+    """Opens the models of `add_model` in a configuration; reports its progress to `console`.
+
+    Args:
+        sizes: prompt tokens and new ones for which there must be room.
+
+    Raises:
+        UsageError: so many tokens do not fit, among others; then no weights were read.
+    """
     from offload_rt.api import LLM
 
     return LLM(
@@ -195,7 +91,8 @@ def open_llm(arguments: argparse.Namespace, console: Console, prompt_tokens: int
         overrides=dict(arguments.overrides),
         on_progress=console.progress,
         on_notice=console.notice,
-        size_hint=(prompt_tokens, arguments.max_new_tokens),
+        on_plan=console.expect,
+        size_hint=sizes,
     )
 
 
@@ -204,15 +101,18 @@ def run(arguments: argparse.Namespace) -> int:
     text = prompts.read(arguments)
     load_configs(arguments.config, dict(arguments.overrides))
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
-    params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, ignore_eos=arguments.ignore_eos)
+    others = {"ignore_eos": arguments.ignore_eos, "json_schema": arguments.json_schema}
+    params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, **others)
     console = Console(arguments.quiet)
     console.tokens["decode"] = params.max_tokens
+    kept = sessions.Sessions(arguments, console)
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
-    with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
+    sizes = len(prompt), params.max_tokens
+    with machine_errors_in_a_line(), open_llm(arguments, console, sizes) as llm:
         _tell_model_sampling(llm, arguments, console)
         # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
-        context = llm.read(prompt, params.max_tokens)
+        context = kept.open(llm, prompt, params.max_tokens)
         events = context.stream(params=params)
         status, failure = write_text(events, params, console, as_tokens=isinstance(text, list))
         assert events.result is not None
@@ -220,18 +120,19 @@ def run(arguments: argparse.Namespace) -> int:
         report = result.to_json()
         try:
             console.summary(result)
-            console.compare_with_plan(result, llm.predicted_ms)
+            console.compare_with_plan(result, llm.plan)
+            if failure is None and status in (0, INTERRUPTED):
+                kept.save(context)
             if arguments.compare_plain and not status and failure is None:
                 report["plain"] = _compare(context, result, params, console)
         except KeyboardInterrupt as interrupt:
-            console.say("compared   interrupted")
+            console.say("ended      interrupted before all was done")
             status = status_of(interrupt)
         finally:  # before the runtime closes, as closing may fail on a broken link
             if arguments.json is not None:
                 write_json("--json", arguments.json, report)
         if failure is not None:
-            tokens = len(result.tokens)
-            raise UsageError(f"{failure}; the text ends after {tokens} tokens, which are valid") from failure
+            raise ended_early(failure, result)
     return status
 
 
@@ -256,22 +157,36 @@ def machine_errors_in_a_line() -> Iterator[None]:
 
 
 def write_text(
-    events: TokenStream, params: SamplingParams, console: Console, as_tokens: bool = False
+    events: TokenStream,
+    params: SamplingParams,
+    console: Console,
+    as_tokens: bool = False,
+    thoughts: ThoughtSplitter | None = None,
 ) -> tuple[int, UsageError | None]:
     """Streams the text to stdout.
 
     Args:
         as_tokens: write token IDs instead, separated by spaces.
+        thoughts: finds the thoughts in the text, which are not written; None: all is written.
 
     Returns:
         The exit code, and the error that ended the text early, if any; the text written by then is valid.
     """
     with console.writing_text():
-        return _write_events(events, params, console, as_tokens)
+        return _write_events(events, params, console, as_tokens, thoughts)
+
+
+def ended_early(failure: UsageError, result: GenerationResult) -> UsageError:
+    """Returns the error that ended a text early, with a word on what was written by then."""
+    return UsageError(f"{failure}; the text ends after {len(result.tokens)} tokens, which are valid")
 
 
 def _write_events(
-    events: TokenStream, params: SamplingParams, console: Console, as_tokens: bool
+    events: TokenStream,
+    params: SamplingParams,
+    console: Console,
+    as_tokens: bool,
+    thoughts: ThoughtSplitter | None,
 ) -> tuple[int, UsageError | None]:
     status = written = 0
     failure: UsageError | None = None
@@ -280,9 +195,11 @@ def _write_events(
         with machine_errors_in_a_line(), closing(events):
             for made, event in enumerate(events, 1):
                 piece = f"{' ' * (made > 1)}{event.token}" if as_tokens else event.text
-                console.clear()
-                _write(piece, console)
                 written += len(piece)
+                piece = piece if thoughts is None else thoughts.push(piece)[1]
+                if piece:
+                    console.before_text()
+                    _write(piece, console)
                 console.progress("decode", made, params.max_tokens)
     except KeyboardInterrupt as interrupt:
         status = status_of(interrupt)
@@ -302,7 +219,10 @@ def _write_events(
         assert result is not None
         # Text that was held back when an interrupt came is part of the result.
         whole = " ".join(map(str, result.tokens)) if as_tokens else result.text
-        _write(whole[written:] + "\n", console)
+        rest = whole[written:]
+        if thoughts is not None:
+            rest = thoughts.push(rest)[1] + thoughts.finish()[1]
+        _write(rest + "\n", console)
     return status, failure
 
 

@@ -9,10 +9,11 @@ import os
 import re
 import reprlib
 import sys
+from collections.abc import Callable
 from importlib import resources
-from pathlib import Path
 
 from offload_rt.commands.console import Console
+from offload_rt.documents import decode, read_bytes, read_document
 from offload_rt.errors import UsageError, first_line
 
 BUILT_IN = "Moby-Dick, chapters 1 to 48"
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ids = "token IDs, separated by spaces or commas, or a JSON list; the output is token IDs too"
     for flag, metavar, meaning in (
         ("--prompt", "TEXT", "the text itself"),
-        ("--prompt-file", "FILE", "a UTF-8 text file, such as a book"),
+        ("--prompt-file", "FILE", "a document, such as a book: txt, md, html, pdf or epub"),
         (TOKENS, "FILE", ids),
     ):
 
@@ -40,8 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         meaning += " (default: none)"
         add(flag, type=given, action="append", dest="prompts", default=[], metavar=metavar, help=meaning)
     add("stdin", nargs="?", metavar="-", help="read a text from stdin; it follows the other prompts")
+    add_encoding(add)
     limit = f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)"
     add("--max-prompt-tokens", type=token_count, metavar="N", help=limit)
+
+
+def add_encoding(add: Callable[..., object]) -> None:
+    """Adds `--encoding`."""
+    meaning = "encoding of text and HTML files, e.g. cp1252 (default: by their own mark, else utf-8)"
+    add("--encoding", metavar="NAME", help=meaning)
 
 
 def positive(text: str) -> int:
@@ -75,7 +83,7 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     named = [*arguments.prompts, *([("-", "-")] if arguments.stdin else [])]
     if not named:
         return built_in()
-    prompts = [_read_one(flag, value) for flag, value in named]
+    prompts = [_read_one(flag, value, arguments.encoding) for flag, value in named]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts and ids:
@@ -84,11 +92,27 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     return _joined(texts) if texts else [token for prompt in ids for token in prompt]
 
 
-def _read_one(flag: str, value: str) -> str | list[int]:
-    sources = {"--prompt-file": f"prompt file {value}", TOKENS: f"token file {value}", "-": "stdin"}
-    source = sources.get(flag, flag)
-    text = _text(source, _bytes(source, flag, value))
-    return _token_ids(source, text) if flag == TOKENS else text
+def _read_one(flag: str, value: str, encoding: str | None) -> str | list[int]:
+    if flag == "--prompt-file":
+        return read_document(value, encoding, f"prompt file {value}")
+    if flag == "--prompt":  # bytes that are not UTF-8 have arrived as lone surrogates
+        return decode(flag, os.fsencode(value))
+    if flag == "-":
+        return stdin_text(encoding)
+    source = f"token file {value}"
+    return _token_ids(source, decode(source, read_bytes(source, value)))
+
+
+def stdin_text(encoding: str | None = None) -> str:
+    """Returns what stdin holds. Raises UsageError where it is closed, empty or no text."""
+    if sys.stdin is None:
+        raise UsageError("stdin: is closed; pipe a text into it")
+    try:
+        data = sys.stdin.buffer.read()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"stdin: cannot be read ({reason}); pipe a text into it") from None
+    return decode("stdin", data, encoding)
 
 
 def _joined(texts: list[str]) -> str:
@@ -100,39 +124,6 @@ def _joined(texts: list[str]) -> str:
 def built_in() -> str:
     """Returns a novel in the public domain, as much of it as a prompt of 128K tokens needs."""
     return gzip.decompress((resources.files("offload_rt.demo") / "moby-dick.txt.gz").read_bytes()).decode()
-
-
-def file_text(source: str, path: Path) -> str:
-    """Returns the content of a text file; error messages call it `source`."""
-    return _text(source, _bytes(source, "", str(path)))
-
-
-def _bytes(source: str, flag: str, value: str) -> bytes:
-    if flag == "--prompt":
-        return os.fsencode(value)  # bytes that are not UTF-8 have arrived as lone surrogates
-    try:
-        if flag != "-":
-            return Path(value).read_bytes()
-        if sys.stdin is None:
-            raise UsageError("stdin: is closed; pipe a text into it")
-        return sys.stdin.buffer.read()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{source}: cannot be read ({reason}); give a text file") from None
-
-
-def _text(source: str, data: bytes) -> str:
-    if not data:
-        raise UsageError(f"{source}: the prompt is empty; give at least one character")
-    if data.startswith(b"%PDF-"):
-        raise UsageError(f"{source}: is a PDF; give its text instead, e.g. the output of pdftotext")
-    if b"\0" in data:
-        at = data.index(b"\0")
-        raise UsageError(f"{source}: byte {at} is zero, so it is not a text; give a text file in UTF-8")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
 
 
 def _token_ids(source: str, text: str) -> list[int]:
@@ -157,10 +148,10 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
     Raises:
         UsageError: the prompt is a text, and the model has no tokenizer.
     """
-    from offload_rt.model.loading import demo_model, load_tokenizer
+    from offload_rt.model.loading import load_tokenizer, model_source
     from offload_rt.text import encode, keep_last
 
-    tokenizer = load_tokenizer(arguments.model or demo_model("target"))
+    tokenizer = load_tokenizer(model_source(arguments.model))
     limit: int | None = arguments.max_prompt_tokens
     built_in = not (arguments.prompts or arguments.stdin)
     if limit is None and built_in:

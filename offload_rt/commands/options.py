@@ -1,0 +1,191 @@
+"""Flags that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload_rt.commands import prompts
+from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig
+from offload_rt.documents import decode, read_bytes
+from offload_rt.files import check_writable
+from offload_rt.model.rope import Yarn
+from offload_rt.settings import DEVICES, DTYPES, SettingDefault
+from offload_rt.toml import config_names, parse_override
+
+if TYPE_CHECKING:
+    from offload_rt.results import SamplingParams
+
+Add = Callable[..., object]
+"""The `add_argument` of a parser or a group."""
+
+
+SETTING = "the setting"
+"""Says that the default is what the settings file has under the flag's name."""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose the models and the devices."""
+    add = parser.add_argument_group("model").add_argument
+    add_target(add)
+    draft = "small draft model with the target's tokenizer; auto: of the local models and none, the fastest"
+    draft += f" by the plan (default: {SETTING}, or none, but the demo's own for the demo)"
+    add("--draft", default=SettingDefault("draft"), metavar="FOLDER|ID|auto|none", help=draft)
+    device = "where models run; cuda:0,cuda:1: KV lies on both"
+    device += f" (default: {SETTING}, or auto: the GPU if there is one)"
+    names = "auto|cpu|cuda|cuda:N,…"
+    add("--device", type=_devices, default=SettingDefault("device", AUTO), metavar=names, help=device)
+    add_dtype(add)
+    add_rope(add)
+
+
+def add_target(add: Add) -> None:
+    """Adds `--model`."""
+    meaning = f"target model: a folder, a hub ID or demo (default: {SETTING}, or the embedded demo pair)"
+    add("--model", default=SettingDefault("model"), metavar="FOLDER|ID", help=meaning)
+
+
+def _devices(text: str) -> str:
+    """An argument type: names of devices, whether they exist or not."""
+    if not DEVICES.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is not a device: use auto, cpu, cuda or cuda:0,cuda:1"
+        )
+    return text
+
+
+def add_dtype(add: Add) -> None:
+    """Adds `--dtype`."""
+    meaning = (
+        f"dtype of weights and KV (default: {SETTING}, or auto: the model's own on a GPU, float32 on a CPU)"
+    )
+    add("--dtype", choices=DTYPES, default=SettingDefault("dtype", AUTO), help=meaning)
+
+
+def add_rope(add: Add) -> None:
+    """Adds `--rope`."""
+    meaning = "stretch the target's positions by YaRN, e.g. yarn:4 (default: as its config.json says)"
+    add("--rope", type=Yarn.parse, metavar="yarn:FACTOR", help=meaning)
+
+
+def add_json(add: Add, what: str) -> None:
+    """Adds `--json FILE`; refuses a file that cannot be written before any work."""
+
+    def writable(name: str) -> Path:
+        check_writable("--json", Path(name))
+        return Path(name)
+
+    add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
+
+
+def add_sampling(parser: argparse.ArgumentParser, most: int, title: str = "sampling") -> None:
+    """Adds the flags of a generation: its length, its end and its distribution.
+
+    Args:
+        most: tokens to generate where nothing is said.
+    """
+    sampling = parser.add_argument_group(title)
+    add = sampling.add_argument
+    meaning = f"generate at most N tokens (default: {most})"
+    add("-n", "--max-new-tokens", type=prompts.token_count, default=most, metavar="N", help=meaning)
+    add_distribution(sampling)
+    add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
+    stop = "end the text where STRING begins; may be repeated (default: none)"
+    add("--stop", action="append", default=[], metavar="STRING", help=stop)
+    schema = (
+        "write JSON that fits this JSON schema, without thoughts; needs offload-rt[json] (default: any text)"
+    )
+    add("--json-schema", type=_schema, metavar="FILE|JSON", help=schema)
+    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
+
+
+def _schema(given: str) -> str:
+    """An argument type: a JSON schema, or a file that has one; returns its text, unchecked."""
+    if given.lstrip().startswith("{"):
+        return given
+    source = f"--json-schema {given}"
+    return decode(source, read_bytes(source, given, "give a JSON schema, or a file of one"))
+
+
+def add_distribution(sampling: argparse._ArgumentGroup) -> None:
+    """Adds the flags of the distribution that tokens are drawn from."""
+    add = sampling.add_argument
+    add("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: 0)")
+    top_p = "draw from the fewest likeliest tokens whose probabilities sum to P (default: 1, all)"
+    add("--top-p", type=float, metavar="P", help=top_p)
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: 0, all)")
+    min_p = "draw from tokens at least P times as likely as the likeliest one (default: 0, all)"
+    add("--min-p", type=float, metavar="P", help=min_p)
+    repetition = "divide logits of tokens that the prompt or the text has already (default: 1, off)"
+    add("--repetition-penalty", type=float, metavar="X", help=repetition)
+    presence = "lower the logits of tokens that were generated before by X, -2 to 2 (default: 0, off)"
+    add("--presence-penalty", type=float, metavar="X", help=presence)
+    frequency = "lower them by X each time that they were (default: 0, off)"
+    add("--frequency-penalty", type=float, metavar="X", help=frequency)
+
+
+DISTRIBUTION = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Fields of `SamplingParams` that `add_distribution` sets, by flags of their names."""
+
+
+ANY_KEY = "sets any configuration key (default: the config's values); the last value given wins"
+
+
+def add_overrides(
+    parser: argparse._ActionsContainer,
+    meaning: str = ANY_KEY,
+    flag: str = "--set",
+    metavar: str = "section.key=value",
+    key: str = "",
+) -> None:
+    """Adds a flag for any key of a configuration, or for one `key`."""
+    parser.add_argument(
+        flag,
+        type=lambda given: parse_override(f"{key}={given}" if key else given),
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar=metavar,
+        help=meaning,
+    )
+
+
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose the composition and its settings."""
+    group = parser.add_argument_group("configuration")
+    meaning = f"{', '.join(config_names())}, a TOML file, or auto: the fastest by the plan (default: auto)"
+    group.add_argument("--config", default=AUTO, metavar="NAME|FILE", help=meaning)
+
+    def add(flag: str, key: str, meaning: str, metavar: str = "N") -> None:
+        add_overrides(group, f"{meaning}; sets {key}", flag, metavar, key)
+
+    add("--retrieval-budget", "retrieval.budget", f"tokens retrieved (default: {RetrievalConfig.budget})")
+    add("--chunk-size", "retrieval.chunk", f"tokens chosen together (default: {RetrievalConfig.chunk})")
+    add("--gamma1", "speculation.gamma1", f"depth of first drafts (default: {SpeculationConfig.gamma1})")
+    add("--gamma2", "speculation.gamma2", "depth of drafts for the full cache (default: as it pays)")
+    policies = "every, stride:N or acceptance:X (default: the config's)"
+    add("--refresh", "retrieval.refresh", f"when to retrieve anew: {policies}", "POLICY")
+    add_overrides(group)
+
+
+def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
+    """Returns sampling parameters from the flags of `add_distribution`, and `others`."""
+    from offload_rt.results import SamplingParams
+
+    return SamplingParams(**given_distribution(arguments), max_tokens=arguments.max_new_tokens, **others)
+
+
+def given_distribution(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values that the user gave to flags of `add_distribution`."""
+    named = {name: getattr(arguments, name) for name in DISTRIBUTION}
+    return {name: value for name, value in named.items() if value is not None}

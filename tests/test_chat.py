@@ -1,0 +1,430 @@
+"""Chat: messages, templates of several kinds, thoughts, and questions about a document."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from small_engine import SIZES
+from tiny_models import byte_tokenizer, tiny_target
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from offload_rt import LLM, SamplingParams, UsageError
+from offload_rt.chat import ChatTemplate, ThoughtSplitter, checked_messages, thoughts, with_question
+from offload_rt.model.loading import demo_model
+
+LLAMA = """{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>
+
+{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>
+
+{% endif %}"""
+QWEN = """{%- for m in messages %}
+{%- set content = m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content %}
+{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+GEMMA = """{%- for m in messages %}
+{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<turn>' + m.role + '\\n' + m.content + '<end>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<turn>model\\n' }}{% endif %}"""
+R1 = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"
+SILENT = "{% for m in messages if m.role != 'system' %}[{{ m.content }}]{% endfor %}"
+QUESTION_FIRST = "{{ messages[-1].content[-6:] }}\n{% for m in messages %}{{ m.content }}\n{% endfor %}"
+BOOK = "Call me Ishmael. " * 20
+
+
+def tokenizer(template: Any, **special: str) -> PreTrainedTokenizerFast:
+    made = copy.deepcopy(byte_tokenizer())
+    made.chat_template = template
+    made.add_special_tokens(special)
+    return made
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}
+
+
+def test_the_demo_template() -> None:
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(demo_model("target"))
+    template = ChatTemplate(made, "demo")
+    messages = [system("Be brief."), user("Who?")]
+    assert template.render(messages) == "<s>Be brief.\n\nWho?\n\nAnswer:"
+    ids = template.encode(messages)
+    assert ids[0] == made.bos_token_id and ids.count(made.bos_token_id) == 1
+    assert made.decode(ids) == template.render(messages)
+
+
+@pytest.mark.parametrize("adds_one", [True, False])
+def test_one_beginning_of_text(adds_one: bool) -> None:
+    from tokenizers import processors
+
+    made = tokenizer(LLAMA, bos_token="<s>")
+    if adds_one:
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", made.bos_token_id)]
+        )
+    ids = ChatTemplate(made, "m").encode([user("hi")])
+    assert ids == made.apply_chat_template([user("hi")], add_generation_prompt=True, return_dict=False)
+    made.chat_template = QWEN
+    assert made.bos_token_id not in ChatTemplate(made, "m").encode([user("hi")]), (
+        "it is the template's to write"
+    )
+    assert ids.count(made.bos_token_id) == 1 == len(set(ids[:1]) & {made.bos_token_id})
+
+
+def test_the_beginning_of_an_answer() -> None:
+    template = ChatTemplate(tokenizer(LLAMA, bos_token="<s>"), "m")
+    asked = "<s><|start|>user<|end|>\n\nhi<|eot|>"
+    assert template.render([user(" hi ")], answer=False) == asked
+    assert template.render([user("hi")]) == f"{asked}<|start|>assistant<|end|>\n\n"
+
+
+def test_a_switch_for_thoughts() -> None:
+    told: list[str] = []
+    template = ChatTemplate(tokenizer(QWEN), "m", told.append)
+    rendered = {how: template.render([user("hi")], thinking=how) for how in (None, True, False)}
+    assert rendered[None] == rendered[True] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered[False] == rendered[True] + "<think>\n\n</think>\n\n"
+    assert not template.opens_thoughts() and not told
+    answered = [user("hi"), {"role": "assistant", "content": "<think>\nwell\n</think>\n\nyes"}, user("so?")]
+    assert "well" not in template.render(answered) and "assistant\nyes<" in template.render(answered)
+    for _ in range(2):
+        opening = ChatTemplate(tokenizer(R1), "r1", told.append)
+        assert opening.opens_thoughts(thinking=False) and opening.opens_thoughts(thinking=False)
+    assert told == 2 * [
+        "the chat template of r1 has no switch for thoughts: the model thinks as it is used to"
+    ]
+
+
+@pytest.mark.parametrize("source", [GEMMA, SILENT])
+def test_a_template_without_system_messages(source: str) -> None:
+    told: list[str] = []
+    template = ChatTemplate(tokenizer(source), "m", told.append)
+    for _ in range(2):
+        folded = template.encode([system("Be brief."), user("Who?")])
+        assert folded == template.encode([user("Be brief.\n\nWho?")])
+    assert told == [
+        "the chat template of m takes no system message: its text stands before the first user message"
+    ]
+    with pytest.raises(UsageError, match="System role not supported|leaves the system message out"):
+        template.encode([system("Be brief.")])
+
+
+def test_of_several_templates_the_default_one() -> None:
+    several = {"default": LLAMA, "rag": "{{ raise_exception('no') }}"}
+    made = ChatTemplate(tokenizer(several, bos_token="<s>"), "m")
+    assert made.render([user("hi")]).startswith("<s><|start|>user")
+    with pytest.raises(
+        UsageError, match="the chat template of m fails: This model has multiple chat templates"
+    ):
+        ChatTemplate(tokenizer({"rag": LLAMA}), "m").encode([user("hi")])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('no\nmore') }}", "the chat template of m fails: no"),
+        ("{% for m in messages %}", "the chat template of m fails: Unexpected end of template"),
+        ("{{ messages[0].content.nothing.at_all }}", "fails: 'str object' has no attribute 'nothing'"),
+        ("{{ 1 / 0 }}", "fails: division by zero"),
+        (GEMMA, "fails: roles must alternate"),
+    ],
+)
+def test_a_template_that_fails_is_a_line(source: str, message: str) -> None:
+    with pytest.raises(UsageError) as told:
+        ChatTemplate(tokenizer(source), "m").encode([user("hi"), user("so?")])
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_without_a_template_generate_is_named() -> None:
+    for made, lacking in ((None, "tokenizer"), (byte_tokenizer(), "chat template")):
+        with pytest.raises(
+            UsageError, match=f"model m has no {lacking} .* offload-rt generate .llm.generate"
+        ):
+            ChatTemplate(made, "m")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages []: give a list of messages"),
+        ("hi", "messages 'hi': give a list"),
+        ([user("a"), "b"], "message 2 is 'b': give a dict of role and content"),
+        ([{"role": "tool", "content": "a"}], "message 1 has the role 'tool': use system, user, assistant"),
+        ([{"content": "a"}], "message 1 has the role None"),
+        ([user("a"), {"role": "user"}], "message 2 has the content None: give a text"),
+        ([{"role": "user", "content": b"a"}], "message 1 has the content b'a'"),
+        ([{**user("a"), "tool_calls": [{}]}], "message 1 has 'tool_calls', which is not supported"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
+            "message 1, part 2 is 'image_url': only parts of type 'text'",
+        ),
+        ([{"role": "user", "content": ["a"]}], "message 1, part 1 is 'a': only parts"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 1, part 1 has the text None"),
+    ],
+)
+def test_what_is_no_list_of_messages(messages: Any, message: str) -> None:
+    with pytest.raises(UsageError) as told:
+        checked_messages(messages)
+    assert str(told.value).startswith(message)
+
+
+def test_the_parts_of_a_content_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    given = [{"role": "user", "content": parts, "name": None}]
+    assert checked_messages(given) == [user("a\nb")]
+
+
+def test_an_answer_with_its_thoughts_may_be_given_back() -> None:
+    answer = {"role": "assistant", "content": "a"}
+    given = [answer | {"reasoning_content": "b", "tool_calls": [], "refusal": None}]
+    assert checked_messages(given) == [answer]
+
+
+def test_where_a_question_stands() -> None:
+    assert with_question([system("s"), user(BOOK)], "Who?") == [system("s"), user(f"{BOOK}\n\nWho?")]
+    assert with_question([user("")], "Who?") == [user("Who?")] == with_question([], "Who?")
+    answered = [user("a"), {"role": "assistant", "content": "b"}]
+    assert with_question(answered, "Who?") == [*answered, user("Who?")]
+    with pytest.raises(UsageError, match="the question is ' '"):
+        with_question([], " ")
+
+
+@pytest.mark.parametrize("source", [LLAMA, QWEN, GEMMA, R1])
+def test_a_document_is_shared_by_its_questions(source: str) -> None:
+    told: list[str] = []
+    made = tokenizer(source, bos_token="<s>")
+    template = ChatTemplate(made, "m", told.append)
+    messages = [*([system("Be brief.")] if source is not GEMMA else []), user(BOOK)]
+    shared = template.shared_beginning(messages)
+    assert not told
+    for question in ("What is white?", "How?"):
+        asked = template.encode(with_question(messages, question))
+        assert made.decode(asked[:shared]).rstrip().endswith(BOOK.strip())
+        assert asked[:shared] == template.encode(with_question(messages, "7"))[:shared]
+
+
+def test_a_question_before_the_document_is_told_of() -> None:
+    told: list[str] = []
+    template = ChatTemplate(tokenizer(QUESTION_FIRST), "m", told.append)
+    assert template.shared_beginning([user(BOOK)]) == 0
+    assert told == [
+        "the chat template of m puts what depends on the question before the document: each question reads it"
+        " anew"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "thought", "answer"),
+    [
+        ("<think>\nwell\n</think>\n\nyes", False, "well", "yes"),
+        ("well</think>yes", True, "well", "yes"),
+        (" yes </think", False, "", "yes </think"),
+        ("a <think> tag", False, "", "a <think> tag"),
+        ("<thin", False, "", "<thin"),
+        ("<think>well</thi", False, "well</thi", ""),
+        ("<think></think> yes", False, "", "yes"),
+        ("", True, "", ""),
+    ],
+)
+def test_thoughts(text: str, inside: bool, thought: str, answer: str) -> None:
+    """However the text is cut into pieces."""
+    assert thoughts(text, inside) == (thought, answer)
+    for size in (1, 2, 5, 100):
+        splitter, parts = ThoughtSplitter(inside), [["", ""]]
+        for start in range(0, len(text), size):
+            parts.append(list(splitter.push(text[start : start + size])))
+        parts.append(list(splitter.finish()))
+        assert ["".join(part).strip() for part in zip(*parts, strict=True)] == [thought, answer]
+
+
+def test_thoughts_that_the_template_opened() -> None:
+    assert thoughts("well\n</think>\n\nyes") == ("well", "yes")
+
+
+# -------------------------------------------------------------------------------- questions to a model
+
+PARAMS = SamplingParams(max_tokens=12)
+QUESTIONS = ("Who is it?", "Whose name?", "Why so?")
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama-gqa", vocabulary=257)
+
+
+@pytest.fixture
+def make(target: PreTrainedModel) -> Iterator[Callable[[Any], LLM]]:
+    """Makes LLMs with a chat template, and closes them."""
+    with ExitStack() as closing:
+
+        def llm(template: Any = LLAMA, **options: Any) -> LLM:
+            made = tokenizer(template, bos_token="<s>")
+            own = LLM.from_models(target, None, made, "retrieval", SIZES, **options)
+            return closing.enter_context(own)
+
+        yield llm
+
+
+@pytest.mark.parametrize("source", [LLAMA, QWEN, GEMMA, R1])
+def test_questions_are_answered_as_whole_prompts_are_and_a_document_is_read_once(
+    make: Callable[..., LLM], source: str
+) -> None:
+    llm = make(source)
+    messages = [user(BOOK)] if source is GEMMA else [system("Be brief."), user(BOOK)]
+    shared = llm.chat_template.shared_beginning(messages)
+    with llm.read(messages) as context:
+        assert context.messages == messages
+        read = len(context)
+        for question in QUESTIONS:
+            result = context.ask(question, PARAMS)
+            messages = with_question(messages, question)
+            whole = llm.chat(messages, PARAMS)
+            prompt = llm.chat_template.encode(messages)
+            assert result.tokens == whole.tokens == llm.generate(prompt, PARAMS).tokens
+            assert result.prompt_tokens == whole.prompt_tokens == len(prompt)
+            messages = [*messages, {"role": "assistant", "content": result.text}]
+            assert context.messages == messages and result.text == llm.generate(prompt, PARAMS).text
+            assert result.timings.prompt_n == read + len(prompt) - result.start
+            read = 0  # the first question counts what was read before it, too
+            assert result.start >= shared - 3  # the blank line before the first question is new
+    assert llm.engine.store.used_bytes == 0
+
+
+def test_a_stream_becomes_a_message_when_it_ends_or_is_closed(make: Callable[..., LLM]) -> None:
+    llm = make()
+    with llm.read([user(BOOK)]) as context:
+        whole = context.ask("Who?", PARAMS)
+        context.messages = [user(BOOK)]  # takes it back
+        stream = context.stream_ask("Who?", PARAMS)
+        taken = [next(stream).token for _ in range(5)]
+        assert context.messages == [user(BOOK)] and context.tokens[-5:] == taken == whole.tokens[:5]
+        second = context.stream_ask("So?", PARAMS)  # ends the one that is open
+        assert stream.result is not None and stream.result.finish_reason == "interrupted"
+        answered = [user(f"{BOOK}\n\nWho?"), {"role": "assistant", "content": stream.result.text}]
+        assert context.messages == answered
+        second.close()
+        assert context.messages == answered, "nothing was answered"
+        assert context.ask("So?", PARAMS).tokens == llm.chat([*answered, user("So?")], PARAMS).tokens
+        assert [one["role"] for one in context.messages] == 2 * ["user", "assistant"]
+
+
+def test_a_question_that_fails_leaves_the_messages(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make()
+    with llm.read([user(BOOK)]) as context:
+        context.ask("Who?", PARAMS)
+        before = context.messages
+        for question, params, message in [
+            ("", PARAMS, "the question is ''"),
+            ("Why?", SamplingParams(max_tokens=9000), "positions of LlamaForCausalLM"),
+            ("a" * 9000, PARAMS, "positions of LlamaForCausalLM"),
+            ("a\ud800", PARAMS, "is half of a surrogate pair"),
+        ]:
+            with pytest.raises(UsageError, match=message):
+                context.ask(question, params)
+            assert context.messages is before
+        for error in (MemoryError("full"), KeyboardInterrupt()):
+            stream = context.stream_ask("Why?", PARAMS)
+            next(stream)
+            stream.close()
+            after = context.messages
+            context.messages = before
+            step, left = llm.engine.step, [3]
+
+            def failing(
+                sequences: Any, step: Any = step, error: BaseException = error, left: Any = left
+            ) -> Any:
+                left[0] -= 1
+                if left[0]:
+                    return step(sequences)
+                if isinstance(error, Exception):
+                    return [error]
+                raise error
+
+            monkeypatch.setattr(llm.engine, "step", failing)
+            with pytest.raises(type(error)):
+                context.ask("Why?", PARAMS)
+            monkeypatch.undo()
+            assert context.messages is before and after != before
+        expected = [*before, user("Why?")]
+        assert context.ask("Why?", PARAMS).tokens == llm.chat(expected, PARAMS).tokens
+
+
+def test_messages_are_prompts(make: Callable[..., LLM]) -> None:
+    llm = make()
+    chats = [[user("Who?")], [system("Be brief."), user("Why?")]]
+    answers = [llm.chat(chat, PARAMS).tokens for chat in chats]
+    assert [one.tokens for one in llm.generate(chats, PARAMS)] == answers
+    assert [event.token for event in llm.stream_chat(chats[0], PARAMS)] == answers[0]
+    with llm.read(BOOK) as context:
+        with pytest.raises(UsageError, match=r'cannot be asked: read messages, llm.read\(\[\{"role": "user"'):
+            context.ask("Who?")
+        with pytest.raises(UsageError, match="chat messages cannot be appended"):
+            context.append(chats[0])
+        context.update(chats[1])
+        assert context.messages == chats[1]
+        assert context.generate((), PARAMS).tokens == answers[1]
+        context.update("text")
+        assert context.messages is None
+    with pytest.raises(UsageError, match="message 2 is 'a'"):
+        llm.read([user("Who?"), "a"])
+
+
+def test_the_models_own_sampling_is_the_default_of_a_chat(
+    make: Callable[..., LLM], target: PreTrainedModel
+) -> None:
+    llm = make()
+    own = target.generation_config
+    greedy = llm.chat([user("Who?")], max_tokens=8)
+    assert greedy.tokens == llm.chat([user("Who?")], SamplingParams(max_tokens=8)).tokens
+    try:
+        target.generation_config = GenerationConfig(do_sample=True, temperature=0.9, top_k=20)
+        suggested = SamplingParams(temperature=0.9, top_k=20, max_tokens=8, seed=3)
+        with llm.read([user("")]) as context:
+            asked = [context.ask("Who?", max_tokens=8, seed=3).tokens]
+            context.messages = [user("")]
+            asked.append(context.ask("Who?", SamplingParams(), max_tokens=8).tokens)
+        assert asked == [llm.chat([user("Who?")], suggested).tokens, greedy.tokens] and asked[0] != asked[1]
+    finally:
+        target.generation_config = own
+
+
+@pytest.mark.parametrize(("source", "thinking"), [(QWEN, False), (LLAMA, None)])
+def test_an_answer_that_fits_a_schema_has_no_thoughts(
+    make: Callable[..., LLM], source: str, thinking: bool | None
+) -> None:
+    notices: list[str] = []
+    llm, schema = make(source, on_notice=notices.append), {"enum": ["whale", "sail"]}
+    prompt = llm.chat_template.encode([user("Who?")], thinking=thinking)
+    answer = llm.chat([user("Who?")], json_schema=schema)
+    with llm.read([user("Who?")]) as context:
+        asked = context.ask(None, json_schema=schema)
+    assert answer.tokens == asked.tokens == llm.generate(prompt, json_schema=schema).tokens
+    assert answer.text in ('"whale"', '"sail"') and not notices
+    with pytest.raises(UsageError, match="json-schema leaves no room for thoughts"):
+        llm.chat([user("Who?")], json_schema=schema, thinking=True)
+
+
+def test_a_chat_says_what_its_template_lacks(make: Callable[..., LLM]) -> None:
+    told: list[str] = []
+    llm = make(GEMMA, on_notice=told.append)
+    result = llm.chat([system("Be brief."), user("Who?")], PARAMS, thinking=False)
+    assert len([line for line in told if "takes no system message" in line]) == 1
+    assert set(told) <= set(result.notices)
+    with pytest.raises(UsageError, match="has no chat template"):
+        make(None).chat([user("Who?")])
