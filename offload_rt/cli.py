@@ -12,16 +12,37 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import offload_rt
-from offload_rt.commands import datastore, demo, doctor, generate, plan, search_skips
+from offload_rt.commands import (
+    ask,
+    chat,
+    completion,
+    config,
+    datastore,
+    demo,
+    doctor,
+    generate,
+    models,
+    plan,
+    search_skips,
+    serve,
+    sessions,
+)
+from offload_rt.commands.console import clear_progress
 from offload_rt.commands.exits import check_address_space, run_program
 from offload_rt.errors import UsageError
+from offload_rt.settings import fill_in
 
-COMMANDS = (demo, generate, plan, doctor, datastore, search_skips)
+COMMANDS = (
+    *(demo, ask, chat, serve, generate, models, plan, doctor),
+    *(sessions, datastore, search_skips, config, completion),
+)
 FIRST_STEPS = """\
 to begin:
   offload-rt demo                                        the embedded models, with no download and no GPU
   offload-rt doctor                                      what this machine can do
+  offload-rt models                                      which models lie on it, and how far they run
   offload-rt plan --model llama2-7b --context 127000     whether it fits, and how fast it will be
+  offload-rt ask --model FOLDER --file FILE "Who is …?"  ask an instruct model about a document; or chat
   offload-rt generate --model FOLDER --prompt-file FILE  continue a text; see offload-rt generate --help
 """
 
@@ -38,8 +59,12 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
+    fill_in(arguments)
     check_address_space()
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+    finally:
+        clear_progress()
     return status
 
 
@@ -59,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"offload-rt {offload_rt.__version__}")
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         command.add_parser(commands)

@@ -19,6 +19,8 @@ LONGEST_MATCH = 64
 """Most tokens of a sequence's end that a look-up compares; a datastore's suffixes are sorted by so many."""
 
 AUTO = "auto"
+NO_DRAFT = "none"
+"""Stands for no draft model, where one may be named."""
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 """Configs that `auto` chooses from: the one that is predicted to be fastest, the first among equals."""
 

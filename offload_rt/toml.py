@@ -144,10 +144,10 @@ def _config_path(name_or_path: str) -> Path:
     raise UsageError(f"unknown config {name_or_path!r}{nearest(name_or_path, names)}, or the path of a file")
 
 
-def _read_toml(path: Path) -> dict[str, object]:
-    """Reads a file; returns its values by full key."""
+def read_tables(path: Path) -> dict[str, Any]:
+    """Reads a TOML file. Raises UsageError where it cannot be read."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -156,8 +156,12 @@ def _read_toml(path: Path) -> dict[str, object]:
         raise UsageError(f"{path}: its values are nested too deeply; write fewer brackets") from None
     except ValueError as error:  # a TOMLDecodeError, or an integer of too many digits
         raise UsageError(f"{path}: not valid TOML: {first_line(error)}") from None
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    """Reads a config; returns its values by full key."""
     values: dict[str, object] = {}
-    for section, table in tables.items():
+    for section, table in read_tables(path).items():
         if section not in _SECTIONS:
             raise UsageError(f"{path}: unknown section {section}{nearest(section, _SECTIONS)}")
         if not isinstance(table, dict):

@@ -9,6 +9,7 @@ from typing import Any
 # Before transformers is imported: no test may use the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OFFLOAD_RT_CONFIG"] = "/no/such/folder/settings.toml"  # nor a developer's own settings
 # Before torch is imported: tiny models compute faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -42,7 +43,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         slow = [
             item
             for item in items
-            if item.path.stem in ("test_context", "test_graphs", "test_streaming_engine")
+            if item.path.stem
+            in ("test_context", "test_graphs", "test_prefix", "test_saved_context", "test_streaming_engine")
         ]
         left_out = set(slow)
         for _, cases in groupby(sorted(slow, key=_test), key=_test):

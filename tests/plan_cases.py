@@ -83,9 +83,9 @@ def nearest(planned: Plan) -> Iterator[PlanRequest]:
     """The requests that a refusal says would fit."""
     asked, said = planned.request, planned.refusal
     assert said is not None
-    for suggestion in said.partition("what fits: ")[2].split(", or "):
-        match suggestion.split():
-            case ["a", "context", "of", tokens, "tokens"]:
+    for suggestion in said.split("; "):
+        match suggestion.removeprefix("what fits: ").split():
+            case ["the", "longest", "context", "that", "fits", "is", tokens, "tokens"]:
                 yield replace(asked, context=int(tokens))
             case ["--set", override]:
                 yield asked.having(*parse_override(override))

@@ -100,6 +100,17 @@ def test_auto_chooses_the_config_that_is_predicted_to_be_fastest(
         ("top_p", 1.01),
         ("top_p", True),
         ("top_k", 2.5),
+        ("min_p", 1.5),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("repetition_penalty", None),
+        ("presence_penalty", -2.5),
+        ("frequency_penalty", float("nan")),
+        ("frequency_penalty", "1"),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", True),
         ("max_tokens", True),
         ("max_tokens", None),
         ("seed", torch.tensor([1, 2])),
@@ -127,6 +138,7 @@ def test_bad_stop_strings() -> None:
 
 def test_good_sampling_params() -> None:
     SamplingParams(temperature=0, top_p=1.0, top_k=0, max_tokens=1, stop=[], seed=2**63 - 1)
+    SamplingParams(min_p=1, repetition_penalty=5, presence_penalty=-2, frequency_penalty=2, logprobs=20)
     given = SamplingParams(np.float32(0.5), top_k=np.int64(3), max_tokens=torch.tensor(7), seed=np.uint8(9))
     assert given == SamplingParams(0.5, top_k=3, max_tokens=7, seed=9)
     assert {type(value) for value in (given.top_k, given.max_tokens, given.seed)} == {int}

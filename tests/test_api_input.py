@@ -25,7 +25,10 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([{"role": "user", "content": "hi"}], "list of chat messages: give token IDs, tokenizer.apply_chat"),
+        (
+            [{"role": "user", "content": "hi"}],
+            "has no chat template and so cannot chat: take an instruct model",
+        ),
         (
             BatchEncoding({"input_ids": [1]}),
             'is a BatchEncoding: give the token IDs in it, prompt["input_ids"]',
@@ -37,19 +40,6 @@ def test_what_a_tokenizer_takes_or_gives_is_no_prompt(llm: LLM, prompt: Any, mes
     for use in (llm.generate, llm.stream, llm.read):
         with pytest.raises(UsageError, match=re.escape(message)):
             use(prompt)
-
-
-def test_the_messages_remedy_is_true(llm: LLM) -> None:
-    """`apply_chat_template(…, return_dict=False)` gives what `generate` takes."""
-    tokenizer = byte_tokenizer()
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}],
-        chat_template=template,
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-    assert llm.generate(ids, PARAMS).tokens == llm.generate("hi", PARAMS).tokens
 
 
 def test_sampling_parameters_may_be_given_by_name(llm: LLM) -> None:
@@ -88,7 +78,7 @@ def test_one_stop_string_may_stand_alone() -> None:
         (["a", "b\ud800"], PARAMS, "prompt 1 of the batch: prompt 'b"),
         ([[1], [1] * 9000], PARAMS, "prompt 1 of the batch: 9000 prompt tokens"),
         (["a", "b"], [PARAMS, 3], "prompt 1 of the batch: params 3: give SamplingParams"),
-        ([[{"role": "user"}], "b"], PARAMS, "prompt 0 of the batch: prompt is a list of chat messages"),
+        ([[{"role": "user"}], "b"], PARAMS, "prompt 0 of the batch: model LlamaForCausalLM has no chat"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -102,13 +92,18 @@ def test_the_models_own_sampling(llm: LLM) -> None:
     own = llm.engine.target.module.generation_config
     try:
         llm.engine.target.module.generation_config = GenerationConfig(
-            do_sample=True, temperature=0.6, top_p=0.9
+            do_sample=True, temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1
         )
-        suggested = llm.model_sampling
-        assert suggested is not None and (suggested.temperature, suggested.top_p) == (0.6, 0.9)
+        assert llm.model_sampling == SamplingParams(0.6, 0.9, 20, min_p=0.05, repetition_penalty=1.1)
         llm.engine.target.module.generation_config.temperature = "hot"
         assert llm.model_sampling is None, "a bad suggestion is no reason to refuse a run"
         llm.engine.target.module.generation_config = GenerationConfig(temperature=0.6)
         assert llm.model_sampling is None
+        llm.engine.target.module.generation_config = GenerationConfig(repetition_penalty=1.1)
+        assert llm.model_sampling == SamplingParams(repetition_penalty=1.1), "greedy decoding has one too"
+        llm.engine.target.module.generation_config = GenerationConfig(eos_token_id=[3, 5])
+        assert llm.end_tokens == {3, 5} and llm.model_sampling is None
+        llm.engine.target.module.generation_config = GenerationConfig(eos_token_id=3)
+        assert llm.end_tokens == {3}
     finally:
         llm.engine.target.module.generation_config = own

@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "latin.txt": b"caf\xe9",
         "empty.txt": b"",
         "paper.pdf": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n",
+        "long.txt": 7168 * b"a",
         "wide.txt": "text".encode("utf-16-le"),
         "words": b"1, 2 x",
         "list": b"[1, 3.5]",
@@ -103,6 +104,15 @@ def integer_weights(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+def template(source: str) -> Callable[[Path], None]:
+    """Gives a model's tokenizer a chat template."""
+
+    def harm(folder: Path) -> None:
+        (folder / "chat_template.jinja").write_text(source)
+
+    return harm
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 4096}
 
 MODELS: dict[str, Callable[..., object] | None] = {
@@ -125,6 +135,11 @@ MODELS: dict[str, Callable[..., object] | None] = {
     "activation": config(hidden_act="nope"),
     "gptq": config(quantization_config={"quant_method": "gptq", "bits": 4}),
     "integers": integer_weights,
+    "unloaded": lambda folder: [
+        template("{{ messages[0].content }}")(folder),
+        remove("*.safetensors")(folder),
+    ],
+    "failing-template": template("{{ raise_exception('not today\nnor tomorrow') }}"),
     "yarn": config(rope_parameters=YARN),
     "nan-weights": lambda model: model.model.layers[1].mlp.up_proj.weight[0, 0].fill_(torch.nan),
     "overflowing-weights": lambda model: model.model.layers[0].mlp.down_proj.weight.fill_(3e38),
@@ -135,8 +150,16 @@ OWN = "generate --model F/model --config plain"
 
 TABLE = [
     # Commands and flags.
-    ("chat", "'chat'"),
+    ("chatter", "'chatter'"),
     ("generate --promt abc", "--promt"),
+    ("models F/no", "no: there is no such folder; name one that holds models"),
+    ("models F/empty.txt", "empty.txt: there is no such folder; name one"),
+    ("models --context 0", "'0' is not a number of tokens"),
+    ("models --json F/no/out.json", "its folder does not exist"),
+    ("config", "show|path"),
+    ("config edit", "'edit'"),
+    ("completion", "shell"),
+    ("completion csh", "'csh'"),
     ("generate -n many", "'many'"),
     ("generate --device tpu", "'tpu' is not a device: use auto, cpu, cuda or cuda:0,cuda:1"),
     ("generate --device cuda:0,cpu", "'cuda:0,cpu' is not a device"),
@@ -147,22 +170,32 @@ TABLE = [
     (f"{OWN} --prompt a --temperature nan", "temperature nan is out of range"),
     (f"{OWN} --prompt a --top-p 0", "top-p 0.0 is out of range"),
     (f"{OWN} --prompt a --top-k -1", "top-k -1 is out of range"),
+    (f"{OWN} --prompt a --min-p 2", "min-p 2.0 is out of range"),
+    (f"{OWN} --prompt a --repetition-penalty 0", "repetition-penalty 0.0 is out of range"),
+    (f"{OWN} --prompt a --presence-penalty 3", "presence-penalty 3.0 is out of range"),
+    (f"{OWN} --prompt a --frequency-penalty nan", "frequency-penalty nan is out of range"),
     (f"{OWN} --prompt a --seed -1", "seed -1 is out of range"),
     (f"{OWN} --prompt a --stop ''", "a stop string is empty"),
     (f"{OWN} --prompt a --device cuda", "finds no CUDA device"),
     (f"{OWN} --prompt a --device cuda:0,cuda:1", "device cuda:0: torch"),
     # Prompts.
     ("generate abc", "'abc'; give a prompt with --prompt"),
-    ("generate --prompt ''", "--prompt: the prompt is empty"),
-    ("generate --prompt caf\udce9", "--prompt: not UTF-8 (byte 3)"),
+    ("generate --prompt ''", "--prompt: is empty; give at least one character"),
+    ("generate --prompt caf\udce9", "--prompt: not UTF-8 (byte 3 is 0xe9)"),
     ("generate --prompt a --prompt-tokens F/ids", "--prompt-tokens and --prompt: token IDs cannot be joined"),
     ("generate --prompt-tokens F/ids -", "stdin: cannot be read"),
-    ("generate --prompt-file F/empty.txt --prompt a", "empty.txt: the prompt is empty"),
+    ("generate --prompt-file F/empty.txt --prompt a", "empty.txt: is empty; give at least"),
     ("generate --prompt-file F/no.txt", "no.txt: cannot be read (No such file"),
     ("generate --prompt-file F", "cannot be read (Is a directory)"),
-    ("generate --prompt-file F/latin.txt", "latin.txt: not UTF-8 (byte 3)"),
-    ("generate --prompt-file F/empty.txt", "empty.txt: the prompt is empty"),
-    ("generate --prompt-file F/paper.pdf", "paper.pdf: is a PDF; give its text instead"),
+    (
+        "generate --prompt-file F/latin.txt",
+        "latin.txt: not UTF-8 (byte 3 is 0xe9); name its encoding: --encoding cp1252",
+    ),
+    ("generate --prompt-file F/empty.txt", "empty.txt: is empty; give at least"),
+    (
+        "generate --prompt-file F/paper.pdf",
+        "paper.pdf: this PDF cannot be read (Stream has ended unexpectedly); save it anew, or give its text",
+    ),
     ("generate --prompt-file F/wide.txt", "wide.txt: byte 1 is zero, so it is not a text"),
     ("generate --prompt-tokens F/no", "token file F/no: cannot be read (No such"),
     ("generate --prompt-tokens F/words", "words: entry 3 is 'x'; give integers"),
@@ -175,6 +208,53 @@ TABLE = [
     ("generate --max-prompt-tokens 0", "'0' is not a number of tokens, like 100000, 96k or 1M"),
     ("generate --max-prompt-tokens 1,00", "'1,00' is not a number of tokens"),
     (f"{OWN} --prompt a -n 9000", "use at most 8191 new tokens"),
+    (
+        "generate --prompt-file F/latin.txt --encoding klingon",
+        "latin.txt: cannot be read as klingon; name its",
+    ),
+    # Questions.
+    (
+        "generate --prompt a --json-schema F/no.json",
+        "no.json: cannot be read (No such file or directory); give",
+    ),
+    ("generate --prompt a --json-schema F/empty.txt", "empty.txt: is empty"),
+    ("generate --prompt a --json-schema {", "json-schema '{' is not JSON: Expecting property name"),
+    ("generate --prompt a --json-schema F/list", "json-schema must be a JSON object, got '[1, 3.5]'"),
+    (
+        """ask Who? --json-schema '{"type": "nope"}'""",
+        "json-schema is refused by llguidance: Invalid type: nope",
+    ),
+    ("ask Who? --thinking on --json-schema {}", "json-schema leaves no room for thoughts: leave it out"),
+    ("ask", "the following arguments are required: QUESTION"),
+    ("ask ''", "the question is '': give a text"),
+    ("ask -", "stdin: cannot be read"),
+    ("chat --quiet --config plain", "stdin: cannot be read"),
+    ("ask Who? --file F/no.txt", "no.txt: cannot be read (No such file"),
+    ("chat --file F/long.txt --file F/empty.txt", "empty.txt: is empty"),
+    ("ask Who? --file F/latin.txt", "latin.txt: not UTF-8 (byte 3 is 0xe9); name its encoding: --encoding"),
+    ("ask Who? --file F/latin.txt --encoding utf-32", "latin.txt: not utf-32 (byte 0 is 0x63)"),
+    ("ask Who? --file F/paper.pdf", "paper.pdf: this PDF cannot be read"),
+    ("ask Who? --max-prompt-tokens 3", "--max-prompt-tokens"),
+    ("chat --thinking maybe", "'maybe' (choose from"),
+    ("chat --top-p 0", "top-p 0.0 is out of range"),
+    (
+        "ask Who? --model F/model",
+        "model F/model has no chat template and so cannot chat: take an instruct model",
+    ),
+    (
+        "chat --model F/no-tokenizer",
+        "no-tokenizer has no tokenizer and so cannot chat: take an instruct model",
+    ),
+    ("chat --model F/failing-template", "the chat template of F/failing-template fails: not today"),
+    (
+        "ask Who? --model F/unloaded --file F/long.txt",
+        "7174 prompt tokens and 1024 new ones are more than the 8192 positions of F/unloaded: use at most"
+        " 7168 prompt tokens",
+    ),
+    (
+        "chat --model F/unloaded --file F/long.txt -n 2000",
+        "7168 prompt tokens and 2000 new ones are more than the 8192 positions of F/unloaded",
+    ),
     # Configurations.
     ("generate --set retrieval.budget", "section.key=value"),
     ("generate --prompt a --config nothing", "unknown config 'nothing'"),
@@ -322,6 +402,8 @@ def test_bad_input(command: str, line: str, folder: Path, capsys: pytest.Capture
     arguments = [folder if part == "F" else part.replace("F/", f"{folder}/") for part in shlex.split(command)]
     assert cli.main(list(map(str, arguments))) == 2
     out, err = capsys.readouterr()
+    if err.startswith("run        "):  # it shows in the weights alone, and they are read after that line
+        err = err.split("\n", 1)[1]
     assert out == "" and err.startswith("offload-rt: error: ") and err.count("\n") == 1
     assert len(err) < 1200  # whatever was given
     assert line.replace("F/", f"{folder}/") in err

@@ -7,11 +7,13 @@ import io
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TextIO
@@ -29,6 +31,7 @@ from offload_rt.commands.exits import run_program
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
 from offload_rt.model import loading
+from offload_rt.results import SamplingParams
 
 WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
 TEXT = "".join(WORDS)
@@ -38,8 +41,8 @@ class FakeLLM:
     """Always writes `TEXT`, a word a token; where `stops_with` is set, an error or a signal after three."""
 
     made: FakeLLM
-    predicted_ms: float | None = None
-    model_sampling: SimpleNamespace | None = None
+    plan: SimpleNamespace | None = None
+    model_sampling: SamplingParams | None = None
     stops_with: BaseException | signal.Signals | None = None
 
     def __init__(self, model: str | None, **options: Any) -> None:
@@ -116,6 +119,34 @@ class FakeStream(Iterator[SimpleNamespace]):
         self.result = self.result or self._llm.result(3, "interrupted")
 
 
+Shown = Callable[[], str]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Shown]]:
+    """Makes stderr a terminal of 100 columns; what it returns returns what was written there since."""
+    reading, writing = os.openpty()
+    stderr = os.fdopen(writing, "w")
+
+    def shown() -> str:
+        data = b""
+        while select.select([reading], [], [], 0)[0]:
+            data += os.read(reading, 2**20)
+        written = data.decode()
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", lambda code: "<hide>" * (code[0] == "\x1b[?25l"), written)
+
+    def begin() -> Shown:  # not before the test runs: pytest sets stderr until then
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setattr(sys, "stderr", stderr)
+        return shown
+
+    with stderr:
+        yield begin
+        monkeypatch.undo()
+    os.close(reading)
+
+
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     """The runtime is replaced by a class of its own for each test."""
@@ -174,9 +205,11 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(llm: type[FakeLLM], run: 
 def test_what_is_asked_of_the_runtime(llm: type[FakeLLM], run: Run) -> None:
     run(
         "generate --model m --draft none --config lookup --prompt abc --max-prompt-tokens 2 -n 5 --quiet"
-        " --temperature 0.5 --top-p 0.9 --top-k 3 --seed 1 --stop x --stop yz --ignore-eos"
+        " --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --repetition-penalty 1.2"
+        " --presence-penalty -1 --frequency-penalty 0.5 --seed 1 --stop x --stop yz --ignore-eos"
         " --device cpu --dtype float32 --retrieval-budget 512 --chunk-size 16 --gamma1 3 --gamma2 4"
         " --refresh stride:2 --set draft.window=100 --set retrieval.budget=1024"
+        """ --json-schema '{"enum": [1]}'"""
     )
     made = llm.made
     expected = {"model": "m", "draft": "none", "config": "lookup", "device": "cpu", "dtype": "float32"}
@@ -194,10 +227,16 @@ def test_what_is_asked_of_the_runtime(llm: type[FakeLLM], run: Run) -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.5,
         "max_tokens": 5,
         "stop": ("x", "yz"),
         "seed": 1,
         "ignore_eos": True,
+        "json_schema": '{"enum": [1]}',
+        "logprobs": None,
     }
 
 
@@ -263,7 +302,7 @@ def test_token_ids_in_and_out(
 
 
 def test_a_long_prompt_is_encoded_once_and_says_so(
-    llm: type[FakeLLM], run: Run, monkeypatch: pytest.MonkeyPatch
+    llm: type[FakeLLM], run: Run, terminal: Callable[[], Shown], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, encoded = CharacterTokenizer.__call__, []
 
@@ -272,25 +311,32 @@ def test_a_long_prompt_is_encoded_once_and_says_so(
         return encode(self, text, verbose)
 
     monkeypatch.setattr(CharacterTokenizer, "__call__", counted)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _, _, err = run("generate --prompt abcd --max-prompt-tokens 2")
-    assert "\x1b[Kencode     4 characters\r\x1b[K" in err
+    shown = terminal()
+    run("generate --prompt abcd --max-prompt-tokens 2")
+    assert "encode     4 characters" in shown()
     assert encoded == ["abcd"] and llm.made.prompt == [ord("c"), ord("d")]
 
 
-SUGGESTED = SimpleNamespace(temperature=0.6, top_p=0.9, top_k=0)
+SUGGESTED = SamplingParams(0.6, 0.9, min_p=0.05, repetition_penalty=1.1)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"), [("", True), ("--temperature 0", False), ("--top-p 0.5", False), ("--top-k 3", False)]
+    ("flags", "told"),
+    [
+        ("", True),
+        ("--temperature 0", False),
+        ("--top-p 0.5", False),
+        ("--top-k 3", False),
+        ("--repetition-penalty 1", False),
+    ],
 )
 def test_the_models_own_sampling_is_not_ignored_in_silence(
     llm: type[FakeLLM], run: Run, flags: str, told: bool
 ) -> None:
     llm.model_sampling = SUGGESTED
     _, _, err = run(f"generate --prompt abc {flags}")
-    note = "note       decoding is greedy; the model's generation_config.json suggests sampling: "
-    assert (f"{note}--temperature 0.6 --top-p 0.9\n" in err) == told
+    note = "note       decoding is greedy; the model's generation_config.json suggests "
+    assert (f"{note}--temperature 0.6 --top-p 0.9 --min-p 0.05 --repetition-penalty 1.1\n" in err) == told
     llm.model_sampling = None
     assert "decoding is greedy" not in run("generate --prompt abc")[2]
 
@@ -323,38 +369,78 @@ def test_a_run_far_from_its_plan_says_so(
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(console_module, "COMPARABLE_TOKENS", 4)
-    llm.predicted_ms = predicted
+    hardware = SimpleNamespace(measured=True)
+    plan = SimpleNamespace(ms_per_token=predicted, request=SimpleNamespace(hardware=hardware))
+    llm.plan = None if predicted is None else plan
     _, _, err = run("generate --prompt abc")
     assert ("of the plan" in err) == (told is not None) and (told or "") in err
+    if "doctor --refresh" in err:  # which no plan heeds that has other rates
+        hardware.measured = False
+        _, _, err = run("generate --prompt abc")
+        assert "of the plan; the plan has the rates of a usual desktop" in err and "doctor" not in err
 
 
-def test_progress_and_notices_stay_out_of_a_text_that_goes_to_the_same_place(
-    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with 2>&1; otherwise they are shown while the text is written."""
-    monkeypatch.setattr(Console, "LOG_S", 0.0)
+def telling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the model give a notice before each token."""
     following = FakeStream.__next__
 
-    def telling(stream: FakeStream) -> SimpleNamespace:
+    def told(stream: FakeStream) -> SimpleNamespace:
         stream._llm.options["on_notice"](f"at {stream._made}")
         return following(stream)
 
-    monkeypatch.setattr(FakeStream, "__next__", telling)
+    monkeypatch.setattr(FakeStream, "__next__", told)
+
+
+def test_progress_and_notices_stay_out_of_a_text_on_the_same_terminal(
+    llm: type[FakeLLM], terminal: Callable[[], Shown], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telling(monkeypatch)
+    streaming = FakeLLM.stream
+
+    def reading(llm: FakeLLM, *, params: SimpleNamespace) -> FakeStream:
+        llm.options["on_progress"]("prefill", 1, 2)  # still shown when the text begins
+        return streaming(llm, params=params)
+
+    monkeypatch.setattr(FakeLLM, "stream", reading)
+    shown = terminal()
+    monkeypatch.setattr(sys, "stdout", sys.stderr)
+    assert cli.main(["generate", "--prompt", "abc"]) == 0
+    written = shown().replace("\r\n", "\n")
+    assert f"\r{TEXT}\nnote       at 0\nnote       at 1\n" in written
+    assert "prefill " in written and "decode  " not in written and "note       at 9\n" in written
+
+
+def test_notices_stay_out_of_a_text_that_goes_to_the_same_file(
+    llm: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with 2>&1."""
+    telling(monkeypatch)
     with (tmp_path / "both").open("w+") as both:
         monkeypatch.setattr(sys, "stdout", both)
         monkeypatch.setattr(sys, "stderr", both)
         assert cli.main(["generate", "--prompt", "abc"]) == 0
         monkeypatch.undo()
-    together = (tmp_path / "both").read_text()
-    assert f"\n{TEXT}\nnote       at 0\nnote       at 1\n" in together
-    assert "\ndecode  " not in together and "note       at 9\n" in together
+    assert f"\n{TEXT}\nnote       at 0\nnote       at 1\n" in (tmp_path / "both").read_text()
 
 
-def test_progress_goes_to_another_place_while_text_is_written(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+def test_progress_is_shown_while_text_goes_to_another_place(run: Run, terminal: Callable[[], Shown]) -> None:
+    shown = terminal()
+    assert run("generate --prompt abc")[1] == TEXT + "\n"
+    assert re.search(r"decode .* \d+%", shown())
+
+
+def test_an_error_is_written_where_the_progress_was(
+    run: Run, terminal: Callable[[], Shown], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Console, "LOG_S", 0.0)
-    assert "\ndecode  " in run("generate --prompt abc")[2]
+    def failing(llm: FakeLLM, **options: object) -> None:
+        llm.options["on_progress"]("prefill", 1, 2)
+        raise UsageError("no room")
+
+    monkeypatch.setattr(FakeLLM, "stream", failing)
+    shown = terminal()
+    assert run("generate --prompt abc")[0] == 2
+    *_, last = shown().split("<hide>")
+    assert re.search(r"prefill .* 50%", last) and last.endswith("\roffload-rt: error: no room\r\n")
 
 
 def test_json_and_the_comparison(run: Run, tmp_path: Path) -> None:
@@ -486,9 +572,45 @@ def test_the_command_line_is_read_without_torch() -> None:
     script = "import sys; from offload_rt import cli\n"
     script += "assert cli.main(['plan', '--context', '9', '--set', 'retrieval.budget=0']) == 2\n"
     script += "assert cli.main(['generate', '--prompt-file', '/no/such/file']) == 2\n"
-    script += "sys.exit('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    for arguments in (["--help"], ["config", "show"], ["config", "path"], ["completion", "bash"]):
+        script += f"assert cli.main({arguments}) == 0\n"
+    script += "sys.exit(bool({'torch', 'transformers', 'rich'} & {*sys.modules}))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
+
+
+def completed(words: list[str]) -> list[str]:
+    """What bash offers for the last of `words`."""
+    script = subprocess.run(
+        [sys.executable, "-m", "offload_rt", "completion", "bash"], capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    line = shlex.join(words)
+    script += f"\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words) - 1}\nCOMP_LINE={shlex.quote(line)}\n"
+    script += 'COMP_POINT=${#COMP_LINE}\n$(complete -p offload-rt | sed "s/.*-F \\([^ ]*\\).*/\\1/")\n'
+    script += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert ended.stderr == ""
+    return ended.stdout.split()
+
+
+def test_a_shell_completes_commands_flags_choices_files_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.txt").touch()
+    assert {"generate", "models", "config", "completion"} <= {*completed(["offload-rt", ""])}
+    assert completed(["offload-rt", "generate", "--max-new"]) == ["--max-new-tokens"]
+    assert completed(["offload-rt", "generate", "--dtype", "b"]) == ["bfloat16"]
+    within = f"{tmp_path}/"
+    assert completed(["offload-rt", "generate", "--model", within]) == [f"{within}folder"]
+    both = [f"{within}file.txt", f"{within}folder"]
+    assert sorted(completed(["offload-rt", "generate", "--prompt-file", within])) == both
+    assert completed(["offload-rt", "models", within]) == [f"{within}folder"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert "search-skips" in out and "max-new-tokens" in out
 
 
 @pytest.mark.parametrize("arguments", ["", "generate --prompt a", "plan --context 9", "doctor"])
@@ -534,7 +656,17 @@ def test_a_stdout_that_fails_ends_every_program_alike(
 def test_what_is_meant_for_a_closed_stderr_goes_nowhere(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert run("generate --prompt abc") == (0, TEXT + "\n", "")
-    assert run("chat") == (2, "", "")
+    assert run("chatter") == (2, "", "")
+
+
+def test_work_goes_on_where_nobody_reads_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("gone", "full"):
+        monkeypatch.setattr(sys, "stderr", broken := failing(kind))
+        console = Console(quiet=False)
+        console.say("request")
+        console.say("request")
+        with suppress(OSError):
+            broken.close()
 
 
 def test_what_fails_with_a_closed_stdout_is_a_line(
@@ -595,7 +727,7 @@ SWITCHES = ("--help", "--ignore-eos", "--compare-plain", "--quiet", "--refresh",
 """Flags without a default; a plan needs its context."""
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "ask", "chat", "serve", "demo", "models", "plan", "doctor"])
 def test_help_says_what_every_flag_does_and_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -609,67 +741,69 @@ def test_help_says_what_every_flag_does_and_its_default(
         assert len(words) > 3 and (switch or "default: " in flag), flag
 
 
-def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    clock = iter([0.0, 1.0, 1.01, 3.0])
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))
+def test_progress_on_a_terminal_has_the_time_left(terminal: Callable[[], Shown]) -> None:
+    shown = terminal()
     console = Console(quiet=False)
     console.tokens["prefill"] = 1000
     for done in (1, 2, 3):
         console.progress("prefill", done, 4)
     console.clear()
-    bar = "█" * 22 + "░" * 8
-    # Half of it took 2 s.
-    assert capsys.readouterr().err == f"\r\x1b[Kprefill     75%  250 tokens/s  1 s left  {bar}\r\x1b[K"
+    first, *_, last = [line for line in shown().split("\r") if "prefill" in line]
+    assert re.search(r"prefill +━.* 25% +$", first), "a rate needs two reports"
+    assert re.search(r"prefill +━.* 75% [\d,]+ tokens/s \d\d:\d\d left$", last)
+    console.tokens["save"] = 1000
+    for done in (1, 2, 3, 0):
+        console.progress("save", done, 4)
+    console.clear()
+    *_, last = [line for line in shown().split("\r") if "save" in line]
+    assert re.search(r"save +━.* 0% +$", last), "it began anew"
+    console.progress("decode", 1, 2)
+    console.progress("decode", 2, 2)
+    assert shown().endswith("\r\n\r"), "a line ends with its phase"
+    console.progress("measure", 1, 1)
+    assert shown() == ""
 
 
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (200, "prefill     20%  4 min left  " + "█" * 6 + "░" * 24),
-        (40, "prefill     20%  4 min left  ██░░░░░░░░"),
-        (31, "prefill     20%  4 min left  ░"),
-        (20, "prefill     20%  4 "),
-    ],
-)
-def test_a_progress_line_is_no_wider_than_its_terminal(
-    columns: int, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2, raising=False)
-    monkeypatch.setattr(console_module.os, "get_terminal_size", lambda fd: os.terminal_size((columns, 24)))
-    clock = iter([0.0, 0.0, 60.0])
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(clock))
+def test_progress_is_for_terminals_alone(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(quiet=False)
-    for done in (0, 2):
-        console.progress("prefill", done, 10)
-    line = capsys.readouterr().err.removeprefix("\r\x1b[K")
-    assert line == shown and len(line) < columns
+    for done in range(3):
+        console.progress("prefill", done, 2)
+    console.working("encode", "9 characters")
+    console.clear()
+    assert capsys.readouterr().err == ""
+
+
+def test_quiet_has_no_progress(terminal: Callable[[], Shown]) -> None:
+    shown = terminal()
+    Console(quiet=True).progress("prefill", 1, 2)
+    assert shown() == ""
+
+
+@pytest.mark.parametrize("columns", ["40", "20"])
+def test_a_progress_line_is_one_line(
+    columns: str, terminal: Callable[[], Shown], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = terminal()
+    monkeypatch.setenv("COLUMNS", columns)
+    console = Console(quiet=False)
+    console.tokens["prefill"] = 1000
+    for done in (1, 2, 3):
+        console.progress("prefill", done, 4)
+    console.clear()
+    assert shown().count("\n") == 1  # where it ends
 
 
 def test_what_cannot_fit_is_refused_before_weights_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_rt.machine.inspection.available_memory", lambda: 3 * 2**29)
-    monkeypatch.setattr("offload_rt.api.load_model", lambda *arguments: pytest.fail("weights were read"))
+    monkeypatch.setattr("offload_rt.opening.load_model", lambda *arguments: pytest.fail("weights were read"))
     arguments = ["generate", "--max-prompt-tokens", "60000", "--set", "retrieval.budget=8192"]
     assert cli.main([*arguments, "--json", str(tmp_path / "out.json")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "at 60000 tokens does not fit: host memory has" in last
-    assert last.endswith("what fits: --dtype bfloat16")
+    assert re.search(r"what fits: --dtype bfloat16; the longest context that fits is \d+ tokens$", last)
     assert not os.listdir(tmp_path)
-
-
-def test_a_phase_that_is_told_of_once_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(quiet=False)
-    for done in range(3):
-        console.progress(f"processor: part {done}", done, 3)
-    shown = capsys.readouterr().err
-    assert [f"processor: part {done}" in shown for done in range(4)] == [True, True, True, False]
-    console.tokens["prefill"] = 1000
-    console.progress("prefill", 0, 4)  # how fast it goes is not known yet
-    Console(quiet=True).progress("processor: memory", 0, 5)
-    assert capsys.readouterr().err == ""
 
 
 def test_the_demo_compares_in_memory_and_over_the_link(

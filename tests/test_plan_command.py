@@ -77,7 +77,7 @@ def test_the_command_refuses_with_the_nearest_plan(run: Run) -> None:
     assert "llama2-7b at 130048 tokens does not fit: host memory has 44.0 GiB" in err
     assert report["fits"] is False and report["refusal"] in err
     assert report["predicted"] == dict.fromkeys(PREDICTED)
-    (nearest,) = re.findall(r"a context of (\d+) tokens", err)
+    (nearest,) = re.findall(r"the longest context that fits is (\d+) tokens", err)
     run(f"{flags} --context {nearest}")
 
 

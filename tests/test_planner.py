@@ -302,29 +302,36 @@ FLOAT32 = replace(LLAMA, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("changes", "why", "nearest"),
+    ("changes", "why", "change", "longest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", 41216),
-        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", 79104),
-        ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", 1792),
-        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", 90112),
-        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "2 such GPUs"),
-        ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16"),
-        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248"),
-        ({"overrides": {"offload.resident_tokens": 65_536}}, "32.0", "--set offload.resident_tokens=15104"),
-        ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", ""),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "", 41216),
+        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 79104),
+        ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
+        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
+        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "2 such GPUs", 0),
+        ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16", 0),
+        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248", 122368),
+        (
+            {"overrides": {"offload.resident_tokens": 65_536}},
+            "32.0",
+            "--set offload.resident_tokens=15104",
+            19968,
+        ),
+        ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", "", 0),
     ],
 )
-def test_a_refusal_names_the_nearest_plan(changes: dict[str, Any], why: str, nearest: int | str) -> None:
-    """A context is a number here. What is said to fit does (`check_sums`), and one page more does not."""
+def test_a_refusal_names_the_nearest_plan(
+    changes: dict[str, Any], why: str, change: str, longest: int
+) -> None:
+    """What is said to fit does (`check_sums`), and one page more than the longest context does not."""
     planned = plan(request(**changes))
     check_sums(planned)
     said = str(planned.refusal)
     assert why in said and "\n" not in said
-    told = f"a context of {nearest} tokens" if isinstance(nearest, int) else nearest
-    assert said.partition("what fits: ")[2] == told
-    if isinstance(nearest, int):
-        assert not plan(request(**changes | {"context": nearest + 256})).fits
+    assert said.partition("what fits: ")[2].partition("; ")[0] == change
+    assert said.partition("the longest context that fits is ")[2] == (f"{longest} tokens" if longest else "")
+    if longest:
+        assert not plan(request(**changes | {"context": longest + 256})).fits
 
 
 @pytest.mark.parametrize(

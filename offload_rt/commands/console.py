@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from offload_rt.errors import shortened
 from offload_rt.machine.hardware import GIB
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from offload_rt.planning.planner import Plan
     from offload_rt.results import GenerationResult
 
 
-UNKNOWN_WIDTH = 80
-LASTING = ("load", "load draft", "prefill", "decode")
-"""Phases that report often: they get a line only after a while, other phases at once."""
+BAR_COLUMNS = 30
+REDRAWS_PER_SECOND = 4
+RATE_OVER_S = 120.0
+"""Seconds whose reports say how fast a phase goes; some phases report seldom."""
 BUSY = 1.5
 """Load average per core from which other work slows a run down."""
 FAR_FROM_PLAN = 2.0
@@ -26,16 +30,10 @@ COMPARABLE_TOKENS = 8
 """Fewest tokens whose time is compared with the plan."""
 
 
-def _columns() -> int:
-    """Returns the width of the terminal behind stderr."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or UNKNOWN_WIDTH
-    except (OSError, ValueError):
-        return UNKNOWN_WIDTH
-
-
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    if seconds < 100:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min"
 
 
 class Console:
@@ -45,18 +43,12 @@ class Console:
         tokens: number of tokens by phase, where known; adds tokens/s to the progress of the phase.
     """
 
-    BAR = 30
-    REDRAW_S = 0.1
-    LOG_S = 10.0
-
     def __init__(self, quiet: bool) -> None:
         self.tokens: dict[str, int] = {}
         self._quiet = quiet
-        self._live = sys.stderr.isatty()
-        self._drawn = False
+        self._live = sys.stderr.isatty() and not quiet
+        self._drawing: Progress | None = None
         self._phase = ""
-        self._first = 0.0
-        self._began = self._last = time.monotonic()
         self._noticed: set[str] = set()
         self._held: list[str] | None = None  # lines to print after the text
         self._load = os.getloadavg()[0]  # before this program adds to it
@@ -67,7 +59,15 @@ class Console:
             self._held.append(line)
         elif not self._quiet:
             self.clear()
-            print(line, file=sys.stderr, flush=True)
+            try:
+                print(line, file=sys.stderr, flush=True)
+            except OSError:  # nobody reads it: the work goes on
+                self._quiet = True
+
+    def error(self, text: str) -> None:
+        """Prints an error that does not end the program, as one line, also where the rest is quiet."""
+        self.clear()
+        print(f"error      {shortened(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
 
     @contextmanager
     def writing_text(self) -> Iterator[None]:
@@ -83,6 +83,11 @@ class Console:
             for line in held:
                 self.say(line)
 
+    def before_text(self) -> None:
+        """Removes the progress line where text is about to be written in its place."""
+        if self._held is not None:
+            self.clear()
+
     def notice(self, text: str) -> None:
         """Prints a note once, however often it is given."""
         if text not in self._noticed:
@@ -90,48 +95,53 @@ class Console:
             self.say(f"note       {text}")
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Shows how much of a phase is done, in its own units; without a terminal, a line every `LOG_S`."""
-        if self._held is not None:
-            return
-        now = time.monotonic()
-        share = done / total if total else 1.0
-        if phase != self._phase:
-            # A rate needs two reports; other phases than `LASTING` may report once, so show them at once.
-            self._phase, self._began, self._first = phase, now, share
-            self._last = now if phase in LASTING else float("-inf")
-        if self._quiet or now - self._last < (self.REDRAW_S if self._live else self.LOG_S):
-            return
-        self._last = now
-        line = f"{phase:10} {share:4.0%}"
-        rate = (share - self._first) / (now - self._began) if now > self._began else 0.0
-        if rate and phase in self.tokens:
-            line += f"  {rate * self.tokens[phase]:,.0f} tokens/s"
-        if rate and share < 1:
-            line += f"  {_duration((1 - share) / rate)} left"
-        self._show(line, share)
+        """Shows on a terminal how much of a phase is done, in its own units, until it is done."""
+        if done < total:
+            self._draw(phase, done, total)
+        elif phase == self._phase:
+            self.clear()
 
     def working(self, phase: str, what: str) -> None:
         """Shows on a terminal what is under way, for work that reports no progress."""
-        if self._live and not self._quiet:
-            self._show(f"{phase:10} {what}")
+        self._draw(phase, 0, None, what)
 
-    def _show(self, line: str, share: float | None = None) -> None:
-        if not self._live:
-            print(line, file=sys.stderr, flush=True)
+    def _draw(self, phase: str, done: int, total: int | None, what: str = "") -> None:
+        if not self._live or self._held is not None:
             return
-        room = _columns() - 1  # a full row would wrap
-        bar = min(self.BAR, room - len(line) - 2)
-        if share is not None and bar > 0:
-            full = round(share * bar)
-            line += f"  {'█' * full}{'░' * (bar - full)}"
-        print(f"\r\x1b[K{line[:room]}", end="", file=sys.stderr, flush=True)
-        self._drawn = True
+        if self._drawing is None:
+            self._drawing = _progress_line()
+        drawing, task = self._drawing, next(iter(self._drawing.tasks), None)
+        if task is None or phase != self._phase or total is None or done < task.completed:
+            if task is not None:
+                drawing.remove_task(task.id)
+            drawing.add_task(phase, total=total, completed=done, tokens=self.tokens.get(phase), what=what)
+        else:
+            drawing.update(task.id, completed=done, total=total)
+        self._phase = phase
+        if not drawing.live.is_started:
+            drawing.start()
+            _drawn.add(self)
 
     def clear(self) -> None:
         """Removes the progress line."""
-        if self._drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._drawn = False
+        if self._drawing is not None:
+            self._drawing.stop()
+            _drawn.discard(self)
+
+    def expect(self, plan: Plan) -> None:
+        """Says what is about to run, and how fast it will be by its plan."""
+        request, predicted = plan.request, plan.check()
+        gpus = request.hardware.gpus
+        where = f"{len(gpus)} × {gpus[0].name}" if len(gpus) > 1 else gpus[0].name if gpus else "cpu"
+        drafts = request.draft is not None and any(one.needs_draft_model for one in request.levels)
+        draft = f" with {request.draft.name}" if request.draft is not None and drafts else ""
+        rates = "" if request.hardware.measured else ", at the rates of a usual desktop"
+        self.say(
+            f"run        {request.target.name}{draft} on {where}: {request.context:,} prompt tokens +"
+            f" {request.new_tokens:,} new; {request.config.name}; expected {predicted.ms_per_token:.1f}"
+            f" ms/token (plain {predicted.plain_ms_per_token:.1f}), first token in"
+            f" {_duration(predicted.prefill_ms / 1e3)}{rates}"
+        )
 
     def summary(self, result: GenerationResult) -> None:
         """Prints the statistics of a generation: times, rounds, memory, notices."""
@@ -163,19 +173,22 @@ class Console:
         for text in result.notices:
             self.notice(text)
 
-    def compare_with_plan(self, result: GenerationResult, predicted_ms: float | None) -> None:
+    def compare_with_plan(self, result: GenerationResult, plan: Plan | None) -> None:
         """Says where decoding took far more or less time than predicted, and names a busy machine."""
         tokens = result.timings.predicted_n
-        if not predicted_ms or tokens < COMPARABLE_TOKENS:
+        if plan is None or tokens < COMPARABLE_TOKENS:
             return
         measured = result.timings.predicted_ms / tokens
-        ratio = measured / predicted_ms
+        ratio = measured / plan.ms_per_token
         if 1 / FAR_FROM_PLAN <= ratio <= FAR_FROM_PLAN:
             return
         times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
-        text = f"decoding took {measured:.1f} ms/token, {times} times the {predicted_ms:.1f} of the plan"
+        text = f"decoding took {measured:.1f} ms/token, {times} times the {plan.ms_per_token:.1f} of the plan"
+        remedy = "offload-rt doctor --refresh measures this machine again"
+        if not plan.request.hardware.measured:
+            remedy = "the plan has the rates of a usual desktop"
         cause = self.busy() if ratio > 1 else None
-        self.notice(f"{text}; {cause or 'offload-rt doctor --refresh measures this machine again'}")
+        self.notice(f"{text}; {cause or remedy}")
 
     def busy(self) -> str | None:
         """Returns a note on other work on this machine before the program began; None for little."""
@@ -183,6 +196,49 @@ class Console:
         if self._load <= BUSY * cores:
             return None
         return f"other work slows it down: the load average was {self._load:.1f} on {cores} cores before it"
+
+
+_drawn: set[Console] = set()
+
+
+def clear_progress() -> None:
+    """Removes every progress line, for what a program writes at its end."""
+    for console in tuple(_drawn):
+        console.clear()
+
+
+def _progress_line() -> Progress:
+    """Returns a progress line on stderr: phase, bar, share, tokens/s and the time left."""
+    from rich import progress  # here, as it takes a while
+    from rich.console import Console as RichConsole
+    from rich.table import Column
+    from rich.text import Text
+
+    class Rate(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> str:
+            tokens = task.fields["tokens"]
+            if not (tokens and task.speed and task.total):
+                return ""
+            return f"{task.speed / task.total * tokens:,.0f} tokens/s"
+
+    class Left(progress.TimeRemainingColumn):
+        def render(self, task: progress.Task) -> Text:
+            return super().render(task) + " left" if task.time_remaining else Text()
+
+    return progress.Progress(
+        progress.TextColumn("{task.description:10}", markup=False),
+        progress.TextColumn("{task.fields[what]}", markup=False),
+        progress.BarColumn(BAR_COLUMNS),
+        progress.TaskProgressColumn(),
+        Rate(Column(no_wrap=True)),
+        Left(compact=True, table_column=Column(no_wrap=True)),
+        console=RichConsole(stderr=True),
+        refresh_per_second=REDRAWS_PER_SECOND,
+        speed_estimate_period=RATE_OVER_S,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 def _shown_together(one: TextIO | None, other: TextIO | None) -> bool:

@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from offload_rt.commands.options import SETTING
 from offload_rt.errors import UsageError
 from offload_rt.files import check_new
+from offload_rt.settings import SettingDefault
 
 EXTENSIONS = ".txt, .md, .py, .rst, .json, .html, .c, .h, .cpp, .js, .ts, .java, .go, .rs"
 ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
@@ -33,7 +35,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = build.add_argument
     add("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {EXTENSIONS}")
-    add("--model", metavar="FOLDER|ID", help="model with the tokenizer to use (default: the demo pair)")
+    meaning = f"model with the tokenizer to use (default: {SETTING}, or the demo pair)"
+    add("--model", default=SettingDefault("model"), metavar="FOLDER|ID", help=meaning)
     place = "file to write; must not exist (default: FOLDER.datastore.safetensors, beside the folder)"
     add("--out", type=Path, metavar="FILE", help=place)
     build.set_defaults(run=run)
@@ -44,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from offload_rt.drafting.datastore import build
-    from offload_rt.model.loading import demo_model, load_tokenizer
+    from offload_rt.model.loading import load_tokenizer, model_source
     from offload_rt.text import encode
 
     folder: Path = arguments.folder
@@ -55,10 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_new("--out", out)
     if out.suffix != ".safetensors":
         raise UsageError(f"--out {out}: must end with .safetensors; name it {out.name}.safetensors")
-    source = demo_model("target") if arguments.model is None else arguments.model
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(model_source(arguments.model))
     if tokenizer is None:
-        raise UsageError(f"--model {source}: has no tokenizer, and a text needs one")
+        raise UsageError(f"--model {arguments.model}: has no tokenizer, and a text needs one")
     texts = []
     for path in _text_files(folder):
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import add_json
+from offload_rt.commands.options import add_json
 from offload_rt.files import write_json
 from offload_rt.machine.hardware import GIB, Gpu
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import add_dtype, add_json, add_overrides, add_rope
+from offload_rt.commands.options import SETTING, add_dtype, add_json, add_overrides, add_rope
 from offload_rt.commands.prompts import token_count
-from offload_rt.config import AUTO
+from offload_rt.config import AUTO, NO_DRAFT
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
 from offload_rt.machine.hardware import GIB, NO_GPU, Hardware, named_hardware
+from offload_rt.settings import SettingDefault
 from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
+    from offload_rt.model.shape import ModelShape
     from offload_rt.planning.planner import Plan, Prediction
 
-NO_DRAFT = "none"
 FIGURES = {
     "--link": ("GB/s", "rate of each GPU's link, each way (default: 25)"),
     "--dram": ("GB/s", "rate of host memory (default: 70)"),
@@ -44,9 +46,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     plan.set_defaults(run=run)
 
     add = plan.add_argument_group("model").add_argument
-    add("--model", default="demo", metavar="FOLDER|ID|SHAPE", help="e.g. llama2-7b (default: the demo pair)")
-    drafts = "small draft model, e.g. jf68m (default: none)"
-    add("--draft", metavar="FOLDER|ID|SHAPE|none", help=drafts)
+    meaning = f"e.g. llama2-7b (default: {SETTING}, or the demo pair)"
+    add("--model", default=SettingDefault("model", "demo"), metavar="FOLDER|ID|SHAPE", help=meaning)
+    drafts = f"small draft model, e.g. jf68m, or auto: as in generate (default: {SETTING}, or none)"
+    add("--draft", default=SettingDefault("draft"), metavar="FOLDER|ID|SHAPE|auto|none", help=drafts)
     add_dtype(add)
     add_rope(add)
     tokens = "prompt and new tokens together, e.g. 100000, 96k or 1M; the prompt alone where both are given"
@@ -86,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from offload_rt.levels.base import needs_draft_model, possible
-    from offload_rt.model.loading import DEMO, choose_dtype
-    from offload_rt.model.shape import DEMO_DRAFT, find_shape
+    from offload_rt.model.loading import choose_dtype
+    from offload_rt.model.shape import find_shape
     from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import comparison, plan, ranked
+    from offload_rt.planning.planner import comparison, ranked
 
     context, new_tokens = arguments.context, arguments.new_tokens
     if new_tokens is None and context > 1:
@@ -97,32 +100,56 @@ def run(arguments: argparse.Namespace) -> int:
         context -= new_tokens
     dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
     target = find_shape(arguments.model, dtype, arguments.rope)
-    draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
-    if not needs_draft_model(configs):
-        draft = NO_DRAFT
-    small = None if draft == NO_DRAFT else find_shape(draft, target.dtype)
-    requests = [
-        PlanRequest(
-            *(target, small, config, context, new_tokens or 1, hardware),
-            same_model_acceptance=arguments.acceptance,
-            small_model_acceptance=arguments.draft_acceptance,
+
+    def planned_with(small: ModelShape | None) -> list[Plan]:
+        return ranked(
+            PlanRequest(
+                *(target, small and replace(small, dtype=target.dtype), config),
+                *(context, new_tokens or 1, hardware),
+                same_model_acceptance=arguments.acceptance,
+                small_model_acceptance=arguments.draft_acceptance,
+            )
+            for config in possible(configs, small is not None)
         )
-        for config in possible(configs, small is not None)
-    ]
-    planned, *others = plans = ranked(requests)
+
+    small, told = None, None
+    if needs_draft_model(configs):
+        small, told = _draft(arguments, target, lambda small: planned_with(small)[0])
+    planned, *others = plans = planned_with(small)
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
     lines = list(_report(planned, planned.check()))
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         lines.append(f"note       {target.ignored}")
+    if told is not None:
+        lines.append(f"note       {told}")
     if others:
         lines.insert(1, f"config     {comparison(plans)}")
     elif small is not None and len(planned.request.levels) > 1:
-        ms = plan(replace(requests[0], draft=None)).ms_per_token
+        ms = planned_with(None)[0].ms_per_token
         if ms < planned.ms_per_token:
             lines.append(f"draft      makes it slower: {ms:.1f} ms a token without it (--draft none)")
     print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
     return 0
+
+
+def _draft(
+    arguments: argparse.Namespace, target: ModelShape, planned: Callable[[ModelShape | None], Plan]
+) -> tuple[ModelShape | None, str | None]:
+    """Returns the shape of the draft that the flags name, and a note where it was chosen by its plan."""
+    from offload_rt.model.loading import DEMO, DEMO_DRAFT, DEMO_PARTS, load_tokenizer, model_source
+    from offload_rt.model.local_models import local_drafts
+    from offload_rt.model.shape import find_shape
+    from offload_rt.planning.local_plans import choose_draft
+
+    draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
+    if draft != AUTO:
+        return None if draft == NO_DRAFT else find_shape(draft, target.dtype), None
+    source = model_source(arguments.model)
+    if arguments.model not in DEMO_PARTS and not Path(source).is_dir() and "/" not in arguments.model:
+        return None, f"draft auto: none; {arguments.model} is a shape alone, without a tokenizer"
+    chosen, _, told = choose_draft(local_drafts(target, source, load_tokenizer(source)), planned)
+    return None if chosen is None else chosen.shape, told
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:

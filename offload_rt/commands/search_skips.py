@@ -21,14 +21,8 @@ from typing import TYPE_CHECKING
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import status_of
-from offload_rt.commands.generate import (
-    add_distribution,
-    add_model,
-    add_overrides,
-    distribution,
-    machine_errors_in_a_line,
-    open_llm,
-)
+from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
+from offload_rt.commands.options import add_distribution, add_model, add_overrides, distribution
 from offload_rt.config import AUTO, Config
 from offload_rt.errors import UsageError
 from offload_rt.files import check_new, write_whole
@@ -96,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     layers = find_shape(name, None).layers
     plans, rounds, status = list[str](), list[dict[str, float]](), 0
     seeds = count(arguments.seed)
-    with machine_errors_in_a_line(), open_llm(arguments, console, len(prompt)) as llm:
+    sizes = len(prompt), params.max_tokens
+    with machine_errors_in_a_line(), open_llm(arguments, console, sizes) as llm:
         measured = partial(rate, llm.read(prompt, params.max_tokens), base, arguments, params)
         start, seconds = time.monotonic(), 60 * arguments.minutes
         try:

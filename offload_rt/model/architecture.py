@@ -66,6 +66,12 @@ class Rotary:
         frequencies: Tensor = getattr(self._module, name)
         return frequencies
 
+    @property
+    def factor(self) -> float:
+        """Factor on cosines and sines; YaRN and LongRoPE have one."""
+        name = "full_attention_attention_scaling" if self._by_type else "attention_scaling"
+        return float(getattr(self._module, name, 1.0))
+
     def __call__(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, `[1, tokens, rotated]` in the dtype of `hidden`."""
         of_type = {"layer_type": "full_attention"} if self._by_type else {}

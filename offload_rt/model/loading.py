@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ from offload_rt.model.rope import Yarn
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 DEMO = "demo"
+DEMO_DRAFT = "demo-draft"
+DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
+"""The embedded models by name, each with its part of the pair."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA_DEVICE = re.compile(r"cuda:(\d+)")
@@ -100,6 +104,18 @@ def demo_model(part: str) -> Path:
     return folder
 
 
+def model_source(name: str | Path | None) -> str | Path:
+    """Returns where a model is loaded from: the folder of an embedded one, any other name as it is given.
+
+    None is the embedded target.
+    """
+    part = DEMO_PARTS.get(DEMO if name is None else str(name))
+    if part is not None:
+        return demo_model(part)
+    assert name is not None
+    return name
+
+
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     """Loads a model's tokenizer; returns None where there is none (the model then takes token IDs).
 
@@ -166,10 +182,7 @@ def load_model(
             weights.
     """
     name = str(source)
-    config = model_config(source, rope)
-    _refuse_quantized(config, name)
-    if Path(source).exists():
-        _check_weights(Path(source))
+    config = checked_config(source, rope)
     wanted: Any = dtype if dtype is not None else "auto"
     loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on its arguments
     progress = _LoadingProgress(partial(on_progress, phase) if on_progress else None)
@@ -201,6 +214,24 @@ def load_model(
         raise UsageError(f"model {name}: {gib:.1f} GiB of weights do not fit on {where}") from error
     placed.eval()
     return placed
+
+
+def checked_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConfig:
+    """Returns the config of a model whose weights can be loaded, as far as that shows without reading them.
+
+    Raises:
+        UsageError: see `load_model`; the files of a hub ID are not looked at.
+    """
+    config = model_config(source, rope)
+    _refuse_quantized(config, str(source))
+    if Path(source).exists():
+        _check_weights(Path(source))
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files of a model's weights, sorted."""
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 class _LoadingProgress:
@@ -278,12 +309,27 @@ def _check_report(where: str, report: Mapping[str, Any]) -> None:
         )
 
 
+def _check_index(folder: Path) -> None:
+    """Refuses a folder that lacks a file which the index of its weights names."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        named = sorted({str(file) for file in index["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return  # without an index, or with a broken one, which transformers names
+    if missing := [name for name in named if not (folder / name).exists()]:
+        raise UsageError(
+            f"model {folder}: {len(missing)} of {len(named)} files of weights are missing, the first is"
+            f" {missing[0]}; download it again"
+        )
+
+
 def _check_weights(folder: Path) -> None:
     """Refuses a folder without weights, with a corrupt file, or with integer weights."""
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards and not list(folder.glob("pytorch_model*.bin")):
+    files = weight_files(folder)
+    if not files:
         raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")
-    for shard in shards:
+    _check_index(folder)
+    for shard in (file for file in files if file.suffix == ".safetensors"):
         if shard.exists() and not shard.is_file():  # opening a pipe would wait in native code
             raise UsageError(f"model {folder}: {shard.name} is no file; download it again")
         try:

@@ -106,6 +106,11 @@ class CausalModel:
         """Frequencies in radians per position, `[rotated / 2]`; `rotated` is at most `head_dim`."""
         return self._rotary.frequencies
 
+    @property
+    def rotary_factor(self) -> float:
+        """Factor on the cosines and sines of positions."""
+        return self._rotary.factor
+
     def for_length(self, prompt_tokens: int, new_tokens: int) -> Self:
         """Returns the runner for a sequence: this one, or another beyond the original context of LongRoPE.
 

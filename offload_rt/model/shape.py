@@ -17,7 +17,7 @@ from offload_rt.errors import UsageError, first_line
 from offload_rt.model.attention_hook import refuse_unsupported
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.loading import DEMO, demo_model
+from offload_rt.model.loading import DEMO_PARTS, model_source
 from offload_rt.model.rope import Yarn
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MOST_STRETCHED = 8
 """Largest factor of YaRN that a message suggests."""
-DEMO_DRAFT = "demo-draft"
-DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ def find_shape(source: str | Path, dtype: torch.dtype | None, rope: Yarn | None 
     """
     name = str(source)
     if name in DEMO_PARTS:
-        return from_config(model_config(demo_model(DEMO_PARTS[name]), rope), dtype, name)
+        return from_config(model_config(model_source(name), rope), dtype, name)
     if name not in SHAPES and ("/" in name or Path(name).exists()):
         return from_config(model_config(source, rope), dtype, name)
     known = known_name(name)

@@ -143,9 +143,7 @@ def _plan(request: PlanRequest) -> Plan:
     if fitting is None:
         cpu = request.context if request.in_place else 0
         placement = request.placement(0, cpu)
-        nearest = _nearest(request)
-        nearest = f"what fits: {nearest}" if nearest else NOTHING_FITS
-        return Plan(request, placement, 0, f"{shortage(request)}; {nearest}", None, told)
+        return Plan(request, placement, 0, f"{shortage(request)}; {_remedies(request)}", None, told)
     predictor = Predictor(fitting)
     plain = replace(fitting.having("speculation.levels", ()), given_remote_mlps=fitting.remote_mlps)
     best = _best_round(predictor)
@@ -166,6 +164,22 @@ def _plan(request: PlanRequest) -> Plan:
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
     """Returns plans of several compositions, the fastest first; those that do not fit come last."""
     return sorted(map(plan, requests), key=lambda one: one.ms_per_token)
+
+
+def longest(requests: Sequence[PlanRequest]) -> Plan:
+    """Returns the fastest plan for the longest prompt, up to that of `requests`, that one of them fits.
+
+    Where none fits, it is the plan of a page, which says why.
+    """
+    whole, page = requests[0].context, requests[0].config.store.page
+
+    def at(tokens: int) -> list[PlanRequest]:
+        return [replace(one, context=min(tokens, whole)) for one in requests]
+
+    tokens = whole
+    if not any(map(_fitting, requests)):
+        tokens = page * max(1, _most((whole - 1) // page, lambda n: any(map(_fitting, at(n * page)))))
+    return ranked(at(tokens))[0]
 
 
 def comparison(plans: Sequence[Plan]) -> str:
@@ -252,8 +266,22 @@ def _largest_budget(request: PlanRequest) -> int:
     return budgets[found - 1] if found else 0
 
 
-def _nearest(request: PlanRequest) -> str | None:
-    """Returns the change of the request that makes it fit and costs the user least; None if none does."""
+def _remedies(request: PlanRequest) -> str:
+    """Returns the change that makes a request fit and costs the user least, and the longest context."""
+    change = _change(request)
+    remedies = [f"what fits: {change}"] if change else []
+    page = request.config.store.page
+    if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
+        remedies.append(f"the longest context that fits is {pages * page} tokens")
+    gpus = request.hardware.gpus
+    twice = replace(request, hardware=replace(request.hardware, gpus=2 * gpus))
+    if not remedies and len(gpus) == 1 and _fitting(twice):
+        remedies = ["what fits: 2 such GPUs"]
+    return "; ".join(remedies) or NOTHING_FITS
+
+
+def _change(request: PlanRequest) -> str | None:
+    """Returns the flag that makes the request fit at its context; None where none does."""
     if request.given_resident:
         resident = request.capacities[0]
         fewer = request.having("offload.resident_tokens", resident)
@@ -266,13 +294,6 @@ def _nearest(request: PlanRequest) -> str | None:
         draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
         if _fitting(replace(request, target=target, draft=draft)):
             return "--dtype bfloat16"
-    page = request.config.store.page
-    if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
-        return f"a context of {pages * page} tokens"
-    if len(gpus := request.hardware.gpus) == 1:
-        hardware = replace(request.hardware, gpus=2 * gpus)
-        if _fitting(replace(request, hardware=hardware)):
-            return "2 such GPUs"
     return None
 
 

@@ -1,0 +1,139 @@
+"""Plans for the models on this machine: the longest context, the speed, and the drafts that help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload_rt.config import Config
+from offload_rt.errors import UsageError
+from offload_rt.levels.base import possible
+from offload_rt.machine.hardware import Hardware
+from offload_rt.model.local_models import LocalModel, drafts_for
+from offload_rt.model.shape import ModelShape
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, longest, ranked
+
+NEW_TOKENS = 256
+"""New tokens of a context that is planned, where it has twice as many."""
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """A model with what is planned for it; a model that does not run has no plans."""
+
+    model: LocalModel
+    longest: Plan | None = None  # for the longest context that fits
+    plan: Plan | None = None  # for the context that is asked for, without a draft model
+    drafts: tuple[tuple[LocalModel, Plan], ...] = ()  # for the same context, the fastest first
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the model does not run here; None where it does."""
+        return self.model.refusal or (self.longest.refusal if self.longest is not None else None)
+
+    def to_json(self) -> dict[str, object]:
+        """Returns JSON values; figures of a model that does not run here are None."""
+        model, shape = self.model, self.model.shape
+        runs, plan = self.refusal is None, self.plan
+        return {
+            "name": model.name,
+            "folder": str(model.folder),
+            "architecture": model.architecture,
+            "parameters": shape.parameters if shape is not None else None,
+            "weight_bytes": model.weight_bytes,
+            "runs": runs,
+            "refusal": self.refusal,
+            "positions": shape.max_positions if shape is not None else None,
+            "longest_context": tokens(self.longest) if runs and self.longest is not None else None,
+            "context": tokens(plan) if plan is not None and plan.fits else None,
+            "ms_per_token": plan.ms_per_token if plan is not None and plan.fits else None,
+            "drafts": [{"name": one.name, "ms_per_token": plan.ms_per_token} for one, plan in self.drafts],
+        }
+
+
+def tokens(plan: Plan) -> int:
+    """Returns the tokens of a plan, those of the prompt and new ones."""
+    return plan.request.context + plan.request.new_tokens
+
+
+def local_plans(
+    models: Sequence[LocalModel],
+    configs: Sequence[Config],
+    hardware: Hardware,
+    dtype: torch.dtype | None,
+    context: int | None = None,
+) -> list[LocalPlan]:
+    """Returns what is planned for each model, those that run first, by name.
+
+    Args:
+        dtype: of weights and KV; None: each model's own.
+        context: tokens that speeds are predicted for; None: the longest that fits.
+    """
+    plans = [_planned(one, models, configs, hardware, dtype, context) for one in models]
+    return sorted(plans, key=lambda one: (one.refusal is not None, one.model.name.lower()))
+
+
+def _planned(
+    model: LocalModel,
+    models: Sequence[LocalModel],
+    configs: Sequence[Config],
+    hardware: Hardware,
+    dtype: torch.dtype | None,
+    context: int | None,
+) -> LocalPlan:
+    if model.shape is None:
+        return LocalPlan(model)
+    shape = replace(model.shape, dtype=dtype or model.shape.dtype)
+
+    def requests(draft: ModelShape | None, length: int) -> list[PlanRequest]:
+        new = min(NEW_TOKENS, length // 2)
+        small = None if draft is None else replace(draft, dtype=shape.dtype)
+        candidates = possible(configs, draft is not None)
+        return [PlanRequest(shape, small, one, length - new, new, hardware) for one in candidates]
+
+    most = longest(requests(None, shape.max_positions))
+    length = context or tokens(most)
+    if not most.fits or length > shape.max_positions:
+        return LocalPlan(model, most)
+    drafts = []
+    for draft in drafts_for(shape, model.tokenizer, models):
+        if (planned := ranked(requests(draft.shape, length))[0]).fits:
+            drafts.append((draft, planned))
+    plan = ranked(requests(None, length))[0]
+    return LocalPlan(model, most, plan, tuple(sorted(drafts, key=lambda one: one[1].ms_per_token)))
+
+
+def choose_draft(
+    drafts: Sequence[LocalModel], planned: Callable[[ModelShape | None], Plan]
+) -> tuple[LocalModel | None, Plan, str]:
+    """Returns the draft whose plan is predicted to be fastest, or None, with the plan and a note on them.
+
+    Args:
+        drafts: those that can draft for the target.
+        planned: returns the fastest plan with a draft, or without one.
+
+    Raises:
+        UsageError: there is no plan with any of them, nor one without.
+    """
+    found: list[tuple[LocalModel | None, Plan]] = []
+    refused: UsageError | None = None
+    for draft in (None, *drafts):
+        try:
+            found.append((draft, planned(None if draft is None else draft.shape)))
+        except UsageError as error:  # a config may need a draft, and a draft may not fit
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    # Without a given size, a plan is for the longest context that fits.
+    best, plan = min(found, key=lambda one: (-one[1].request.context, one[1].ms_per_token))
+    if best is None:
+        why = f"{', '.join(one.name for one in drafts)} would not make it faster by the plan"
+        return best, plan, f"draft auto: none; {why if drafts else 'no local model has its vocabulary'}"
+    told = f"draft auto: {best.name}, {plan.ms_per_token:.1f} ms/token by the plan"
+    without = next((one.ms_per_token for draft, one in found if draft is None and one.fits), None)
+    gain = f", {without / plan.ms_per_token:.2f} times as fast as without a draft" if without else ""
+    return best, plan, told + gain
