@@ -1,0 +1,264 @@
+"""The server's routes: OpenAI's completions, llama.cpp's tokenizer, health, metrics, and a page to try it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import resources
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from offload_rt.api import LLM
+from offload_rt.chat import ThoughtSplitter
+from offload_rt.documents import document_text
+from offload_rt.errors import UsageError, first_line
+from offload_rt.planning.placement import check_positions
+from offload_rt.results import SamplingParams, token_ids
+from offload_rt.server.answering import Answering, ClientGone, explained
+from offload_rt.server.errors import ApiError, error_response
+from offload_rt.server.limits import Limits
+from offload_rt.server.metrics import Metrics
+from offload_rt.server.replies import ChatReply, CompletionReply, Reply, new_id
+from offload_rt.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DocumentRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    supported,
+)
+from offload_rt.server.worker import Closing, Event, Job, Worker
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Service:
+    """Answers requests by a worker.
+
+    Args:
+        name: of the model, as clients name it.
+        max_tokens: most new tokens of a request that names no limit.
+    """
+
+    def __init__(self, llm: LLM, worker: Worker, metrics: Metrics, name: str, max_tokens: int) -> None:
+        self._llm = llm
+        self._worker = worker
+        self._metrics = metrics
+        self._name = name
+        self._max_tokens = max_tokens
+        self._began = int(time.time())
+        self._tokenizing = asyncio.Lock()  # a tokenizer may not encode in two threads at a time
+
+    # Routes:
+
+    async def chat(self, request: Request) -> Response:
+        asked = await _body(request, ChatRequest)
+        self._check_choices(asked.n)
+        template = self._llm.chat_template
+        thinking = template.thoughts(asked.thinking, asked.json_schema)
+        tokens = await self._tokenized(template.encode, asked.messages, thinking=thinking)
+        inside = template.opens_thoughts(thinking)
+
+        def reply(*given: Any) -> Reply:
+            return ChatReply(*given, thoughts=ThoughtSplitter(inside))
+
+        return await self._generate(request, asked, [tokens], new_id("chatcmpl"), reply)
+
+    async def complete(self, request: Request) -> Response:
+        asked = await _body(request, CompletionRequest)
+        self._check_choices(len(asked.prompts) * asked.n)
+
+        def encode(prompt: object) -> list[int]:
+            return self._llm.prompt_ids(prompt if isinstance(prompt, str) else token_ids(prompt))
+
+        prompts = [await self._tokenized(encode, prompt) for prompt in asked.prompts]
+        return await self._generate(request, asked, prompts, new_id("cmpl"), CompletionReply)
+
+    async def models(self, request: Request) -> Response:
+        model = {"id": self._name, "object": "model", "created": self._began, "owned_by": "offload-rt"}
+        listed = model | {"max_model_len": self._llm.engine.target.max_positions}
+        return JSONResponse({"object": "list", "data": [listed]})
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await _body(request, TokenizeRequest)
+        tokens = await self._tokenized(self._llm.encode, asked.content, special=asked.add_special)
+        return JSONResponse({"tokens": tokens})
+
+    async def document(self, request: Request) -> Response:
+        """Returns the text of a file that the page has read."""
+        asked = await _body(request, DocumentRequest)
+        try:
+            data = base64.b64decode(asked.data, validate=True)
+        except (binascii.Error, ValueError):
+            raise ApiError(400, "data is not base64", "invalid_value", "data") from None
+        return JSONResponse({"text": await asyncio.to_thread(document_text, asked.name, data)})
+
+    async def health(self, request: Request) -> Response:
+        if self._worker.closing:
+            raise Closing
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        store = self._llm.engine.store
+        gauges = {
+            "running": ("Requests that are read or continued.", self._worker.running),
+            "waiting": ("Requests in the queue.", self._worker.waiting),
+            "kept_prefixes": ("Prefixes whose KV is kept in memory.", self._worker.kept),
+            "kv_bytes": ("Bytes of KV in memory.", store.used_bytes),
+        }
+        return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse((resources.files("offload_rt.server") / "page.html").read_text("utf-8"))
+
+    # What they share:
+
+    async def _tokenized(self, encode: Callable[..., list[int]], *given: Any, **options: Any) -> list[int]:
+        """Returns the tokens of a prompt; other requests go on meanwhile."""
+        async with self._tokenizing:
+            return await asyncio.to_thread(encode, *given, **options)
+
+    def _check_choices(self, choices: int) -> None:
+        """Raises UsageError for a request of more choices than an idle server takes."""
+        if choices > (most := self._worker.most_jobs):
+            raise UsageError(f"{choices} choices are more than the {most} that fit: ask for fewer at a time")
+
+    def _limit(self, asked: GenerationRequest, tokens: Sequence[int]) -> int:
+        """Returns the most new tokens behind a prompt. Raises UsageError where they do not fit."""
+        target = self._llm.engine.target
+        left = target.max_positions - len(tokens)
+        limit = asked.limit or max(1, min(self._max_tokens, left))
+        check_positions(target, len(tokens), limit)
+        return limit
+
+    async def _generate(
+        self,
+        request: Request,
+        asked: GenerationRequest,
+        prompts: Sequence[list[int]],
+        request_id: str,
+        kind: Callable[..., Reply],
+    ) -> Response:
+        """Answers a request for completions of prompts, as one object or as a stream of them."""
+        if asked.model not in (None, self._name):
+            raise ApiError(
+                404,
+                f"model {asked.model!r} is not served here: use {self._name!r}",
+                "model_not_found",
+                "model",
+            )
+        suggested = self._llm.model_sampling or SamplingParams()
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+
+        def send(index: int, event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+        jobs = list[Job]()
+        for tokens in prompts:
+            for params in asked.params(suggested, self._limit(asked, tokens)):
+                params = self._llm.checked_params(params)
+                jobs.append(Job(tokens, params, partial(send, len(jobs))))
+        logprobs = asked.alternatives is not None
+        replies = [
+            kind(request_id, self._name, index, self._llm.tokenizer, logprobs) for index in range(len(jobs))
+        ]
+        self._worker.submit(jobs)
+        answering = Answering(asked, jobs, replies, events, len(prompts))
+        if asked.stream:
+            return await answering.stream(request)
+        return await answering.whole(request)
+
+
+async def _body(request: Request, kind: type[Body]) -> Body:
+    """Returns the body of a request, checked. Raises ApiError, which names the field."""
+    try:
+        given = json.loads(await request.body())
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {first_line(error)}", "invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object", "invalid_json")
+    try:
+        return kind.model_validate(supported(given))
+    except ValidationError as error:
+        # Of alternatives, such as the kinds of a prompt, the first one that was tried is named.
+        first = error.errors(include_url=False, include_input=False)[0]
+        names = [str(part) for part in first["loc"]]
+        param = names[0] if names else None
+        if first["type"] == "extra_forbidden":
+            raise ApiError(
+                400, f"unknown parameter {'.'.join(names)}: leave it out", "unknown_parameter", param
+            ) from None
+        message = f"{'.'.join(names)}: {first['msg']}"
+        raise ApiError(400, message, "invalid_value", param) from None
+
+
+def create_app(
+    service: Service,
+    metrics: Metrics,
+    *,
+    api_key: str | None = None,
+    body_bytes: int = 2**26,
+    hosts: frozenset[str] | None = None,
+    cors_origins: Sequence[str] = (),
+) -> Starlette:
+    """Returns the ASGI application of a service.
+
+    Args:
+        api_key, body_bytes, hosts: see `Limits`.
+        cors_origins: sites whose pages may use the server.
+    """
+
+    def route(path: str, answer: Callable[[Request], Awaitable[Response]], method: str) -> Route:
+        async def guarded(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except ClientGone:
+                return Response(status_code=499)
+            except (Exception, asyncio.CancelledError) as error:
+                return error_response(*explained(error))
+
+        return Route(path, guarded, methods=[method])
+
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        served = ", ".join(one.path for one in routes)
+        message = f"{request.method} {request.url.path}: {error.detail}; there are {served}"
+        return error_response(error.status_code, message, "http")
+
+    limits = Middleware(
+        Limits, api_key=api_key, body_bytes=body_bytes, hosts=hosts, on_answer=metrics.answered
+    )
+    origins, methods = list(cors_origins), ["GET", "POST"]
+    # OpenAI's client sends headers of its own.
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    routes = [
+        route("/v1/chat/completions", service.chat, "POST"),
+        route("/v1/completions", service.complete, "POST"),
+        route("/v1/models", service.models, "GET"),
+        route("/tokenize", service.tokenize, "POST"),
+        route("/document", service.document, "POST"),
+        route("/health", service.health, "GET"),
+        route("/metrics", service.metrics, "GET"),
+        route("/", service.page, "GET"),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[cors, limits] if cors_origins else [limits],
+        exception_handlers={HTTPException: not_found},  # type: ignore[dict-item]
+    )

@@ -1,0 +1,116 @@
+"""Refuses requests before they are read: wrong keys and hosts, forms of other sites, large bodies."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from offload_rt.server.errors import error_response
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PUBLIC = ("/", "/health")
+"""Paths that take no key: neither tells anything of a user."""
+
+
+class Limits:
+    """ASGI middleware around the whole server.
+
+    Args:
+        api_key: what clients must send as a bearer token; None: nothing.
+        body_bytes: the largest body that is read.
+        hosts: names that the `Host` header may have; None: any. A page of another site can reach a server on
+            this machine under a name of its own (DNS rebinding), and is refused by that name.
+        on_answer: called with the status of each answer.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        api_key: str | None,
+        body_bytes: int,
+        hosts: frozenset[str] | None,
+        on_answer: Callable[[int], object],
+    ) -> None:
+        self._app = app
+        self._api_key = api_key
+        self._body_bytes = body_bytes
+        self._hosts = hosts
+        self._on_answer = on_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._on_answer(message["status"])
+            await send(message)
+
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        refusal = self._refused(scope, headers)
+        if refusal is not None:
+            await error_response(*refusal)(scope, receive, counted)
+            return
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if len(body) > self._body_bytes:
+                await error_response(*self._too_large())(scope, receive, counted)
+                return
+            if not message.get("more_body"):
+                break
+        read = False
+
+        async def replay() -> MutableMapping[str, Any]:
+            nonlocal read
+            if read:
+                return await receive()
+            read = True
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+        await self._app(scope, replay, counted)
+
+    def _refused(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
+        """Returns status, message and code of a refusal; None where the request may be read."""
+        host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
+        if self._hosts is not None and host not in self._hosts:
+            return (
+                403,
+                f"host {host!r} is not this server: use http://127.0.0.1, or serve with --host",
+                "host",
+            )
+        given = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
+        open_to_all = scope["path"] in PUBLIC or scope["method"] == "OPTIONS"
+        if self._api_key and not open_to_all and not _equal(given, self._api_key):
+            return 401, "the API key is missing or wrong: send it as a bearer token", "invalid_api_key"
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        # Browsers let any page send forms and plain text to this server, but ask before they send JSON.
+        if scope["method"] == "POST" and kind != "application/json":
+            return 415, f"content-type {kind!r} is not supported: send application/json", "content_type"
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._body_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> tuple[int, str, str]:
+        most = f"{self._body_bytes / 2**20:g} MiB"
+        return 413, f"the body is larger than {most}: shorten it, or serve with --max-body", "body_too_large"
+
+
+def _equal(given: str, key: str) -> bool:
+    """Returns whether a header has the key, in UTF-8."""
+    return hmac.compare_digest(given.encode("latin-1"), os.fsencode(key))

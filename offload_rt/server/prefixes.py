@@ -1,0 +1,116 @@
+"""Prefixes that a server keeps: in memory as far as its limit goes, and on disk behind that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from offload_rt.api import LLM
+from offload_rt.engine.prefix import KVPrefix
+from offload_rt.errors import UsageError, first_line
+from offload_rt.sessions import SessionFolder
+
+WORTH_LOADING = 1024
+"""Fewest tokens that a prefix on disk must have more than one in memory: they are read again in a second."""
+
+
+class PrefixPool:
+    """Tokens that were read, with their KV, the least recently used first; only the worker's thread uses it.
+
+    Prefixes that begin alike share the pages of their common beginning, so that each costs the memory of its
+    own end alone.
+
+    Args:
+        limit_bytes: most bytes of KV in the store; the least recently used prefixes go first.
+        disk: takes the prefixes that memory has no room for, and all others at the end; None: they are lost.
+        on_notice: called with a line where the disk does not take one, which is then lost.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        limit_bytes: int,
+        disk: SessionFolder | None = None,
+        on_notice: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._llm = llm
+        self._limit = limit_bytes
+        self._disk = disk
+        self._on_notice = on_notice
+        self._kept: list[KVPrefix] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def prepare(self, tokens: Sequence[int], new_tokens: int) -> tuple[KVPrefix | None, int]:
+        """Returns the prefix with the longest common beginning, and the length of that, once there is room.
+
+        Other prefixes are given up until memory has room for the sequence.
+
+        Args:
+            new_tokens: that the sequence is to have behind `tokens`.
+
+        Raises:
+            UsageError: there is no room, even without all other prefixes.
+        """
+        target = self._llm.engine.target.for_length(len(tokens), new_tokens)
+        best, kept = None, 0
+        for prefix in self._kept:
+            common = prefix.begins(tokens, target)
+            if common > kept:
+                best, kept = prefix, common
+        if self._disk is not None:
+            found = self._disk.longest(self._llm, tokens)
+            if found is not None and found[1] >= kept + WORTH_LOADING:
+                self._make_room(len(tokens), new_tokens, None, 0)
+                loaded = self._disk.read(self._llm, found[0], target, found[1])
+                if loaded is not None:
+                    best, kept = loaded, loaded.begins(tokens, target)
+                    self._kept.append(loaded)
+        if best is not None:
+            self._kept.remove(best)
+            self._kept.append(best)  # the one that was used last
+        self._make_room(len(tokens), new_tokens, best, kept)
+        return best, kept
+
+    def add(self, prefix: KVPrefix) -> None:
+        """Keeps a prefix; one that it begins with is not needed any more."""
+        for other in list(self._kept):
+            if prefix.begins(other.tokens, other.target) == len(other.tokens):
+                self._kept.remove(other)
+                other.close()
+        self._kept.append(prefix)
+        while self._llm.engine.store.used_bytes > self._limit and self._evict(keep=prefix):
+            pass
+
+    def _make_room(self, tokens: int, new_tokens: int, prefix: KVPrefix | None, kept: int) -> None:
+        """Gives other prefixes up until memory has room for a sequence that begins with `kept` of one."""
+        shared = 0 if prefix is None else prefix.shared_tokens(kept)
+        while True:
+            try:
+                return self._llm.engine.check_room([(tokens, new_tokens)], shared)
+            except UsageError:
+                if not self._evict(prefix):
+                    raise
+
+    def _evict(self, keep: KVPrefix | None = None) -> bool:
+        """Gives up the prefix that was not used for longest; returns whether there was one."""
+        victim = next((prefix for prefix in self._kept if prefix is not keep), None)
+        if victim is None:
+            return False
+        self._kept.remove(victim)
+        self._give_up(victim)
+        return True
+
+    def _give_up(self, prefix: KVPrefix) -> None:
+        try:
+            if self._disk is not None:
+                self._disk.keep_prefix(self._llm, prefix)
+        except (UsageError, OSError) as error:  # a full disk fails no request
+            self._on_notice(f"a context is not kept on disk: {first_line(error)}")
+        finally:
+            prefix.close()
+
+    def close(self) -> None:
+        """Gives all prefixes up, the newest first, which the others may be beginnings of. Idempotent."""
+        while self._kept:
+            self._give_up(self._kept.pop())

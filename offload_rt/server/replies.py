@@ -1,0 +1,223 @@
+"""Builds OpenAI's chunks and completions from the events of a generation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from offload_rt.chat import ThoughtSplitter
+from offload_rt.results import FinishReason, TokenEvent
+from offload_rt.server.worker import Finished, PromptProgress
+from offload_rt.text import REPLACEMENT
+
+FINISH_REASONS: dict[FinishReason, str] = {"length": "length", "eos": "stop", "stop": "stop"}
+"""OpenAI's name of each way in which a generation ends."""
+
+Json = dict[str, Any]
+
+
+class Reply(ABC):
+    """Turns events of one choice into OpenAI's objects; keeps what the whole answer needs.
+
+    Args:
+        request_id: the same for all choices of an answer.
+        with_logprobs: the log probabilities of tokens were asked for.
+
+    Attributes:
+        finished: the end of the generation, once it has come.
+    """
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        index: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        with_logprobs: bool,
+    ) -> None:
+        self.index = index
+        self.finished: Finished | None = None
+        self._base = {"id": request_id, "created": int(time.time()), "model": model}
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._tokens: list[TokenEvent] = []
+
+    @abstractmethod
+    def token(self, event: TokenEvent) -> Json | None:
+        """Returns the chunk of a token; None where it adds nothing that is sent."""
+
+    @abstractmethod
+    def finish(self, finished: Finished) -> list[Json]:
+        """Returns the last chunks; the very last one has the finish reason."""
+
+    @abstractmethod
+    def choice(self) -> Json:
+        """Returns the whole choice, of an answer that is not streamed."""
+
+    def chunk(self, choices: Sequence[Json], **others: object) -> Json:
+        """Returns a chunk of the stream."""
+        return self._base | {"object": self.chunk_object, "choices": list(choices)} | others
+
+    def whole(self, choices: Sequence[Json], **others: object) -> Json:
+        """Returns a whole answer."""
+        return self._base | {"object": self.whole_object, "choices": list(choices)} | others
+
+    def progress(self, event: PromptProgress) -> Json:
+        """Returns a chunk with llama.cpp's `prompt_progress`."""
+        progress = {"total": event.total, "cache": event.cached, "processed": event.processed}
+        return self.chunk([], prompt_progress=progress | {"time_ms": round(event.ms)})
+
+    @property
+    def _finish_reason(self) -> str:
+        assert self.finished is not None
+        return FINISH_REASONS.get(self.finished.result.finish_reason, "stop")
+
+    def _text_of(self, token: int) -> str:
+        """Returns the text of a single token."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        return str(self._tokenizer.decode([token]))
+
+
+class ChatReply(Reply):
+    """A chat completion; the thoughts of a thinking model come apart, as `reasoning_content`."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, *given: Any, thoughts: ThoughtSplitter) -> None:
+        super().__init__(*given)
+        self._split = thoughts
+        self._parts = {"reasoning_content": "", "content": ""}
+        self._begun = False
+
+    def token(self, event: TokenEvent) -> Json | None:
+        self._tokens.append(event)
+        return self._delta(*self._split.push(event.text), [event])
+
+    def finish(self, finished: Finished) -> list[Json]:
+        self.finished = finished
+        last = self._delta(*self._split.finish(), [])
+        ended = {"index": self.index, "delta": {}, "logprobs": None, "finish_reason": self._finish_reason}
+        return [*([last] if last else []), self.chunk([ended])]
+
+    def _delta(self, thoughts: str, answer: str, events: Sequence[TokenEvent]) -> Json | None:
+        new = {"reasoning_content": thoughts, "content": answer}
+        delta: Json = {name: text for name, text in new.items() if text}
+        for name, text in delta.items():
+            self._parts[name] += text
+        if not self._begun:
+            delta, self._begun = {"role": "assistant", "content": ""} | delta, True
+        if not delta and not (self._with_logprobs and events):
+            return None
+        logprobs = self._logprobs(events)
+        return self.chunk(
+            [{"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]
+        )
+
+    def choice(self) -> Json:
+        message: Json = {"role": "assistant"} | self._parts
+        if not message["reasoning_content"]:
+            del message["reasoning_content"]
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": self._logprobs(self._tokens),
+            "finish_reason": self._finish_reason,
+        }
+
+    def _logprobs(self, events: Sequence[TokenEvent]) -> Json | None:
+        if not self._with_logprobs:
+            return None
+        content = []
+        for event in events:
+            best = [self._entry(*alternative) for alternative in event.alternatives]
+            content.append(self._entry(event.token, event.logprob) | {"top_logprobs": best})
+        return {"content": content}
+
+    def _entry(self, token: int, logprob: float | None) -> Json:
+        text = self._text_of(token)
+        known = None if REPLACEMENT in text else list(text.encode())  # else a part of a character
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+
+class CompletionReply(Reply):
+    """A completion of a text."""
+
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._offset = 0  # characters of the tokens whose log probabilities were given
+
+    def token(self, event: TokenEvent) -> Json | None:
+        self._tokens.append(event)
+        if not event.text and not self._with_logprobs:
+            return None
+        return self.chunk([self._choice(event.text, [event], None)])
+
+    def finish(self, finished: Finished) -> list[Json]:
+        self.finished = finished
+        return [self.chunk([self._choice("", [], self._finish_reason)])]
+
+    def choice(self) -> Json:
+        assert self.finished is not None
+        self._offset = 0
+        return self._choice(self.finished.result.text, self._tokens, self._finish_reason)
+
+    def _choice(self, text: str, events: Sequence[TokenEvent], reason: str | None) -> Json:
+        logprobs = self._logprobs(events) if self._with_logprobs else None
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, events: Sequence[TokenEvent]) -> Json:
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for event in events:
+            text = self._text_of(event.token)
+            best = {self._text_of(token): logprob for token, logprob in event.alternatives}
+            found["tokens"].append(text)
+            found["token_logprobs"].append(event.logprob)
+            found["top_logprobs"].append(best)
+            found["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return found
+
+
+def new_id(kind: str) -> str:
+    """Returns a fresh ID of an answer, as OpenAI writes them."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def usage(finished: Sequence[Finished], prompts: int = 1) -> Json:
+    """Returns the token counts of all choices.
+
+    Args:
+        prompts: number of prompts; the choices of a prompt count it once.
+    """
+    firsts = finished[:: max(1, len(finished) // prompts)]
+    prompt_tokens = sum(one.result.prompt_tokens for one in firsts)
+    completion_tokens = sum(len(one.result.tokens) for one in finished)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached for one in firsts)},
+    }
+
+
+def timings(finished: Finished) -> Json:
+    """Returns llama.cpp's `timings` of a generation."""
+    return asdict(finished.result.timings) | {"cache_n": finished.cached}

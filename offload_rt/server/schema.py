@@ -1,0 +1,222 @@
+"""The requests that the server takes: fields of OpenAI's, and some of llama.cpp's and vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from offload_rt.errors import UsageError
+from offload_rt.results import SamplingParams, with_changes
+
+MOST_CHOICES = 16
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    | {"prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "cache_prompt"}
+    | {"timings_per_token"}
+)
+"""OpenAI's and llama.cpp's fields that change nothing about an answer here."""
+UNSUPPORTED = frozenset(
+    {
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "logit_bias",
+        "audio",
+        "modalities",
+    }
+    | {"prediction", "moderation", "reasoning_effort", "verbosity", "web_search_options", "best_of", "echo"}
+    | {"suffix", "json_schema", "grammar", "guided_json", "guided_regex"}
+)
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "best_of": (1,),
+}
+"""Values of unsupported fields that ask for nothing, beside null, false, an empty text, list or object."""
+
+GIVEN = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "seed", "ignore_eos", "json_schema"),
+)
+"""Fields of `SamplingParams` that a request may set."""
+
+Number = StrictFloat | StrictInt
+
+# Items of long lists are checked where they are used: pydantic keeps an error for each of a million.
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool = False  # answers are not padded, whatever it says
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    content: dict[str, Any] = Field(alias="schema")
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    strict: StrictBool | None = None  # an answer fits the schema, whatever it says
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(BaseModel):
+    """The fields that both kinds of completion have."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr | None = None
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    stop: StrictStr | list[Any] | None = None
+    seed: StrictInt | None = None
+    n: StrictInt = Field(1, ge=1, le=MOST_CHOICES)
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: StrictBool | None = None
+    response_format: ResponseFormat | None = None
+    return_progress: StrictBool = False
+
+    @property
+    def alternatives(self) -> int | None:
+        """Number of alternatives whose log probabilities are asked for with each token's; None: none are."""
+        return None
+
+    @property
+    def limit(self) -> int | None:
+        """Most new tokens that are asked for; None: nothing is said."""
+        return self.max_tokens
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the text must fit; None: any text.
+
+        Raises:
+            UsageError: one is announced and not given.
+        """
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "object"}
+        if wanted.json_schema is None:
+            raise UsageError("response_format of type json_schema has no json_schema: give one")
+        return wanted.json_schema.content
+
+    def params(self, suggested: SamplingParams, max_tokens: int) -> list[SamplingParams]:
+        """Returns the parameters of each choice: the request's, and `suggested` ones for all else.
+
+        A seed of several choices counts up, so that they differ.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
+        given = {name: value for name in GIVEN if (value := getattr(self, name)) is not None}
+        params = with_changes(suggested, given | {"max_tokens": max_tokens, "logprobs": self.alternatives})
+        params = params.seeded()
+        assert params.seed is not None
+        return [replace(params, seed=(params.seed + choice) % 2**63) for choice in range(self.n)]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of a request for a chat completion."""
+
+    messages: list[Any]
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise UsageError("top_logprobs is given without logprobs: add logprobs=true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def thinking(self) -> bool | None:
+        """Returns whether the model is to think before it answers; None: as its chat template has it.
+
+        Raises:
+            UsageError: `chat_template_kwargs` has another key, or another value than true or false.
+        """
+        given = self.chat_template_kwargs or {}
+        for key, value in given.items():
+            if key != "enable_thinking" or not isinstance(value, bool):
+                remedy = "enable_thinking may be true or false"
+                raise UsageError(f"chat_template_kwargs {key}={value!r} is not supported: {remedy}")
+        return given.get("enable_thinking")
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of a request for a completion of a text or of token IDs."""
+
+    prompt: StrictStr | list[Any]
+    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, of which there may be several."""
+        given = self.prompt
+        several = isinstance(given, list) and given and isinstance(given[0], str | list)
+        return list(given) if several else [given]
+
+
+class TokenizeRequest(BaseModel):
+    """The body of a request for the tokens of a text, as llama.cpp has it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    content: StrictStr
+    add_special: StrictBool = False
+
+
+class DocumentRequest(BaseModel):
+    """The body of a request for the text of a file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: StrictStr
+    data: StrictStr  # base64
+
+
+def supported(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a request without the fields that change nothing, and those that are null.
+
+    Raises:
+        UsageError: it asks for something that is not supported; names the field.
+    """
+    kept = {}
+    for name, value in body.items():
+        if name in UNSUPPORTED:
+            if value and value not in NEUTRAL.get(name, ()):
+                raise UsageError(f"{name} is not supported by this server: leave it out")
+        elif name not in IGNORED and value is not None:
+            kept[name] = value
+    return kept
