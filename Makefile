@@ -60,6 +60,7 @@ gpu: $(INSTALLED)
 	    $(foreach shape,$(SHAPES), \
 	    'bench offload $(RANDOM_ON_CUDA):$(shape) --out bench/results/offload-$(shape)-gpu.jsonl' \
 	    'bench prediction-accuracy bench/results/offload-$(shape)-gpu.jsonl') \
+	    'bench questions --device cuda --out bench/results/questions-gpu.jsonl' \
 	    'bench peers --device cuda --systems $(CUDA_PEERS) --contexts 4096,32768 --out bench/results/peers-gpu.jsonl'; \
 	do \
 	    echo "python -m $$piece"; $(BIN)/python -m $$piece || failed="$$failed; $$piece"; \

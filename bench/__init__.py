@@ -14,6 +14,7 @@ COMMANDS = {
     "prediction-accuracy": ("prediction_accuracy", "the planner's predictions beside a result of `offload`"),
     "paper": ("paper", "the tables and figures of the papers"),
     "model-card": ("model_card", "loss along a long prompt, needle score, acceptance of small caches"),
+    "questions": ("questions", "a second question about a document: in memory, from disk, and cold"),
     "gpu": ("gpu", "checks that need a CUDA device"),
 }
 """Modules of this package, and what each command measures. A module has `add_arguments` and `run`."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_rt.api import NO_DRAFT
-from offload_rt.commands.generate import add_overrides
-from offload_rt.commands.prompts import BUILT_IN, built_in, file_text
+from offload_rt.commands.options import add_overrides
+from offload_rt.commands.prompts import BUILT_IN, built_in
+from offload_rt.config import NO_DRAFT
+from offload_rt.documents import read_document
 from offload_rt.model.loading import DEMO, DEVICES, DTYPES, demo_model
 
 Source = str | Path
@@ -109,7 +110,9 @@ def read_texts(paths: Sequence[Path] | None) -> dict[str, str]:
     Raises:
         UsageError: a file is missing, empty or not UTF-8.
     """
-    return {path.name: file_text(f"text {path}", path) for path in paths or ()} or {BUILT_IN: built_in()}
+    return {path.name: read_document(path, source=f"text {path}") for path in paths or ()} or {
+        BUILT_IN: built_in()
+    }
 
 
 def sources(arguments: argparse.Namespace) -> tuple[Source, Source | None]:
