@@ -1,18 +1,17 @@
-"""Asks several questions about a text that is read once: `python examples/ask.py book.txt`."""
+"""Asks questions about a document that is read once: `python examples/ask.py book.epub`."""
 
 import sys
-from pathlib import Path
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM
+from offload_rt.documents import read_document
 
 if len(sys.argv) < 2:
     sys.exit("usage: python examples/ask.py FILE")
-text = Path(sys.argv[1]).read_text(encoding="utf-8")
-params = SamplingParams(temperature=0, max_tokens=32)
+text = read_document(sys.argv[1])
 
 with LLM() as llm:
-    book = llm.read(text)
+    book = llm.read([{"role": "user", "content": text}])
     for question in ("Who is Ahab?", "And Starbuck?"):
-        answer = book.generate(f"\n\n{question}\n\n", params)
-        print(f"{question} {answer.text.strip()!r}, {answer.timings.prompt_ms:.0f} ms to read the question")
-        book.rewind(answer.start)  # the next question does not see this one
+        answer = book.ask(question, temperature=0, max_tokens=32)  # the second one sees the first
+        read = answer.timings
+        print(f"{question} {answer.text.strip()!r}, {read.prompt_n} tokens read in {read.prompt_ms:.0f} ms")

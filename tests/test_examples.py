@@ -60,7 +60,7 @@ def test_compare_prints_the_ratio_and_equal_tokens(output: Output, book: Path) -
 def test_ask_answers_every_question(output: Output, book: Path) -> None:
     answers = output("ask.py", book).splitlines()
     assert len(answers) == 2
-    assert all(re.fullmatch(r".*\? .*, \d+ ms to read the question", answer) for answer in answers)
+    assert all(re.fullmatch(r".*\? .*, \d+ tokens read in \d+ ms", answer) for answer in answers)
 
 
 def test_batch_continues_every_prompt(output: Output, book: Path) -> None:
