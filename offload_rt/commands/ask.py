@@ -98,9 +98,9 @@ class Chat:
         stop, schema = tuple(arguments.stop), arguments.json_schema
         distribution(arguments, stop=stop, seed=arguments.seed, json_schema=schema)  # refuses bad values
         from offload_rt.chat import ChatTemplate
-        from offload_rt.model.loading import demo_model, load_tokenizer
+        from offload_rt.model.loading import load_tokenizer, model_source
 
-        tokenizer = load_tokenizer(arguments.model or demo_model("target"))
+        tokenizer = load_tokenizer(model_source(arguments.model))
         template = ChatTemplate(tokenizer, arguments.model or "demo", console.notice)
         messages = (None if arguments.files else kept.messages) or [{"role": "user", "content": text}]
         if arguments.system is not None:
