@@ -183,6 +183,14 @@ def test_a_session_is_read_once_and_asked_again(run: Run, llm: LLM, folder: Path
     assert listed.startswith("moby ")
 
 
+def test_the_embedded_model_may_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    written = []
+    for named in ((), ("--model", "demo")):
+        assert cli.main(["ask", *named, *GREEDY, "-n", "3", "--quiet", "Who is Ahab?"]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != "\n"
+
+
 def run_sessions(*arguments: str) -> tuple[int, str, str]:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = cli.main(["sessions", *arguments])

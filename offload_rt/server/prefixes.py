@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from offload_rt.api import LLM
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError, first_line
-from offload_rt.sessions import SessionFolder
-
-WORTH_LOADING = 1024
-"""Fewest tokens that a prefix on disk must have more than one in memory: they are read again in a second."""
+from offload_rt.sessions import LEAST_TOKENS, SessionFolder
 
 
 class PrefixPool:
@@ -60,7 +57,7 @@ class PrefixPool:
                 best, kept = prefix, common
         if self._disk is not None:
             found = self._disk.longest(self._llm, tokens)
-            if found is not None and found[1] >= kept + WORTH_LOADING:
+            if found is not None and found[1] >= kept + LEAST_TOKENS:
                 self._make_room(len(tokens), new_tokens, None, 0)
                 loaded = self._disk.read(self._llm, found[0], target, found[1])
                 if loaded is not None:
