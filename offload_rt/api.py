@@ -67,6 +67,7 @@ class LLM:
         rope: `yarn:FACTOR` stretches the target's positions by YaRN; None: as its config.json says.
         size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
             weights are read. With a second GPU, weights are spread for this size; None: for the longest.
+        quantize: nf4 or int8: quantises the target's weights as they load (needs `offload-rt[quantized]`).
 
     Attributes:
         plan: placement and speed that the planner predicts for `size_hint`; None without one.
@@ -88,9 +89,10 @@ class LLM:
         size_hint: tuple[int, int] | None = None,
         rope: str | Yarn | None = None,
         on_plan: Callable[[Plan], None] | None = None,
+        quantize: str = "none",
     ) -> None:
         opened = open_models(
-            model, draft, config, device, dtype, overrides, rope, size_hint, on_progress, on_plan
+            model, draft, config, device, dtype, overrides, rope, size_hint, on_progress, on_plan, quantize
         )
         self._start(opened, on_progress, on_notice)
 

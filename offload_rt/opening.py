@@ -17,6 +17,7 @@ from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import needs_draft_model, possible, used_levels
 from offload_rt.machine.inspection import usable_hardware
+from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import (
     DEMO,
@@ -31,11 +32,14 @@ from offload_rt.model.loading import (
     model_source,
 )
 from offload_rt.model.local_models import local_drafts
+from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.quantization import Quantization, refuse_dependent_rows
 from offload_rt.model.rope import Yarn
-from offload_rt.model.shape import ModelShape, find_shape
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, ranked
+from offload_rt.settings import NO_QUANTIZATION
 from offload_rt.toml import load_configs
 
 SHORTEST_CONTEXT = 1024  # tokens: weights are spread over GPUs for no shorter one
@@ -64,6 +68,7 @@ class Opened:
         with ExitStack() as refused:
             models = []
             for given in (self.target, self.draft) if self.draft is not None else (self.target,):
+                refuse_dependent_rows(*given)
                 models.append(GraphedModel(*given, on_notice))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
@@ -83,6 +88,7 @@ def open_models(
     size_hint: Sizes | None,
     on_progress: ProgressReport | None,
     on_plan: Callable[[Plan], None] | None,
+    quantize: str = NO_QUANTIZATION,
 ) -> Opened:
     """Loads the models of `LLM(…)`, which says what the arguments mean.
 
@@ -103,9 +109,10 @@ def open_models(
     small_source = None if draft is None or str(draft) == AUTO else model_source(draft)
     if small_source is not None:
         check_same_tokens(tokenizer, name, load_tokenizer(small_source), str(draft))
-    planned, notices = None, list[str]()
+    quantization = Quantization.installed(model_config(source, rope), name, quantize)
+    planned, notices = None, [quantization.notice] if quantization and quantization.notice else []
     if size_hint is not None or others or str(draft) == AUTO:
-        shape = find_shape(name, wanted, rope)
+        shape = find_shape(name, wanted, rope, quantize)
         planning = partial(_plan, shape, configs, devices, size_hint, on_progress)
         if str(draft) == AUTO:
             chosen, planned, told = choose_draft(local_drafts(shape, source, tokenizer), planning)
@@ -114,11 +121,13 @@ def open_models(
         else:
             planned = planning(None if draft is None else find_shape(str(draft), None))
         if size_hint is not None and on_plan is not None:
-            checked_config(source, rope)  # first, as files that `load_model` refuses will not run
+            checked_config(source, rope, quantize)  # first, as files that `load_model` refuses will not run
             on_plan(planned)
     mlps = planned.request.remote_mlps if planned is not None else 0
     remote_mlps = (others[0], mlps) if mlps else None
-    target = load_model(source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope)
+    target = load_model(
+        source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize
+    )
     small = None
     if small_source is not None:
         small = load_model(small_source, place, target.dtype, on_progress, "load draft"), str(draft)
@@ -144,7 +153,7 @@ def _plan(
     """
     place, *others = devices
     hardware = usable_hardware(place, on_progress=on_progress, other_gpus=[(one, 0) for one in others])
-    candidates = possible(configs, draft is not None)
+    candidates = possible(configs, draft is not None, bool(target.paged_layers))
     small = None if draft is None else replace(draft, dtype=target.dtype)
 
     def planned_for(sizes: Sizes) -> Plan:

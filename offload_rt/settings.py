@@ -19,6 +19,8 @@ VARIABLE = "OFFLOAD_RT_CONFIG"
 CACHE_ON, CACHE_OFF = "on", "off"
 DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NO_QUANTIZATION = "none"
+QUANTIZATIONS = (NO_QUANTIZATION, "nf4", "int8")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Settings:
     draft: str | None = None  # of that target: a folder, a hub ID, auto or none
     device: str | None = None
     dtype: str | None = None
+    quantize: str | None = None
     folders: tuple[Path, ...] | None = None  # that hold models
     cache: Path | str | None = None  # folder of saved contexts, or on or off
     cache_limit_gib: float | None = None  # size that the folder may have
@@ -135,6 +138,7 @@ _READERS: dict[str, Callable[[str, Any, Path], Any]] = {
     "draft": _text,
     "device": _one_of(DEVICES.fullmatch, "auto, cpu, cuda or cuda:0,cuda:1"),
     "dtype": _one_of(DTYPES.__contains__, f"one of {', '.join(DTYPES)}"),
+    "quantize": _one_of(QUANTIZATIONS.__contains__, f"one of {', '.join(QUANTIZATIONS)}"),
     "folders": _folders,
     "cache": _cache,
     "cache_limit_gib": _gib,

@@ -120,7 +120,6 @@ MODELS: dict[str, Callable[..., object] | None] = {
     "cut-config": cut("config.json"),
     "wrong-size": config(hidden_size=128),
     "fewer-layers": config(num_hidden_layers=1),
-    "windowed": config(sliding_window=16, use_sliding_window=True, model_type="mistral"),
     "strange": config(model_type="perceptron9000"),
     "no-config": remove("config.json"),
     "no-files": remove("*.safetensors"),
@@ -134,6 +133,7 @@ MODELS: dict[str, Callable[..., object] | None] = {
     "negative": config(vocab_size=-1),
     "activation": config(hidden_act="nope"),
     "gptq": config(quantization_config={"quant_method": "gptq", "bits": 4}),
+    "quanto": config(quantization_config={"quant_method": "quanto", "weights": "int4"}),
     "integers": integer_weights,
     "unloaded": lambda folder: [
         template("{{ messages[0].content }}")(folder),
@@ -330,7 +330,15 @@ TABLE = [
     ("generate --prompt a --model F/no-heads", "num_key_value_heads = 0; a model has 1 to 4096"),
     ("generate --prompt a --model F/negative", "config.json has vocab_size = -1"),
     ("generate --prompt a --model F/activation", "config.json has hidden_act = 'nope', which is unknown"),
-    ("generate --prompt a --model F/gptq", "its weights are quantized (gptq), which is not supported; give"),
+    ("generate --prompt a --model F/gptq", "gptq weights need gptqmodel and optimum: pip install 'offload"),
+    (
+        "generate --prompt a --model F/gptq --quantize nf4",
+        "are quantized already (gptq); leave --quantize out",
+    ),
+    (
+        "plan --context 64 --gpu none --model F/quanto",
+        "its weights are quantized (quanto), which is not supported; give",
+    ),
     (
         "generate --prompt a --model F/integers",
         "model.layers.1.mlp.up_proj.weight in model.safetensors is of the integer type I8",
@@ -344,7 +352,6 @@ TABLE = [
         "generate --prompt a --model F/yarn --rope yarn:2",
         "scales its rotary frequencies already (yarn), to 8192",
     ),
-    ("generate --prompt a --model F/windowed", "attends through a sliding window of 16 tokens"),
     ("generate --prompt a --model F/nan-weights", "layers.1.mlp.up_proj.weight has NaN or infinite"),
     ("generate --prompt a --model F/inf-weights", "layers.0.mlp.up_proj.weight has NaN or infinite"),
     (
@@ -386,8 +393,8 @@ TABLE = [
         " 130816 prompt tokens",
     ),
     (
-        "plan --model Qwen3-32B --context 128k --gpu h100",
-        'stretch its positions with YaRN: --rope yarn:4, or "rope_parameters" with "rope_type": "yarn" in',
+        "plan --model Qwen3-32B --context 512k --gpu h100",
+        "are more than the 40960 positions of qwen3-32b: use at most 40704 prompt tokens",
     ),
     (
         "plan --model llama3.1-8b --context 9 --gpu none --rope yarn:4",

@@ -337,6 +337,6 @@ def test_ignored_attention_is_told(folder: Path) -> None:
 def test_a_quantized_or_integer_model_is_refused_before_its_weights_are_read(folder: Path) -> None:
     """The lines are in test_bad_input.py; a packed weight that a config describes is not called nonsense."""
     add_tensors(folder, {"model.layers.0.mlp.up_proj.weight": torch.ones(128, 64, dtype=torch.int8)})
-    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(UsageError, match=r"quantized \(awq\)"):
+    edit_config(folder, quantization_config={"quant_method": "quanto", "weights": "int8"})
+    with pytest.raises(UsageError, match=r"quantized \(quanto\)"):
         load_model(folder, CPU, None)

@@ -29,8 +29,8 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.remote_mlp import RemoteMlp, place_mlps
-from offload_rt.model.shape import find_shape
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.toml import load_config
 

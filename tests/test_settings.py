@@ -159,6 +159,7 @@ def test_the_command_shows_where_each_comes_from(write: Write, capsys: pytest.Ca
         "draft": ["auto", "file"],
         "device": ["auto", "default"],
         "dtype": ["auto", "default"],
+        "quantize": ["none", "default"],
         "folders": ["/one, /two", "file"],
         "cache": ["off", "default"],
         "cache_limit_gib": ["a tenth of the free disk", "default"],

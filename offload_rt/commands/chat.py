@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _room(chat: Chat, prompt_tokens: int) -> int:
     """Returns the new tokens to plan for: several questions, as far as the model's positions go."""
-    from offload_rt.model.shape import find_shape
+    from offload_rt.model.named_shapes import find_shape
 
     given = chat.arguments
     positions = find_shape(given.model or "demo", None, given.rope).max_positions

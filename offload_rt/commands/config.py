@@ -15,6 +15,7 @@ DEFAULTS = {
     "draft": "none",
     "device": "auto",
     "dtype": "auto",
+    "quantize": "none",
     "folders": "none",
     "cache": "off",
     "cache_limit_gib": "a tenth of the free disk",

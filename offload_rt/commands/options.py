@@ -12,7 +12,7 @@ from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig
 from offload_rt.documents import decode, read_bytes
 from offload_rt.files import check_writable
 from offload_rt.model.rope import Yarn
-from offload_rt.settings import DEVICES, DTYPES, SettingDefault
+from offload_rt.settings import DEVICES, DTYPES, NO_QUANTIZATION, QUANTIZATIONS, SettingDefault
 from offload_rt.toml import config_names, parse_override
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     names = "auto|cpu|cuda|cuda:N,…"
     add("--device", type=_devices, default=SettingDefault("device", AUTO), metavar=names, help=device)
     add_dtype(add)
+    add_quantize(add)
     add_rope(add)
 
 
@@ -62,6 +63,14 @@ def add_dtype(add: Add) -> None:
         f"dtype of weights and KV (default: {SETTING}, or auto: the model's own on a GPU, float32 on a CPU)"
     )
     add("--dtype", choices=DTYPES, default=SettingDefault("dtype", AUTO), help=meaning)
+
+
+def add_quantize(add: Add) -> None:
+    """Adds `--quantize`."""
+    meaning = "quantize the target's weights as they load; KV and computing stay in the dtype; needs"
+    meaning += f" offload-rt[quantized] (default: {SETTING}, or {NO_QUANTIZATION})"
+    default = SettingDefault("quantize", NO_QUANTIZATION)
+    add("--quantize", choices=QUANTIZATIONS, default=default, help=meaning)
 
 
 def add_rope(add: Add) -> None:

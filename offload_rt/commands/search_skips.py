@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     base = _checked(arguments)
     text = prompts.read(arguments)
     from offload_rt.model.loading import DEMO
-    from offload_rt.model.shape import find_shape
+    from offload_rt.model.named_shapes import find_shape
 
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
     console = Console(quiet=False)

@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from offload_rt.errors import UsageError, first_line
+from offload_rt.model.gguf_files import refuse_gguf
 from offload_rt.model.rope import Yarn
 
 HUB_TIMEOUT_S = 5.0
@@ -51,7 +52,11 @@ def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConf
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if files := sorted(folder.glob("*.gguf")):
+                refuse_gguf(name, *files)
             raise UsageError(f"model {name}: there is no config.json in it")
+    elif folder.suffix == ".gguf" and folder.is_file():
+        refuse_gguf(name, folder)
     elif folder.exists():
         raise UsageError(f"model {name}: is a file; name the folder that holds config.json and the weights")
     elif folder.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:

@@ -24,9 +24,12 @@ from transformers.utils import logging as transformers_logging
 from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
+from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import located, model_config
+from offload_rt.model.quantization import Quantization, check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
+from offload_rt.settings import NO_QUANTIZATION
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 DEMO = "demo"
@@ -36,8 +39,10 @@ DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA_DEVICE = re.compile(r"cuda:(\d+)")
-_BODY = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
+_BODY = re.compile(rf"model\.({'|'.join((*EMBEDDINGS, 'layers', *FINAL_NORMS))})\.|lm_head\.")
 """Weights that a text model uses. Files may hold others: a vision tower, a reward head."""
+_ACTIVATION_SCALES = re.compile(r"(input|output|k|v|q)_(scale|zero_point|global_scale)$")
+"""Scales of activations and KV in files whose weights are expanded: nothing is multiplied by them."""
 _INTEGERS = ("I", "U", "BOOL")
 """First letters of the integer dtypes of safetensors."""
 
@@ -168,6 +173,7 @@ def load_model(
     phase: str = "load",
     remote_mlps: tuple[torch.device, int] | None = None,
     rope: Yarn | None = None,
+    quantize: str = NO_QUANTIZATION,
 ) -> PreTrainedModel:
     """Loads a model from a local folder or a hub ID onto `device`.
 
@@ -176,39 +182,29 @@ def load_model(
             exception that it raises passes through.
         remote_mlps: another GPU, and the number of MLP blocks that it holds.
         rope: scaling of the rotary frequencies beyond what the config says.
+        quantize: nf4 or int8 quantises the weights of a checkpoint in floating point as they are read.
 
     Raises:
-        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture, quantized
-            weights.
+        UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture, or a
+            quantisation that is not supported or needs a package that is missing.
     """
     name = str(source)
-    config = checked_config(source, rope)
-    wanted: Any = dtype if dtype is not None else "auto"
-    loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on its arguments
-    progress = _LoadingProgress(partial(on_progress, phase) if on_progress else None)
-    try:
-        with _quiet_transformers(progress):
-            model, report = loader(
-                located(source),
-                config=config,
-                dtype=wanted,
-                attn_implementation="sdpa",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
-                trust_remote_code=False,
-            )
-    except Exception as error:
-        if progress.failure is not None:
-            raise progress.failure from None
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            wrong = f"its weights do not fit into memory: {first_line(error)}"
-            raise UsageError(f"model {name}: {wrong}") from error
-        kind = ", ".join(config.architectures or [config.model_type])
-        raise UsageError(f"model {name} ({kind}): cannot be loaded: {first_line(error)}") from error
-    _check_report(name, report)
-    gib = sum(p.nbytes for p in model.parameters()) / GIB
+    config = checked_config(source, rope, quantize)
+    quantization, options = Quantization.find(config, name, quantize), {}
+    if quantization is not None:
+        # What another GPU gets must not need memory of this one first.
+        options = quantization.prepare(config, dtype, torch.device("cpu") if remote_mlps else device)
+    model, report = _read_weights(
+        source, config, dtype, options, partial(on_progress, phase) if on_progress else None
+    )
+    _check_report(name, report, expanded=quantization is not None and quantization.bits is None)
+    check_sizes(model, name)
+    if quantization is not None:
+        quantization.cast_others(model, dtype)
+    gib = stored_bytes(model) / GIB
     try:
         placed: PreTrainedModel = place_mlps(model, device, *remote_mlps or (device, 0))
+        move_scales(placed)
     except torch.OutOfMemoryError as error:
         where = "the GPUs" if remote_mlps else "the GPU"
         raise UsageError(f"model {name}: {gib:.1f} GiB of weights do not fit on {where}") from error
@@ -216,16 +212,58 @@ def load_model(
     return placed
 
 
-def checked_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConfig:
+def _read_weights(
+    source: str | Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns a model as transformers loads it, and its report on weights that are missing or unknown.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+
+    Raises:
+        UsageError: names the architecture and the cause.
+    """
+    wanted: Any = dtype if dtype is not None else "auto"
+    loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on its arguments
+    progress = _LoadingProgress(on_progress)
+    try:
+        with _quiet_transformers(progress):
+            model, report = loader(
+                located(source),
+                config=config,
+                dtype=wanted,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
+                trust_remote_code=False,
+                **options,
+            )
+    except Exception as error:
+        if progress.failure is not None:
+            raise progress.failure from None
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            wrong = f"its weights do not fit into memory: {first_line(error)}"
+            raise UsageError(f"model {source}: {wrong}") from error
+        kind = ", ".join(config.architectures or [config.model_type])
+        raise UsageError(f"model {source} ({kind}): cannot be loaded: {first_line(error)}") from error
+    return model, report
+
+
+def checked_config(
+    source: str | Path, rope: Yarn | None = None, quantize: str = NO_QUANTIZATION
+) -> PretrainedConfig:
     """Returns the config of a model whose weights can be loaded, as far as that shows without reading them.
 
     Raises:
         UsageError: see `load_model`; the files of a hub ID are not looked at.
     """
     config = model_config(source, rope)
-    _refuse_quantized(config, str(source))
+    quantization = Quantization.installed(config, str(source), quantize)
     if Path(source).exists():
-        _check_weights(Path(source))
+        _check_weights(Path(source), quantized=quantization is not None and quantize == NO_QUANTIZATION)
     return config
 
 
@@ -273,20 +311,12 @@ def _quiet_transformers(progress: _LoadingProgress) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _refuse_quantized(config: PretrainedConfig, name: str) -> None:
-    """Raises UsageError for a checkpoint of quantized weights."""
-    quantization: Any = getattr(config, "quantization_config", None)
-    if quantization:
-        stated = quantization if isinstance(quantization, dict) else vars(quantization)
-        method = getattr(stated.get("quant_method"), "value", stated.get("quant_method")) or "unknown method"
-        raise UsageError(
-            f"model {name}: its weights are quantized ({method}), which is not supported; give a checkpoint"
-            " in bfloat16 or float16"
-        )
+def _check_report(where: str, report: Mapping[str, Any], expanded: bool) -> None:
+    """Refuses a model whose files hold weights that its config does not describe.
 
-
-def _check_report(where: str, report: Mapping[str, Any]) -> None:
-    """Refuses a model whose files hold weights that its config does not describe."""
+    Args:
+        expanded: quantised weights were expanded as they were read.
+    """
     differ = f"model {where}: its config.json does not describe its weights"
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
@@ -295,7 +325,11 @@ def _check_report(where: str, report: Mapping[str, Any]) -> None:
             f"{differ}: {weight} is {list(held)} in the files and {list(described)} by the config; "
             "download both again"
         )
-    unknown = sorted(key for key in report["unexpected_keys"] if _BODY.match(key))
+    unknown = sorted(
+        key
+        for key in report["unexpected_keys"]
+        if _BODY.match(key) and not (expanded and _ACTIVATION_SCALES.search(key))
+    )
     if unknown:
         raise UsageError(
             f"{differ}: {len(unknown)} of those in the files have no place by the config, the first is "
@@ -323,8 +357,12 @@ def _check_index(folder: Path) -> None:
         )
 
 
-def _check_weights(folder: Path) -> None:
-    """Refuses a folder without weights, with a corrupt file, or with integer weights."""
+def _check_weights(folder: Path, quantized: bool) -> None:
+    """Refuses a folder without weights, with a corrupt file, or with integer weights.
+
+    Args:
+        quantized: the config says how the weights are quantised, so that they may be integers.
+    """
     files = weight_files(folder)
     if not files:
         raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")
@@ -340,7 +378,7 @@ def _check_weights(folder: Path) -> None:
             wrong = f"{shard.name} is truncated or corrupt ({first_line(error)}); download it again"
             raise UsageError(f"model {folder}: {wrong}") from error
         for name, dtype in dtypes.items():
-            if name.endswith(".weight") and dtype.startswith(_INTEGERS):
+            if not quantized and name.endswith(".weight") and dtype.startswith(_INTEGERS):
                 raise UsageError(
                     f"model {folder}: {name} in {shard.name} is of the integer type {dtype}, and config.json"
                     " does not say how it is quantized; give a checkpoint in bfloat16 or float16"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from cpu_kv.mapped import PeerCopies
 from cpu_kv.streams import follower
 from offload_rt.errors import UsageError
+from offload_rt.model.quantization import stored_bytes
 
 
 class RemoteMlp(torch.nn.Module):
@@ -27,7 +28,7 @@ class RemoteMlp(torch.nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        return sum(p.nbytes for p in self.block.parameters())
+        return stored_bytes(self.block)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._gpu.type != "cuda":
