@@ -60,6 +60,7 @@ class ExactTopKCache:
 
     def __init__(self, full: FullCache, budget: int, whole: int = 0) -> None:
         self.speculative = SpeculativeTokens()
+        self.local = full.local.derived()
         self._full, self._budget, self._whole = full, budget, whole
 
     @property
@@ -68,9 +69,18 @@ class ExactTopKCache:
 
     def begin(self, new: NewTokens) -> None:
         self._full.engine.flush()
+        self.local.begin(new, 0)
         self._new = new
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         full, length = self._full, self.verified_length
         runs = full.sequence.views(layer, 0, length)
         if layer >= self._whole:
@@ -81,7 +91,7 @@ class ExactTopKCache:
             chosen = top_chunks(mass, min(self._budget, length), first=0)
             k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
             runs = [(k, v)]
-        total = AttentionSum(full.backend, queries, len(keys), scale)
+        total = AttentionSum(full.backend, queries, len(keys), scale, sinks=sinks)
         for k, v in runs:
             total.attend(k.to(full.device), v.to(full.device))
         mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))

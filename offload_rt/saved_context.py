@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout, SequenceKV, head_major
+from offload_rt.caches.full import ReadPoint
+from offload_rt.caches.local_history import (
+    LocalHistory,
+    RecurrentState,
+    described_state,
+    restored_state,
+    state_tensors,
+)
 from offload_rt.checked_tensors import CheckedFile, CorruptFile, Part, as_bytes, file_bytes, write_checked
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.prefix import KVPrefix
+from offload_rt.engine.prefix import KVPrefix, usable_length
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, synced
 from offload_rt.machine.hardware import GIB
@@ -61,8 +69,8 @@ def save_prefix(
     kv, layout = prefix.kv, prefix.kv.layout
     whole = kv.length // layout.page_size * layout.page_size
     parts = [Part.of("tokens", torch.tensor(prefix.tokens, dtype=torch.int32))]
-    for at, (_, queries) in enumerate(prefix.reads):
-        parts.append(Part.of(f"queries.{at}", queries))
+    for at, point in enumerate(prefix.points):
+        parts += [Part.of(name, tensor) for name, tensor in _point_tensors(at, point).items()]
     parts.append(Part.of("tail", _tail(kv, whole)))
     for layer in range(layout.layers):
         shape = layout.pages_shape(whole // layout.page_size)
@@ -73,7 +81,8 @@ def save_prefix(
         "model": prefix.target.name,
         "fingerprint": fingerprint.to_json(),
         "page_size": str(layout.page_size),
-        "reads": json.dumps([length for length, _ in prefix.reads]),
+        "reads": json.dumps([point.length for point in prefix.points]),
+        "local": json.dumps([_described(point) for point in prefix.points]),
         "messages": json.dumps(messages),
     }
     piece = max(1, PIECE_BYTES // layout.page_bytes) * layout.page_bytes
@@ -96,6 +105,28 @@ def save_prefix(
 
 def _report(on_progress: Progress, phase: str) -> Callable[[int, int], object]:
     return lambda done, total: None if on_progress is None else on_progress(phase, done, total)
+
+
+def _point_tensors(at: int, point: ReadPoint) -> dict[str, Tensor]:
+    """Returns the tensors of a point that the sequence can return to, by their names in the file."""
+    tensors = {} if point.queries is None else {f"queries.{at}": point.queries}
+    if point.local is not None:
+        tensors |= {f"window.{at}.{layer}": one.kv.contiguous() for layer, one in point.local.windows.items()}
+        for layer, state in point.local.states.items():
+            named = state_tensors(state.state).items()
+            tensors |= {f"state.{at}.{layer}.{name}": tensor.contiguous() for name, tensor in named}
+    return tensors
+
+
+def _described(point: ReadPoint) -> dict[str, Any] | None:
+    """Returns what a point is beside its tensors; None: queries alone."""
+    if point.local is None:
+        return None
+    states = {
+        layer: {"tensors": list(state_tensors(state.state)), "values": described_state(state.state)}
+        for layer, state in point.local.states.items()
+    }
+    return {"queries": point.queries is not None, "states": states}
 
 
 class _Pages:
@@ -164,6 +195,7 @@ class SavedContext:
         self.fingerprint = Fingerprint.from_json(about["fingerprint"])
         self.messages: Messages = json.loads(about["messages"])
         self._reads = [int(at) for at in json.loads(about["reads"])]
+        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
         self.tokens: list[int] = self._file.tensor("tokens").tolist()
         dtype, (pages, *_) = self._file.kind("pages.0")
         _, (*_, tail, _) = self._file.kind("tail")
@@ -224,18 +256,52 @@ class SavedContext:
         kv = engine.store.new_sequence()
         try:
             with self._errors_in_a_line():
-                length = min(self._length, max(0, len(wanted) - 1))
+                points = self._points(target, min(self._length, max(0, len(wanted) - 1)))
+                length = usable_length(points, min(self._length, max(0, len(wanted) - 1)), target)
                 kv.reserve(length)
                 self._load_kv(kv, length, on_progress)
-                reads = [
-                    (at, self._file.tensor(f"queries.{number}"))
-                    for number, at in enumerate(self._reads)
-                    if at <= length
-                ]
-            return KVPrefix(wanted, kv, reads, target, engine.lock)
+            return KVPrefix(wanted, kv, points, target, engine.lock)
         except BaseException:
             kv.close()
             raise
+
+    def _points(self, target: CausalModel, length: int) -> list[ReadPoint]:
+        """Returns the lengths up to `length` that the sequence can return to."""
+        points = []
+        try:
+            for at, (end, described) in enumerate(zip(self._reads, self._described, strict=True)):
+                if end > length:
+                    continue
+                queries, local = None, None
+                if described is None or described["queries"]:
+                    queries = self._file.tensor(f"queries.{at}")
+                if target.kinds.local:
+                    local = self._local(target, at, described["states"])
+                points.append(ReadPoint(end, queries, local))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise CorruptFile("its recurrent states cannot be read") from None
+        return points
+
+    def _local(self, target: CausalModel, at: int, described: Mapping[str, Any]) -> LocalHistory:
+        """Returns what the local layers of `target` kept at a point."""
+        windows, states = {}, {}
+        for layer, empty in target.local_layers.start().windows.items():
+            kv = self._file.tensor(f"window.{at}.{layer}")
+            if (
+                kv.dtype != target.dtype
+                or kv.shape[:2] + kv.shape[3:] != empty.kv.shape[:2] + empty.kv.shape[3:]
+            ):
+                raise CorruptFile("its sliding windows have another layout than its model")
+            windows[layer] = empty.holding(kv)
+        if sorted(map(int, described)) != list(target.kinds.recurrent):
+            raise CorruptFile("its recurrent states are of other layers than its model's")
+        carrier = target.local_layers.carrier() if described else None
+        for name, state in described.items():
+            tensors = {key: self._file.tensor(f"state.{at}.{name}.{key}") for key in state["tensors"]}
+            assert carrier is not None
+            made = restored_state(carrier.layers[int(name)], state["values"], tensors)
+            states[int(name)] = RecurrentState(made)
+        return LocalHistory(windows, states)
 
     def _load_kv(self, kv: SequenceKV, length: int, on_progress: Progress) -> None:
         layout, theirs = kv.layout, self._layout

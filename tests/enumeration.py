@@ -18,6 +18,7 @@ import torch
 from table_models import VOCABULARY, Composition, TableModel
 from torch import Tensor
 
+from offload_rt.caches.local import LocalState
 from offload_rt.drafting.head_drafter import HeadModel
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
@@ -298,6 +299,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, dict):
         return tuple((key, _frozen(held)) for key, held in value.items())
+    if isinstance(value, LocalState) and not value.layers.kinds.local:
+        return None  # the one that all caches share
     if isinstance(value, TableModel | HeadModel | Sampling | LevelStats | FunctionType) or callable(value):
         return None  # the same in every path, or never read
     if isinstance(value, Tensor):

@@ -58,7 +58,15 @@ class TokenCache:
     def begin(self, new: NewTokens) -> None:
         self.new, self.pending = new, []
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         raise NotImplementedError("a table needs no attention")
 
     def seen_by(self, token: int) -> list[Entry]:

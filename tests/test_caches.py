@@ -321,7 +321,7 @@ def read_prompt(cache: FullCache, plain: PlainFull, tokens: list[Token]) -> Tens
             prompt.begin(kv_alone=True)
             prompt.attend(layer, queries[layer].float(), plain.keys[layer], plain.values[layer], SCALE)
             last.append(prompt.last_queries)
-        cache.finish_read(torch.stack(last))
+        cache.finish_read(len(tokens), last)
     return queries
 
 

@@ -12,7 +12,7 @@ from offload_rt import LLM
 from offload_rt.levels.base import LEVELS, Level
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import named_hardware
-from offload_rt.model.shape import SHAPES
+from offload_rt.model.named_shapes import SHAPES
 from offload_rt.planning.placement import PlanRequest, host_memory
 from offload_rt.toml import load_config
 

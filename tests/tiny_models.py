@@ -1,4 +1,4 @@
-"""Small random checkpoints of every supported architecture, and text for them.
+"""Small random checkpoints of supported architectures, and text for them.
 
 Their weights are drawn wide enough that a greedy continuation varies instead of repeating one token, and a
 draft is a noisy copy of its target, so that some drafts are accepted and some are not.
@@ -99,6 +99,60 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """By a name: the type that transformers knows a model by, and settings of its config."""
 
 
+WINDOW = 8
+"""Tokens that a layer with a sliding window attends to, itself included."""
+_WINDOWED = {**GROUPED, "num_hidden_layers": 3, "sliding_window": WINDOW}
+_WINDOWED["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+_LINEAR = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+}
+_MAMBA = {
+    **GROUPED,
+    "mamba_n_heads": 8,
+    "mamba_d_head": HEAD_DIM,
+    "mamba_n_groups": 1,
+    "mamba_d_state": HEAD_DIM,
+    "mamba_chunk_size": 16,
+}
+
+LOCAL_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {**_WINDOWED, "tie_word_embeddings": False}),
+    "gpt-oss": ("gpt_oss", {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere2": ("cohere2", _WINDOWED),
+    "olmo3": ("olmo3", _WINDOWED),
+    "qwen3.5": ("qwen3_5_text", _LINEAR),
+    "qwen3-next": (
+        "qwen3_next",
+        {
+            **_LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            **GROUPED,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "bamba": ("bamba", {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "falcon-h1": (
+        "falcon_h1",
+        {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_conv": 4},
+    ),
+}
+"""As `ARCHITECTURES`: layers with sliding windows or recurrent states, some of them with full attention."""
+
+
 def random_model(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A float32 model of an architecture, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
@@ -147,6 +201,26 @@ def tiny_target(
         for block in model.model.layers:
             block.self_attn.o_proj.weight *= 0.15
     return model
+
+
+def local_model(arch: str, *, seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> PreTrainedModel:
+    """A float32 model of `LOCAL_ARCHITECTURES[arch]`."""
+    model_type, settings = LOCAL_ARCHITECTURES[arch]
+    settings = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **copy.deepcopy(settings),
+        **config,
+    }
+    return random_model(model_type, seed, **settings)
 
 
 def tiny_draft(vocabulary: int = VOCABULARY, *, seed: int = 1) -> PreTrainedModel:

@@ -22,6 +22,7 @@ class AttentionSum:
         queries: `[heads, n, head_dim]`.
         kv_heads: number of key heads of the segments.
         chunk: tokens per chunk for attention mass; None: no mass is taken.
+        sinks: a logit for each head that takes a share of the softmax and adds nothing, `[heads]`.
 
     Attributes:
         lse: log-sum-exp of everything added so far, `[kv_heads, folded_query]`; None: nothing was added.
@@ -36,6 +37,7 @@ class AttentionSum:
         kv_heads: int,
         scale: float,
         chunk: int | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self.lse: Tensor | None = None
         self.mass: list[MassRange] = []
@@ -45,6 +47,7 @@ class AttentionSum:
         self._heads = len(queries)
         self._scale = scale
         self._chunk = chunk
+        self._sinks = sinks
         self._out: Tensor | None = None
 
     def attend(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
@@ -122,5 +125,9 @@ class AttentionSum:
 
     def result(self) -> Tensor:
         """Returns attention over everything added, `[heads, n, head_dim]` in the dtype of the queries."""
-        assert self._out is not None
-        return unfold(self._out, self._heads).to(self._queries.dtype)
+        assert self._out is not None and self.lse is not None
+        out = unfold(self._out, self._heads)
+        if self._sinks is not None:
+            lse = unfold(self.lse, self._heads)
+            out = out * torch.sigmoid(lse - self._sinks[:, None])[..., None]
+        return out.to(self._queries.dtype)

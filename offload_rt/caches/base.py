@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
 from offload_rt.tokens import Tokens
+
+if TYPE_CHECKING:
+    from offload_rt.caches.local import LocalState
 
 WORD_BITS = 62
 """Speculative entries per int64 word of a bit mask."""
@@ -125,9 +128,11 @@ class Cache(Protocol):
 
     Attributes:
         speculative: tokens of the speculative entries.
+        local: what layers with sliding windows or recurrent states keep of the sequence.
     """
 
     speculative: SpeculativeTokens
+    local: LocalState
 
     @property
     def verified_length(self) -> int:
@@ -136,12 +141,22 @@ class Cache(Protocol):
     def begin(self, new: NewTokens) -> None:
         """Starts a pass over new tokens."""
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes attention of the new tokens over the cache and themselves.
 
         Args:
+            layer: number among the full-attention layers.
             queries: rotated, `[heads, count, head_dim]`.
             keys, values: of the new tokens, rotated, `[kv_heads, count, head_dim]`.
+            sinks: a logit for each head, see `AttentionSum`.
 
         Returns:
             `[heads, count, head_dim]`.

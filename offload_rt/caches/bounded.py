@@ -15,6 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import WORD_BITS, DerivedCache, NewTokens, VerifiedTokens, sees_entries
 from offload_rt.caches.buffers import BufferPool, KVBuffer, whole_pages
+from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
 
@@ -52,6 +54,7 @@ class BufferAttention:
         mask: additive, `[count, visible]`; None: every visible slot is seen.
     """
 
+    local: ClassVar[LocalState] = NO_LOCAL_STATE
     buffer: KVBuffer
     backend: AttentionBackend
     slots: slice | Tensor
@@ -86,9 +89,17 @@ class BufferAttention:
         stop = start + new.count
         return cls(buffer, backend, slice(start, stop), slice(buffer.mean_slots - means, stop), mask)
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes attention of the new tokens, shapes as in `Cache.attend`."""
-        total = AttentionSum(self.backend, queries, len(keys), scale)
+        total = AttentionSum(self.backend, queries, len(keys), scale, sinks=sinks)
         total.attend(*self.put(layer, queries, keys, values))
         return total.result()
 
@@ -132,6 +143,7 @@ class BoundedCache(DerivedCache):
         budget: most verified entries.
         pool: where its buffers come from, and return to in `release`.
         mean_slots: slots for means of pages, which represent tokens that it does not have.
+        local: of the layers that do not attend to the whole sequence; None: there are none.
 
     Attributes:
         recordable: its passes read its buffer alone, so that they can be recorded as CUDA graphs.
@@ -152,7 +164,11 @@ class BoundedCache(DerivedCache):
         backend: AttentionBackend,
         pool: BufferPool | None = None,
         mean_slots: int = 0,
+        local: LocalState | None = None,
     ) -> None:
+        self.local = local or NO_LOCAL_STATE
+        # Of windows and recurrent states, neither shapes nor addresses stay the same.
+        self.recordable = self.recordable and not self.local.layers.kinds.local
         self.budget = budget
         self.backend = backend
         self.entries = 0
@@ -199,6 +215,7 @@ class BoundedCache(DerivedCache):
         return self.entries + len(self.speculative)
 
     def begin(self, new: NewTokens) -> None:
+        self.local.begin(new, len(self.speculative))
         self._new = new
         self._attention = None
         self.buffer = self.buffer.with_capacity(self.end + new.count)
@@ -222,18 +239,28 @@ class BoundedCache(DerivedCache):
             self._attention = BufferAttention.behind(self.buffer, self.backend, self._new, *counts)
         return self._attention
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        return self.attention.attend(layer, queries, keys, values, scale)
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self.attention.attend(layer, queries, keys, values, scale, sinks)
 
     def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:
             raise RuntimeError("commit without a pass")
         new, self._new = self._new, None
+        self.local.commit(kept)
         end = self.end
         self._move([end + index for index in kept], end)
         new.commit_to(self.speculative, kept)
 
     def keep(self, entries: Sequence[int]) -> None:
+        self.local.keep(entries)
         self._move([self.entries + entry for entry in entries], self.entries)
         self.speculative.keep(entries)
 
@@ -245,6 +272,7 @@ class BoundedCache(DerivedCache):
         self.kv[:, :, :, start : start + len(slots)] = self.kv[:, :, :, moved]
 
     def settle(self) -> None:
+        self.local.settle()
         start, count = self.entries, len(self.speculative)
         self.speculative.clear()
         if count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -19,14 +20,35 @@ from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
+from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
+from offload_rt.caches.local_history import LocalHistory
 from offload_rt.caches.remote import RemoteAttention
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.tiers import ResidentTier, StreamedTier, Tail, TierRange
 from offload_rt.host import to_device
+from offload_rt.machine.memory import available_memory
+
+MOST_POINTS = 8
+"""Most lengths that a sequence with local layers can return to, and fewer where memory is short: each takes a
+copy of what these layers keep."""
 
 
 class PassCancelled(RuntimeError):
     """Raised in a pass that was cancelled because its sequence was."""
+
+
+@dataclass(frozen=True)
+class ReadPoint:
+    """A length that a sequence can return to.
+
+    Attributes:
+        queries: of the last tokens, `[layers, heads, tokens, head_dim]`, where a prefill ended; else None.
+        local: what the local layers kept then, in host memory; None: there are no such layers.
+    """
+
+    length: int
+    queries: Tensor | None
+    local: LocalHistory | None = None
 
 
 class FullCache:
@@ -40,8 +62,10 @@ class FullCache:
         resident_tokens: number of tokens per layer kept on the device; 0 on a CPU.
         remote: tiers that attend the next ones, in this order.
         late_resident_tokens: those of the resident tokens that are loaded after the prefill.
+        local: of the layers that do not attend to the whole sequence; None: there are none.
 
     Attributes:
+        local: sliding windows and recurrent states after the committed tokens.
         derived: caches of the same model that follow every pass and commit.
         speculative: always empty, as everything that is committed here is final.
         scale: the model's softmax scale, known after its first pass.
@@ -54,15 +78,19 @@ class FullCache:
         resident_tokens: int = 0,
         remote: Sequence[RemoteAttention] = (),
         late_resident_tokens: int = 0,
+        local: LocalState | None = None,
     ) -> None:
         self.engine = engine
+        self.local = local or NO_LOCAL_STATE
         self.sequence = engine.sequence
         self.layout = layout = engine.sequence.layout
         self.backend = backend
         self.derived: list[DerivedCache] = []
         self.speculative = SpeculativeTokens()
         self.scale = layout.head_dim**-0.5
-        self._read: list[tuple[int, Tensor]] = []  # length and last queries after each prefill
+        kinds = self.local.layers.kinds
+        self._paged = bool(kinds.full) or not kinds.local
+        self._points: list[ReadPoint] = []  # by length
         self._tail = Tail(layout, engine.link.device)
         self.device = self._tail.buffer.memory.device
         self._resident = ResidentTier(engine, resident_tokens, self.device, late_resident_tokens)
@@ -93,9 +121,10 @@ class FullCache:
         if self._ranges is not None:
             self.abandon()  # the pass before was not committed
         self._ranges, self._next_ranges = self._next_ranges or self._open(), None
-        self._tail.drop(max(one.stop for one in self._ranges))
+        self._tail.drop(max((one.stop for one in self._ranges), default=0))
         self._tail_attention = self._tail.attention(new, self.backend)
         self._new = new
+        self.local.begin(new, 0)
         self._queries = []
         self._followers = [cache for cache in self.derived if cache.begin_pass()]
         self._mass_chunk = next((cache.mass_chunk for cache in self.derived if cache.mass_chunk), None)
@@ -104,6 +133,8 @@ class FullCache:
 
     def _open(self) -> list[TierRange]:
         """Opens a pass over the full pages of the sequence; the tail has the other tokens."""
+        if not self._paged:
+            return []
         ranges = self._split(self.verified_length, self._resident.tokens)
         for tier, start, stop in ranges:
             tier.open(start, stop)
@@ -125,7 +156,15 @@ class FullCache:
         ranges.append(TierRange(self._streamed, at, end))
         return sorted(ranges, key=lambda one: one.tier.remote)
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if self._tail_attention is None or self._ranges is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._cancelled.is_set():
@@ -139,7 +178,7 @@ class FullCache:
             started.append(tier.start(layer, queries, runs, scale, self._mass_chunk))
         self._report_mass()
         self._show_remote_segments(layer)
-        total = AttentionSum(self.backend, queries, len(keys), scale, self._mass_chunk)
+        total = AttentionSum(self.backend, queries, len(keys), scale, self._mass_chunk, sinks)
         total.attend(*self._tail_attention.put(layer, queries, keys, values))
         if self._followers:
             self._on_segment(layer, self._tail.start, [self._tail.committed(layer)])
@@ -176,13 +215,16 @@ class FullCache:
             raise RuntimeError("commit without a pass")
         new = self._new
         self._new = self._tail_attention = self._ranges = None
+        self.local.commit(kept)
+        self.local.settle()
         kv = self._tail.commit(kept)
-        ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
-        queries = torch.stack(self._queries).index_select(2, to_device(kept, self.device))
-        verified = VerifiedTokens(ids, kv, queries, new.count - 1)
         self.engine.write_back(kv)
-        for cache in self.derived:
-            cache.adopt(verified)
+        if self.derived:
+            ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
+            queries = torch.stack(self._queries).index_select(2, to_device(kept, self.device))
+            verified = VerifiedTokens(ids, kv, queries, new.count - 1)
+            for cache in self.derived:
+                cache.adopt(verified)
 
     def finish_compute(self) -> None:
         """Blocks the host until all compute enqueued so far is done."""
@@ -215,21 +257,49 @@ class FullCache:
     @property
     def last_queries(self) -> Tensor | None:
         """Queries of the last tokens, `[layers, heads, tokens, head_dim]`; None if no prefill read them."""
-        length, queries = self._read[-1] if self._read else (0, None)
-        return queries if length == self.verified_length else None
+        newest = self._points[-1] if self._points else None
+        return newest.queries if newest is not None and newest.length == self.verified_length else None
 
-    def reads(self, length: int) -> list[tuple[int, Tensor]]:
-        """Returns length and last queries, on the host, after each prefill of up to `length` tokens."""
-        return [(at, queries.cpu()) for at, queries in self._read if at <= length]
+    def points(self, length: int) -> list[ReadPoint]:
+        """Returns the lengths up to `length` that the sequence can return to, in host memory."""
+        if self.local.layers.kinds.local and self.verified_length == length:
+            self._add_point(None)
+        return [
+            replace(one, queries=None if one.queries is None else one.queries.cpu())
+            for one in self._points
+            if one.length <= length
+        ]
 
-    def begin_with(self, reads: Sequence[tuple[int, Tensor]]) -> None:
+    def _add_point(self, queries: Tensor | None) -> None:
+        """Adds the present length as one that the sequence can return to."""
+        if self._points and self._points[-1].length == self.verified_length:
+            return
+        local = None
+        if self.local.layers.kinds.local:
+            self.local.catch_up()
+            history = self.local.history
+            while len(self._points) >= MOST_POINTS or (
+                self._points and available_memory() < 2 * history.nbytes
+            ):
+                lengths = [0, *(one.length for one in self._points)]
+                # Whatever is dropped has to be read again from the point before.
+                del self._points[min(range(len(self._points)), key=lambda at: lengths[at + 1] - lengths[at])]
+            local = history.on(torch.device("cpu"))
+        self._points.append(ReadPoint(self.verified_length, queries, local))
+
+    def begin_with(self, points: Sequence[ReadPoint]) -> None:
         """Takes over the tokens that the store has already.
 
         Args:
-            reads: of the sequence that read them; see `reads`.
+            points: of the sequence that read them; with local layers, the store's length is one of them.
         """
         length = self.sequence.length
-        self._read = [(at, queries.to(self.device)) for at, queries in reads if at <= length]
+        self._points = [
+            replace(one, queries=None if one.queries is None else one.queries.to(self.device))
+            for one in points
+            if one.length <= length
+        ]
+        self._return_to_point(length)
         self.start_from(length)
         self.load_resident()
 
@@ -238,17 +308,31 @@ class FullCache:
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
+        if length < self.verified_length:
+            length = self._return_to_point(length)
         if length < self.sequence.length:
             self.sequence.truncate(length)
             for tier in (self._resident, *self._remote):
                 tier.truncate(length)
-        while self._read and self._read[-1][0] > length:
-            self._read.pop()
+        while self._points and self._points[-1].length > length:
+            self._points.pop()
         self.start_from(length)
+
+    def _return_to_point(self, length: int) -> int:
+        """Returns the local layers to `length`, or to the newest point before it; returns that length.
+
+        What follows the point has to be read again.
+        """
+        if not self.local.layers.kinds.local:
+            return length
+        point = next((one for one in reversed(self._points) if one.length <= length), ReadPoint(0, None))
+        self.local.restart(None if point.local is None else point.local.on(self.local.layers.device))
+        return point.length
 
     def start_read(self) -> None:
         """Starts a prefill behind the tokens that are present; those of the tail are written again."""
         self.abandon()
+        self.local.start_read()
         self.engine.flush()
         if not self.engine.link.in_place:
             self.sequence.truncate(self._tail.start)
@@ -277,21 +361,26 @@ class FullCache:
         both = (torch.cat([old[0], new], dim=1) for old, new in zip(tail, (keys, values), strict=True))
         self.engine.write_prompt(layer, *both)
 
-    def finish_read(self, last_queries: Tensor) -> None:
-        """Ends a prefill: the store has all of its tokens.
+    def finish_read(self, tokens: int, last_queries: Sequence[Tensor]) -> None:
+        """Ends a prefill of so many tokens: the store has all of them.
 
         Args:
-            last_queries: queries of its last tokens, `[layers, heads, n, head_dim]`.
+            last_queries: queries of its last tokens, `[heads, n, head_dim]` of each full-attention layer.
         """
+        if not self._paged:
+            counted = self._tail.buffer.kv.new_zeros(1, tokens, 1)
+            self.put_read(0, counted, counted)
         self.abandon()
         self.engine.flush()
+        self.local.finish_read()
         self.start_from(self.sequence.length)
-        self._read.append((self.sequence.length, last_queries))
+        self._add_point(torch.stack(list(last_queries)) if last_queries else None)
 
     def give_up_read(self) -> None:
         """Ends a prefill that failed: returns to the tokens before it."""
         length = self.verified_length
         self.abandon()
+        self.local.give_up_read()
         with suppress(CopyFailed):
             self.engine.flush()
         if self.sequence.length >= length:
@@ -327,9 +416,10 @@ class FullCache:
         """Fills every derived cache, after a prefill or a truncation."""
         self.engine.flush()
         queries = self.last_queries
-        if queries is None:
+        if queries is None and self.derived:
             raise RuntimeError("the queries of the last tokens are unknown: read these tokens again first")
         for cache in self.derived:
+            assert queries is not None
             cache.build(queries)
 
     def catch_up(self) -> None:

@@ -99,7 +99,8 @@ class RetrievedCache(BoundedCache):
         from_stream: bool = False,
         pool: BufferPool | None = None,
     ) -> None:
-        super().__init__(source.layout, source.device, budget, source.backend, pool, mean_slots)
+        local = source.local.derived()
+        super().__init__(source.layout, source.device, budget, source.backend, pool, mean_slots, local)
         self.chunk = chunk
         self.recent = recent
         self._source = source

@@ -28,7 +28,9 @@ class SharedCache(BoundedCache):
 
     def __init__(self, source: FullCache, pool: BufferPool | None = None) -> None:
         entries = source.layout.page_size + self.PORTION
-        super().__init__(source.layout, source.device, entries, source.backend, pool)
+        super().__init__(
+            source.layout, source.device, entries, source.backend, pool, local=source.local.derived()
+        )
         self._source = source
         self._cpu = None if source.device.type == "cpu" else CpuAttention(0, source.device)
 
@@ -55,11 +57,19 @@ class SharedCache(BoundedCache):
         if length > self.verified_length:
             self._append_verified(self._source.engine.read(self.verified_length, length))
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if not self._paged:
-            return super().attend(layer, queries, keys, values, scale)
+            return super().attend(layer, queries, keys, values, scale, sinks)
         runs = self._source.sequence.views(layer, 0, self._paged)
-        total = AttentionSum(self.backend, queries, len(keys), scale)
+        total = AttentionSum(self.backend, queries, len(keys), scale, sinks=sinks)
         started = None if self._cpu is None else self._cpu.start(layer, queries, runs, scale)
         total.attend(*self.attention.put(layer, queries, keys, values))
         if self._cpu is None or started is None:

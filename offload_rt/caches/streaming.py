@@ -10,6 +10,7 @@ from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.local import LocalState
 
 
 class StreamingCache(BoundedCache):
@@ -22,6 +23,7 @@ class StreamingCache(BoundedCache):
     Args:
         inverse_frequencies: the model's rotary frequencies, `[rotated / 2]`, on the cache's device.
         source: the full cache of the same model; None for a model that fills the cache by its own passes.
+        local: of such a model's layers that do not attend to the whole sequence; None: it has none.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class StreamingCache(BoundedCache):
         backend: AttentionBackend,
         source: FullCache | None = None,
         pool: BufferPool | None = None,
+        local: LocalState | None = None,
     ) -> None:
-        super().__init__(layout, inverse_frequencies.device, sinks + window, backend, pool)
+        local = local if source is None else source.local.derived()
+        super().__init__(layout, inverse_frequencies.device, sinks + window, backend, pool, local=local)
         self.sinks = sinks
         self.window = window
         self._frequencies = inverse_frequencies.float()
@@ -58,6 +62,7 @@ class StreamingCache(BoundedCache):
         """Forgets all tokens."""
         self.entries = self.verified_length = self._oldest = 0
         self.speculative.clear()
+        self.local.restart()
 
     def build(self, queries: Tensor) -> None:
         """Reads the sinks and the window from the store; `queries` are not needed."""

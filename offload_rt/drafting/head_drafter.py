@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.base import NewTokens
+from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.config import HeadConfig
 from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
@@ -36,6 +37,7 @@ class HeadStates:
 
     def __init__(self, known: HiddenState) -> None:
         self.speculative = SpeculativeTokens()
+        self.local = NO_LOCAL_STATE
         self.verified_length = known.length
         self.states = known.hidden[None]
         self.pending = self.states[:0]
@@ -44,7 +46,15 @@ class HeadStates:
     def begin(self, new: NewTokens) -> None:
         self._new = new
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         raise RuntimeError("a head has no attention")
 
     def commit(self, kept: Sequence[int]) -> None:

@@ -87,7 +87,9 @@ class Engine:
         self.on_progress = on_progress
         self._on_notice = on_notice
         self._heads = Heads()
-        self.configs = tuple(map(self.available, possible(configs, draft is not None)))
+        self.configs = tuple(
+            map(self.available, possible(configs, draft is not None, bool(target.kinds.full)))
+        )
         self._chosen = ""
         backend = choose_backend(target.device)
         if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):

@@ -69,8 +69,9 @@ def prefill(
                 hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], prompt)
                 if progress is not None:
                     progress(layer * count + min(start + chunk, count), model.layers * count)
-            last_queries.append(prompt.last_queries)
-        cache.finish_read(torch.stack(last_queries))
+            if model.kinds.kinds[layer].full:
+                last_queries.append(prompt.last_queries)
+        cache.finish_read(count, last_queries)
     except BaseException:
         cache.give_up_read()
         raise
@@ -85,8 +86,9 @@ def _read_behind(model: CausalModel, cache: FullCache, tokens: Sequence[int]) ->
     try:
         attention = AppendedAttention(cache)
         for layer in range(model.layers):
+            attention.kv_alone = layer == model.layers - 1
             hidden = model.run_layer(layer, hidden, positions, attention)
-        cache.finish_read(torch.stack(attention.last_queries))
+        cache.finish_read(len(tokens), attention.last_queries)
     except BaseException:
         cache.give_up_read()
         raise
@@ -96,22 +98,33 @@ class AppendedAttention:
     """Attention of tokens that are read behind others; each layer's history passes by once.
 
     Attributes:
-        last_queries: of each layer, those of the newest tokens, `[heads, n, head_dim]`.
+        last_queries: of each full-attention layer, those of the newest tokens, `[heads, n, head_dim]`.
+        kv_alone: the output of the next layer is not needed, so nothing is attended.
     """
 
     def __init__(self, cache: FullCache) -> None:
         self.last_queries: list[Tensor] = []
+        self.kv_alone = False
         self._cache = cache
+        self.local = cache.local
         cache.start_read()
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         cache = self._cache
         cache.scale = scale
         self.last_queries.append(queries[:, -LAST_QUERIES:].clone())
-        if layer == cache.layout.layers - 1:  # whose output nobody reads
+        if self.kv_alone:
             cache.put_read(layer, keys, values)
             return torch.zeros_like(queries)
-        total = AttentionSum(cache.backend, queries, len(keys), scale)
+        total = AttentionSum(cache.backend, queries, len(keys), scale, sinks=sinks)
         total.add(*cache.backend.causal(queries, keys, values, scale))
         for segment in cache.history(layer):
             total.attend(*segment)
@@ -131,6 +144,8 @@ class PromptAttention:
 
     def __init__(self, cache: FullCache, tokens: int) -> None:
         self._cache = cache
+        self.local = cache.local
+        cache.local.start_read()
         self._tokens = tokens
         self._done = 0  # of the layer
         self._written = 0
@@ -151,7 +166,15 @@ class PromptAttention:
         self._done = self._written = 0
         self._kv_alone = kv_alone
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         cache, start = self._cache, self._done
         self._done += keys.shape[1]
         cache.scale = scale
@@ -168,7 +191,7 @@ class PromptAttention:
             cache.sequence.append(layer, keys, values)
         if self._kv_alone:
             return torch.zeros_like(queries)
-        total = AttentionSum(cache.backend, queries, len(keys), scale)
+        total = AttentionSum(cache.backend, queries, len(keys), scale, sinks=sinks)
         total.add(*cache.backend.causal(queries, keys, values, scale))
         for segment in history:
             total.attend(*segment)

@@ -6,11 +6,17 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from cpu_kv import SequenceKV
+from offload_rt.caches.full import ReadPoint
 from offload_rt.model.runner import CausalModel
 from offload_rt.text import common_beginning
+
+
+def usable_length(points: Sequence[ReadPoint], length: int, target: CausalModel) -> int:
+    """Returns the length at most `length` at which a sequence of `target` can go on from a prefix."""
+    if not target.kinds.local:
+        return length
+    return max((point.length for point in points if point.length <= length), default=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +26,14 @@ class KVPrefix:
     Attributes:
         tokens: token IDs.
         kv: KV of the first ones, of all but the last one as a rule.
-        reads: length and queries of the last tokens, `[layers, heads, tokens, head_dim]` on the host, after
-            each prefill; they choose the retrieved cache.
+        points: lengths that a sequence can return to, in host memory.
         target: the runner that computed the KV.
         lock: the engine's, which is held while the KV is given back.
     """
 
     tokens: list[int]
     kv: SequenceKV
-    reads: list[tuple[int, Tensor]]
+    points: list[ReadPoint]
     target: CausalModel
     lock: threading.RLock
 
@@ -37,8 +42,11 @@ class KVPrefix:
         return common_beginning(self.tokens, tokens) if target is self.target else 0
 
     def verified_length(self, tokens: int) -> int:
-        """Returns how many of the first `tokens` tokens have KV in a sequence of them: all but the last."""
-        return min(self.kv.length, max(0, tokens - 1))
+        """Returns how many of the first `tokens` tokens have KV in a sequence of them: all but the last.
+
+        With local layers, as many as the newest of `points` among them has.
+        """
+        return usable_length(self.points, min(self.kv.length, max(0, tokens - 1)), self.target)
 
     def shared_tokens(self, tokens: int) -> int:
         """Returns how many tokens such a sequence shares the KV of: whole pages."""

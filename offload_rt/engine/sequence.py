@@ -15,13 +15,13 @@ from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.local import LocalState
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
 from offload_rt.config import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.head_drafter import Heads
-from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.prefill import Progress, prefill
@@ -142,11 +142,16 @@ class TokenSequence:
                 closing.callback(remote[-1].close)
                 self._engines.append(engine)
             self.full = FullCache(
-                self.engine, shared.backend, tiers.resident_tokens, remote, tiers.late_resident_tokens
+                self.engine,
+                shared.backend,
+                tiers.resident_tokens,
+                remote,
+                tiers.late_resident_tokens,
+                LocalState(target.local_layers, shared.backend),
             )
             closing.callback(self.full.close)
             if prefix is not None:
-                self.full.begin_with(prefix.reads)
+                self.full.begin_with(prefix.points)
             self._closing = closing.pop_all()
 
     def _transfer_over(self, link: Link) -> TransferEngine:
@@ -172,12 +177,12 @@ class TokenSequence:
         self._caches = made.caches
         self.verifier = compose(made)
         shared.pool.drop_free()
-        levels, shapes = levels_of(config), config.speculation.shapes
+        levels, request = levels_of(config), replace(self._request, config=config)
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
-            Prices(replace(self._request, config=config), self.tiers),
-            shapes[-1].candidates() if shapes else [CHAIN],
+            Prices(request, self.tiers),
+            request.drafts,
             levels[-1].acceptance() if levels else 0.0,
             ahead=config.offload.ahead if overlaps else 0,
             step_down=config.speculation.step_down,
@@ -200,7 +205,8 @@ class TokenSequence:
         """
         before = len(self.tokens)
         started = clock.now()
-        self.rewind(before)
+        # The last token is read, too, where others follow it.
+        self.full.rewind(min(self.full.verified_length, before if tokens else max(0, before - 1)))
         self.tokens += tokens
         try:
             self._read(progress)
@@ -225,9 +231,9 @@ class TokenSequence:
     def snapshot(self, lock: threading.RLock) -> KVPrefix:
         """Returns its tokens and their KV as a prefix, which shares the pages; see `KVPrefix` for `lock`."""
         self.engine.flush()
-        length = min(self.full.verified_length, max(0, len(self.tokens) - 1))
+        length = min(self.full.verified_length, len(self.tokens))
         kv = self._kv.fork(length, *kept_means(self.planned))
-        return KVPrefix(list(self.tokens), kv, self.full.reads(length), self.target, lock)
+        return KVPrefix(list(self.tokens), kv, self.full.points(length), self.target, lock)
 
     def rewind(self, length: int) -> None:
         """Forgets the tokens from position `length` on, and their KV."""
@@ -252,7 +258,9 @@ class TokenSequence:
             self.read_tokens, self.read_ms = 0, 0.0
         self._consumed = True
         self.rewind(len(self.tokens))
-        if self.full.verified_length and self.full.last_queries is None:  # what chooses the retrieved cache
+        # The queries of the last tokens choose the retrieved cache.
+        lost = bool(self.full.verified_length) and self.full.last_queries is None
+        if lost and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
         self._read()
         self.start = len(self.tokens)

@@ -28,6 +28,11 @@ from offload_rt.model.shape import ModelShape
 Memory = dict[str, int]
 """Bytes by purpose."""
 
+WINDOWS = 2
+"""Room for the KV of a layer with a sliding window, in windows: what has left it is seldom moved out."""
+STATES = 4
+"""Copies of a recurrent state on the device: of the verified tokens, at the end of a pass, and of drafts."""
+
 LEVELS: dict[str, type[Level]] = {}
 """All kinds of levels by name, from the cheapest to the most expensive."""
 
@@ -256,6 +261,20 @@ class Level(ABC):
         """
 
 
+def local_memory(shape: ModelShape, queries: int) -> Memory:
+    """Returns the bytes of what layers without paged KV keep of a sequence, on the device that computes.
+
+    Args:
+        queries: tokens of a pass at most, whose KV follows that of the window.
+    """
+    token = shape.window_bytes(1)
+    memory = {
+        "sliding_windows": WINDOWS * shape.window_bytes() + queries * token,
+        "recurrent_states": STATES * shape.state_bytes,
+    }
+    return {name: size for name, size in memory.items() if size}
+
+
 def levels_of(config: Config) -> list[Level]:
     """Returns the levels of a config, from the cheapest to the most expensive."""
     return [LEVELS[level.name](config, level) for level in config.speculation.levels]
@@ -272,12 +291,22 @@ def needs_draft_model(configs: Iterable[Config]) -> bool:
     return any(level.needs_draft_model for config in configs for level in levels_of(config))
 
 
-def possible(configs: Sequence[Config], draft_model: bool) -> list[Config]:
+def possible(configs: Sequence[Config], draft_model: bool, paged: bool = True) -> list[Config]:
     """Returns the configs that can run: without a draft model, those that need none.
 
     A single config is always kept: what it lacks is told, or refused, by `planning.placement.available`.
+
+    Args:
+        paged: the target has KV that its levels could read a part of.
     """
-    return [one for one in configs if draft_model or len(configs) == 1 or not needs_draft_model([one])]
+    if len(configs) == 1:
+        return list(configs)
+    return [
+        one
+        for one in configs
+        if (draft_model or not needs_draft_model([one]))
+        and (paged or not any(level.of_target for level in levels_of(one)))
+    ]
 
 
 def kept_means(config: Config) -> tuple[int | None, bool]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 
-from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
 from offload_rt.caches.buffers import mean_slots_for
+from offload_rt.caches.local import LocalState
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
@@ -14,10 +15,11 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import Config
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, kept_means
+from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, kept_means, local_memory
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
@@ -38,6 +40,13 @@ class ModelLevel(Level):
     def shape(self, sizes: Sizes) -> ModelShape:
         """Returns the shape of that model."""
         return sizes.target
+
+    def load(self, target: CausalModel, heads: Heads) -> None:
+        if self.of_target and not target.kinds.full:
+            raise UsageError(
+                f"config {self.config.name}: {self.name} drafts with a part of the target's KV, and no"
+                f" layer of {target.name} attends to more than a window; use config lookup, naive or plain"
+            )
 
     @abstractmethod
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
@@ -105,6 +114,7 @@ class WindowLevel(ModelLevel):
             backend=full.backend,
             source=full if self.of_target else None,
             pool=resources.pool,
+            local=None if self.of_target else LocalState(model.local_layers, full.backend),
         )
 
 
@@ -132,6 +142,7 @@ class SmallModelLevel(WindowLevel):
     def memory(self, sizes: Sizes) -> Memory:
         shape = self.shape(sizes)
         cache = BoundedCache.nbytes(shape.layout(1), self._window)
+        cache += sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
         return {"draft_weights": shape.weight_bytes, "draft_cache": cache}
 
 
@@ -187,7 +198,8 @@ class RetrievedLevel(ModelLevel):
             choosing = rates.host_read_ms(chunks * target.token_bytes // 2)
         else:
             # Chosen where the scores are: on a GPU for all layers at once, on the host layer by layer.
-            choosing = chunks * target.layers * target.kv_heads * CHOOSING_NS / 1e6 if sizes.in_place else 0.0
+            scores = chunks * target.paged_layers * target.kv_heads
+            choosing = scores * CHOOSING_NS / 1e6 if sizes.in_place else 0.0
         return share, choosing + copying + gathering
 
     @property
@@ -251,7 +263,8 @@ class SharedLevel(ModelLevel):
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         sizes = rates.request
         shape = self.running(sizes, first)
-        attending = rates.host_attention_ms(sizes.context, queries) * shape.layers / sizes.target.layers
+        whole = max(1, sizes.target.paged_layers)
+        attending = rates.host_attention_ms(sizes.context, queries) * shape.paged_layers / whole
         return rates.step(shape, queries) + Cost(attending)
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:

@@ -8,7 +8,9 @@ arrives as a keyword argument, so there is no global state; without it, as in th
 from __future__ import annotations
 
 import threading
-from functools import reduce
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -19,15 +21,80 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from offload_rt.caches.local import Mixer
 from offload_rt.errors import UsageError
+from offload_rt.model.architecture import missing_modules, unsupported_settings
+from offload_rt.model.layer_kinds import LayerKinds, layer_kinds, usable_window
 
 ATTENTION_NAME = "offload_rt"
 
 
-class AttentionPass(Protocol):
-    """Computes attention for the layers of one forward pass: a cache, or a prefill."""
+class LocalPass(Protocol):
+    """Computes one forward pass of the layers with sliding windows or recurrent states; see `LocalState`."""
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor: ...
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor: ...
+
+
+class AttentionPass(Protocol):
+    """Computes attention for the layers of one forward pass: a cache, or a prefill.
+
+    Attributes:
+        local: computes the layers that do not attend to the whole sequence.
+    """
+
+    @property
+    def local(self) -> LocalPass: ...
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes full attention; `layer` counts full-attention layers alone."""
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """A forward pass as the modules of decoder layers see it: sends each layer to what keeps its part.
+
+    It is passed on by transformers as a keyword argument, and to recurrent layers as their cache.
+    """
+
+    kinds: LayerKinds
+    attention: AttentionPass
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Computes attention in a decoder layer; shapes as in `Cache.attend`."""
+        kind = self.kinds.kinds[layer]
+        if kind.windowed:
+            return self.attention.local.attend(layer, queries, keys, values, scale, sinks)
+        return self.attention.attend(self.kinds.places[layer], queries, keys, values, scale, sinks)
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of the pass alone, as `attend` adds those before."""
+        return keys, values
 
 
 def _attention(
@@ -37,39 +104,66 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_pass: AttentionPass | None = None,
+    attention_pass: LayerPass | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface, `[1, heads, tokens, head_dim]`, by an `AttentionPass`."""
+    sinks = extra.pop("s_aux", None)
     if attention_pass is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **extra)
+        if sinks is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **extra)
+        return _attention_with_sinks(query, key, value, attention_mask, scaling, sinks), None
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    kind = attention_pass.kinds.kinds[layer]
     # Arguments that would change the result must not be ignored silently.
-    extra["sliding_window"] = _window(module.config, extra.get("sliding_window"))
     unknown = [word for name, word in _CHANGES_ATTENTION.items() if extra.get(name) is not None]
+    window = usable_window(module.config, extra.get("sliding_window"))
+    if window != kind.window:
+        unknown.append(f"a sliding window of {window} tokens in layer {layer}, by its config {kind.window}")
     if attention_mask is not None:
         unknown.append("a mask of its own")
     if unknown:
         raise ValueError(f"its attention has {', '.join(unknown)}")
+    if key.shape != value.shape:
+        raise ValueError(
+            f"its attention has keys {key.shape[3]} wide and values {value.shape[3]} wide, and only values as"
+            " wide as keys are supported"
+        )
+    if key.shape[1:2] + key.shape[3:] != (kind.kv_heads, kind.head_dim):
+        raise ValueError(
+            f"its attention has {key.shape[1]} heads of keys {key.shape[3]} wide, and its config says"
+            f" {kind.kv_heads} heads of {kind.head_dim}"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = attention_pass.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    out = attention_pass.attend(layer, query[0], key[0], value[0], scale, sinks)
     return out.transpose(0, 1)[None].contiguous(), None
 
 
-_CHANGES_ATTENTION = {
-    "softcap": "capped scores (softcap)",
-    "s_aux": "learned sinks (s_aux)",
-    "position_bias": "position biases",
-    "sliding_window": "a sliding window",
-}
+def _attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, sinks: Tensor
+) -> Tensor:
+    """Computes a model's own attention with sinks, which torch's function does not know."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (key, value))
+    scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_(
+            scores.shape[-1] - scores.shape[-2]
+        )
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+    probs = torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1]
+    return (probs.to(values.dtype) @ values).transpose(1, 2).contiguous()
+
+
+_CHANGES_ATTENTION = {"softcap": "capped scores (softcap)", "position_bias": "position biases"}
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)  # of the model's own passes
-
-
-def _window(config: Any, window: int | None) -> int | None:
-    """Returns a sliding window in tokens; None if it covers all positions of the model."""
-    return window if window is not None and window < config.max_position_embeddings else None
 
 
 _FOUND: WeakKeyDictionary[PreTrainedModel, list[tuple[str | None, bool]]] = WeakKeyDictionary()
@@ -82,6 +176,11 @@ def open_model(model: PreTrainedModel) -> None:
     with _LOCK:
         _FOUND.setdefault(model, []).append((model.config._attn_implementation, model.training))
         model.config._attn_implementation = ATTENTION_NAME
+        if len(_FOUND[model]) == 1:
+            for block, kind in zip(model.model.layers, layer_kinds(model).kinds, strict=True):
+                if kind.recurrent:
+                    mixer = getattr(block, kind.mixer)
+                    mixer.forward = partial(_mix, mixer, mixer.forward)
         model.eval()
 
 
@@ -92,7 +191,27 @@ def restore_model(model: PreTrainedModel) -> None:
     """
     with _LOCK:
         model.config._attn_implementation, training = _FOUND[model].pop()
+        if not _FOUND[model]:
+            for block, kind in zip(model.model.layers, layer_kinds(model).kinds, strict=True):
+                if kind.recurrent:
+                    del getattr(block, kind.mixer).forward
         model.train(training)
+
+
+def _mix(mixer: torch.nn.Module, forward: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
+    """Runs a recurrent layer by the `LocalPass` of a pass; outside of one as it is."""
+    name = "cache_params" if "cache_params" in arguments else "past_key_values"
+    layer_pass = arguments.get(name)
+    if not isinstance(layer_pass, LayerPass):
+        return forward(*given, **arguments)
+    hidden = given[0] if given else arguments["hidden_states"]
+    run = partial(_run_mixer, forward, name)
+    return layer_pass.attention.local.mix(int(mixer.layer_idx), run, hidden)  # type: ignore[arg-type]
+
+
+def _run_mixer(forward: Callable[..., Any], name: str, hidden: Tensor, cache: Any) -> Tensor:
+    out: Tensor = forward(hidden, **{name: cache})
+    return out
 
 
 def kind_of(model: PreTrainedModel) -> str:
@@ -108,25 +227,31 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     """
     kind = kind_of(model)
     config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if layer_types - {"full_attention"}:
-        others = ", ".join(sorted(layer_types - {"full_attention"}))
-        raise UsageError(
-            f"{name}: {kind} has layers of type {others}; only full attention is supported. "
-            "Their KV is not the whole context"
-        )
-    window = _window(config, getattr(config, "sliding_window", None))
-    if window is not None and getattr(config, "use_sliding_window", True) and not layer_types:
-        raise UsageError(
-            f"{name}: {kind} attends through a sliding window of {window} tokens, which is not supported; "
-            "use a checkpoint whose config has sliding_window null"
-        )
-    if config.is_heterogeneous:
-        raise UsageError(f"{name}: {kind} is not supported: its layers differ in their sizes")
-    missing = [path for path in _MODULES if _module(model, path) is None]
-    if missing:
+    if missing := missing_modules(model):
         raise UsageError(f"{name}: {kind} is not supported: it has no {', '.join(missing)}")
-    rope = getattr(_module(model, "model.rotary_emb"), "rope_type", "default")
+    if not hasattr(config, "max_position_embeddings"):
+        raise UsageError(f"{name}: {kind} is not supported: its config has no max_position_embeddings")
+    if unknown := unsupported_settings(config):
+        raise UsageError(f"{name}: {kind} is not supported: it has {', '.join(unknown)}")
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if others := ", ".join(sorted(layer_types - _LAYER_TYPES)):
+        raise UsageError(f"{name}: {kind} has layers of type {others}, which are not supported")
+    kinds = layer_kinds(model).kinds
+    for layer, one in enumerate(kinds):
+        if one.rope in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and not one.recurrent:
+            raise UsageError(
+                f"{name}: {kind} is not supported: its layer {layer} ({one.rope}) keeps its state in a way of"
+                " its own, not in transformers' cache for recurrent layers"
+            )
+    for what, found in (
+        ("full attention", {(one.kv_heads, one.head_dim) for one in kinds if one.full}),
+        ("sliding windows", {(one.kv_heads, one.head_dim) for one in kinds if one.windowed}),
+    ):
+        if len(found) > 1:
+            raise UsageError(f"{name}: {kind} is not supported: its layers with {what} differ in their sizes")
+    if not any(one.full or one.windowed for one in kinds):
+        raise UsageError(f"{name}: {kind} is not supported: none of its layers has attention")
+    rope = getattr(getattr(model.model, "rotary_emb", None), "rope_type", "default")
     # Models with several types of layers have a dict; none of them has LongRoPE yet.
     changing = {"dynamic"} & {rope} if isinstance(rope, str) else {"dynamic", "longrope"} & {*rope.values()}
     if changing:
@@ -134,12 +259,17 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
             f"{name}: {kind} changes its rotary frequencies with the length of the sequence "
             f"({', '.join(changing)}), which is not supported: KV in the store never changes"
         )
-    if not isinstance(rope, str) and "full_attention" not in rope:
-        raise UsageError(f"{name}: {kind} is not supported: its full attention has no rotary frequencies")
 
 
-_MODULES = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
-
-
-def _module(model: Any, path: str) -> Any:
-    return reduce(lambda owner, part: getattr(owner, part, None), path.split("."), model)
+_LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "attention",
+    "mamba",
+    "mlp",
+    "moe",
+}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from offload_rt.model.quantization import named_weights
 from offload_rt.model.runner import CausalModel
 
 SAMPLES = 64
@@ -44,8 +45,9 @@ class Fingerprint:
     @classmethod
     def of(cls, model: CausalModel, tokenizer: str | None) -> Self:
         """Returns the fingerprint of a runner, whose frequencies may be those of long sequences."""
+        layout = model.kv_layout()
         return cls(
-            (model.layers, model.kv_heads, model.head_dim),
+            (layout.layers, layout.kv_heads, layout.head_dim),
             str(model.dtype).removeprefix("torch."),
             (*model.rotary_frequencies.double().tolist(), model.rotary_factor),
             tokenizer,
@@ -78,12 +80,15 @@ class Fingerprint:
 
 
 def weights_digest(model: CausalModel) -> str:
-    """Returns a digest of architecture, names, shapes and evenly spaced values of all parameters."""
+    """Returns a digest of architecture, names, shapes and evenly spaced values of all weights."""
     config = model.module.config.get_text_config()
     numbers = {name: getattr(config, name, None) for name in _NUMBERS}
+    if model.kinds.local:
+        numbers["layer_kinds"] = [astuple(kind) for kind in model.kinds.kinds]
+        numbers["rope_parameters"] = getattr(config, "rope_parameters", None)
     digest = hashlib.sha256(json.dumps(numbers, sort_keys=True, default=str).encode())
     samples: dict[torch.device, list[Tensor]] = {}
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in named_weights(model.module):
         plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
         digest.update(f"{plain} {list(parameter.shape)}".encode())
         count = min(SAMPLES, parameter.numel())
@@ -93,6 +98,6 @@ def weights_digest(model: CausalModel) -> str:
     # One read for each device; in an order that does not depend on where parameters are.
     arrived = {device: iter(torch.cat(values).cpu().split([len(one) for one in values]))
                for device, values in samples.items()}  # fmt: skip
-    for parameter in model.module.parameters():
+    for _, parameter in named_weights(model.module):
         digest.update(next(arrived[parameter.device]).numpy().tobytes())
     return digest.hexdigest()[:32]

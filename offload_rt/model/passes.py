@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.local import Mixer
 from offload_rt.host import to_device
 
 
@@ -67,16 +68,61 @@ class BatchedAttention:
             except Exception as error:
                 self.errors[number] = error
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    @property
+    def local(self) -> _BatchedLocal:
+        """The layers that do not attend to the whole sequence."""
+        return _BatchedLocal(self)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes attention of all sequences' new tokens, which follow each other in dimension 1."""
-        split = (tensor.split(self._counts, dim=1) for tensor in (queries, keys, values))
+
+        def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return cache.attend(layer, query, key, value, scale, sinks)
+
+        return self.each(attend, queries, keys, values)
+
+    def each(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Computes a result of each sequence from its tokens in dimension 1, and joins the results."""
+        split = (tensor.split(self._counts, dim=1) for tensor in tensors)
         outs = []
-        for number, (one, query, key, value) in enumerate(zip(self._inputs, *split, strict=True)):
+        for number, (one, *parts) in enumerate(zip(self._inputs, *split, strict=True)):
             if self.errors[number] is None:
                 try:
-                    outs.append(one.cache.attend(layer, query, key, value, scale))
+                    outs.append(compute(one.cache, *parts))
                     continue
                 except Exception as error:
                     self.errors[number] = error
-            outs.append(torch.zeros_like(query))
+            outs.append(torch.zeros_like(parts[0]))
         return torch.cat(outs, dim=1)
+
+
+class _BatchedLocal:
+    """Layers with sliding windows or recurrent states, of several sequences."""
+
+    def __init__(self, batch: BatchedAttention) -> None:
+        self._batch = batch
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return cache.local.attend(layer, query, key, value, scale, sinks)
+
+        return self._batch.each(attend, queries, keys, values)
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        return self._batch.each(lambda cache, part: cache.local.mix(layer, mixer, part), hidden)

@@ -16,20 +16,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpu_kv import KVLayout
+from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.local import LocalState
+from offload_rt.caches.local_history import LocalLayers
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
-from offload_rt.model.architecture import Rotary, scale_embeddings, scale_logits
+from offload_rt.model.architecture import Rotary, embedding, final_norm, scale_embeddings, scale_logits
 from offload_rt.model.attention_hook import (
     ATTENTION_NAME,
     AttentionPass,
+    LayerPass,
     kind_of,
     open_model,
     refuse_unsupported,
     restore_model,
 )
+from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
+from offload_rt.model.quantization import stored_bytes
+from offload_rt.model.recurrence import errors_alone
 from offload_rt.model.remote_mlp import RemoteMlp
 
 
@@ -41,8 +49,12 @@ class CausalModel:
     """A causal language model whose attention runs over our caches, until `restore`.
 
     Args:
-        model: a loaded transformers model with plain full attention.
+        model: a loaded transformers model.
         name: its name in messages.
+
+    Attributes:
+        kinds: what each decoder layer keeps of a sequence.
+        local_layers: the layers among them that keep something else than the KV of the whole sequence.
 
     Raises:
         UsageError: the architecture is not supported; names what is not.
@@ -55,18 +67,23 @@ class CausalModel:
         self._config = config = model.config.get_text_config()
         self.layers: int = config.num_hidden_layers
         self.heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.kinds = layer_kinds(model)
+        paged = self.kinds.kinds[[*self.kinds.full, *self.kinds.windowed][0]]
+        self.kv_heads: int = paged.kv_heads
+        self.head_dim: int = paged.head_dim
         self.hidden_size: int = config.hidden_size
         self._entries: int = config.vocab_size  # of the embedding
         self.vocabulary = self._entries  # of the logits: a draft model gets its target's, padding included
         self.max_positions: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.local_layers = LocalLayers(self.kinds, config, self.dtype, self.device)
         self._body: Any = model.model
+        self._embedding: Any = embedding(self._body)
+        self._norm: Any = final_norm(self._body)
         self._blocks: list[Any] = list(self._body.layers)
         self._in_turn = LayerPlan.whole(self.layers)
-        self._rotary = Rotary(self._body.rotary_emb)
+        self._rotary = Rotary(getattr(self._body, "rotary_emb", None))
         self._long_context: Self | None = None
         open_model(model)
         self._open = True
@@ -84,7 +101,7 @@ class CausalModel:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(p.nbytes for p in self.module.parameters())
+        return stored_bytes(self.module)
 
     @property
     def remote_mlps(self) -> list[RemoteMlp]:
@@ -95,16 +112,18 @@ class CausalModel:
         """Returns the bytes of weights in the blocks that `plan` leaves out."""
         left_out = [self._blocks[layer].self_attn for layer in plan.no_attention]
         left_out += [self._blocks[layer].mlp for layer in plan.no_mlp]
-        return sum(p.nbytes for block in left_out for p in block.parameters())
+        return sum(map(stored_bytes, left_out))
 
     def kv_layout(self, page_size: int = 1) -> KVLayout:
-        """Returns the layout of its KV in pages of `page_size` tokens."""
-        return KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, page_size)
+        """Returns the layout of the KV of its full-attention layers, in pages of `page_size` tokens."""
+        if not self.kinds.full:  # one value a token, by which the store counts them
+            return KVLayout(1, 1, 1, self.dtype, page_size)
+        return KVLayout(len(self.kinds.full), self.kv_heads, self.head_dim, self.dtype, page_size)
 
     @property
     def rotary_frequencies(self) -> Tensor:
         """Frequencies in radians per position, `[rotated / 2]`; `rotated` is at most `head_dim`."""
-        return self._rotary.frequencies
+        return self._rotary.frequencies.to(self.device) if self.kinds.full else torch.empty(0)
 
     @property
     def rotary_factor(self) -> float:
@@ -140,7 +159,7 @@ class CausalModel:
         """Embeds token ids `[tokens]` as hidden states `[1, tokens, hidden_size]`."""
         if self._entries < self.vocabulary:
             tokens = tokens.clamp(max=self._entries - 1)
-        return scale_embeddings(self._body.embed_tokens(tokens[None]), self._config)
+        return scale_embeddings(self._embedding(tokens[None]), self._config)
 
     def run_layer(
         self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
@@ -158,17 +177,25 @@ class CausalModel:
         by_blocks: bool = False,
     ) -> Tensor:
         position_ids = positions[None]
-        arguments = {
+        layer_pass = LayerPass(self.kinds, attention_pass)
+        arguments: dict[str, Any] = {
             "attention_mask": None,
             "position_ids": position_ids,
-            "position_embeddings": self._rotary(hidden, position_ids),
-            "attention_pass": attention_pass,
+            "attention_pass": layer_pass,
+            "past_key_values": layer_pass if self.kinds.recurrent else None,
         }
+        # Layers of one type share their rotary frequencies.
+        rotations: dict[str, tuple[Tensor, Tensor] | None] = {}
         if (found := self.module.config._attn_implementation) != ATTENTION_NAME:
             raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
         for group in plan.groups:
+            rope = self.kinds.kinds[group[0]].rope
+            if rope not in rotations:
+                rotations[rope] = self._rotary(hidden, position_ids, rope)
+            arguments["position_embeddings"] = rotations[rope]
             if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
                 hidden = self._blocks[group[0]](hidden, **arguments)
+                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
             else:
                 hidden = self._run_group(group, hidden, arguments, plan)
         return hidden
@@ -201,8 +228,14 @@ class CausalModel:
                 blocks, so that they cannot be grouped or left out.
         """
         plan = LayerPlan.parse(text, self.layers)
-        if plan is not None:
-            self._check_blocks(text)
+        if plan is None:
+            return None
+        if self.kinds.local:
+            raise UsageError(
+                f"layers {text!r}: {self.name} has layers with sliding windows or recurrent states, which"
+                " cannot be grouped or left out; use layers all"
+            )
+        self._check_blocks(text)
         return plan
 
     @torch.inference_mode()
@@ -222,7 +255,7 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits `[tokens, vocabulary]` of final hidden states `[1, tokens, hidden_size]`."""
-        logits = scale_logits(self.module.lm_head(self._body.norm(hidden))[0], self._config)
+        logits = scale_logits(self.module.lm_head(self._norm(hidden))[0], self._config)
         if self._entries != self.vocabulary:
             logits = torch.nn.functional.pad(logits, (0, self.vocabulary - self._entries), value=-torch.inf)
         return logits
@@ -316,11 +349,18 @@ class CausalModel:
     def _probed(self, probe: _Probe, plan: LayerPlan, *, by_blocks: bool = False) -> Tensor:
         """Returns hidden states after the probe's tokens, `[1, tokens, hidden_size]`."""
         positions = torch.arange(len(probe.tokens), device=self.device)
-        return self._run(plan, self.embed(probe.tokens), positions, probe, by_blocks=by_blocks)
+        return torch.cat(
+            [
+                self._run(plan, self.embed(probe.tokens[part]), positions[part], probe, by_blocks=by_blocks)
+                for part in probe.parts
+            ],
+            dim=1,
+        )
 
     def _check_weights(self) -> None:
         for name, parameter in self.module.named_parameters():
-            if not bool(parameter.isfinite().all()):
+            # Numbers of 8 bits are quantised, and torch cannot look at some of them.
+            if parameter.itemsize > 1 and not bool(parameter.isfinite().all()):
                 raise NotANumber(
                     f"{self.name}: the weight {name} has NaN or infinite entries; check its file"
                 )
@@ -333,14 +373,17 @@ class CausalModel:
         """
         probe = _Probe(self)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), errors_alone():
                 found = self.logits(self._probed(probe, self._in_turn))
                 expected = self.module(input_ids=probe.tokens[None], use_cache=False).logits[0]
+                if self.kinds.recurrent:
+                    continued = self.logits(self._probed(_Probe(self, split=3), self._in_turn))
+                    found = torch.stack([found, continued])
         except torch.OutOfMemoryError:
             raise
         except (TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise UsageError(f"{self.name}: {kind_of(self.module)} is not supported: {error}") from error
-        if not probe.calls:
+        if self.kinds.full and not probe.calls:
             raise UsageError(
                 f"{self.name}: {kind_of(self.module)} is not supported: its layers do not pass keyword"
                 " arguments on to their attention"
@@ -349,31 +392,50 @@ class CausalModel:
             self._check_weights()
             return  # `raise_nan` reports the layer at the first real pass
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        scale = float(expected.abs().max())
-        if probe.calls != self.layers or float((found - expected).abs().max()) > tolerance * max(scale, 1.0):
+        tolerance *= max(float(expected.abs().max()), 1.0)
+        alike = found.shape[-2:] == expected.shape and probe.calls == len(self.kinds.full)
+        if not alike or float((found - expected).abs().max()) > tolerance:
             raise UsageError(
-                f"{self.name}: {kind_of(self.module)} is not supported: it does more than plain full "
-                "attention between its embedding, decoder layers, norm and head"
+                f"{self.name}: {kind_of(self.module)} is not supported: it does more than run its decoder "
+                "layers in turn between its embedding, norm and head"
             )
 
 
 class _Probe:
-    """Causal attention of five tokens over themselves."""
+    """Causal attention of five tokens over themselves.
 
-    def __init__(self, model: CausalModel) -> None:
-        self.kv_heads = model.kv_heads
-        self.head_dim = model.head_dim
+    Args:
+        split: number of tokens in the first of two passes; None: all are in one.
+    """
+
+    def __init__(self, model: CausalModel, split: int | None = None) -> None:
         self.tokens = torch.arange(5, device=model.device) * 7 % model.vocabulary
+        self.parts = [slice(None)] if split is None else [slice(split), slice(split, None)]
         self.calls = 0
+        self._backend = choose_backend(model.device)
+        self._local = LocalState(model.local_layers, self._backend)
+        self._local.start_read()
+        self._kv: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    @property
+    def local(self) -> LocalState:
+        return self._local
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         self.calls += 1
-        expected = (self.kv_heads, keys.shape[1], self.head_dim)
-        if keys.shape != expected or values.shape != expected:
-            raise ValueError(
-                f"its attention has {keys.shape[0]} heads of keys {keys.shape[2]} wide and values "
-                f"{values.shape[2]} wide, and its config says {self.kv_heads} heads of {self.head_dim}"
-            )
-        return torch.nn.functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=True
-        )[0]
+        total = AttentionSum(self._backend, queries, len(keys), scale, sinks=sinks)
+        total.add(*self._backend.causal(queries, keys, values, scale))
+        kv = torch.stack([keys, values])
+        if layer in self._kv:
+            total.attend(*self._kv[layer])
+            kv = torch.cat([self._kv[layer], kv], dim=2)
+        self._kv[layer] = kv
+        return total.result()

@@ -1,0 +1,379 @@
+"""What layers keep that do not attend to the whole sequence: KV of sliding windows, and recurrent states.
+
+All of it is small and stays on the device. `LocalHistory` is what verified tokens leave, a value that is
+never changed in place: a sequence can return to an earlier one, and sequences can share one. `LocalState`
+belongs to a cache and adds the tokens of its passes: pending until a commit, then speculative, as in the
+cache itself.
+
+A recurrent state cannot be cut. So the inputs of the recurrent layers are kept of all tokens behind a state,
+and where a pass is accepted in part, those of the accepted tokens go through these layers once more, in front
+of the tokens of the next pass: that takes no product of other layers, and no attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, folded_mask
+from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.base import NewTokens
+from offload_rt.caches.local_history import LocalHistory, LocalLayers, RecurrentState, Window, copied
+from offload_rt.host import to_device
+
+MOST_BLOCK = 512
+"""Most queries of a prefill that attend to a window together."""
+
+Mixer = Callable[[Tensor, Any], Tensor]
+"""Runs a recurrent layer over hidden states `[1, tokens, hidden_size]` with a cache of transformers."""
+
+MOST_ROWS = 32
+"""Most verified tokens that a recurrent layer takes once more in front of those of a pass. With a draft they
+are as many as a chunked kernel takes at once."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Tokens of a pass that follow each other, with no branch between them.
+
+    Attributes:
+        parent: number of the token before them, as in `NewTokens`; -1: the verified sequence.
+        tokens: their indices in the pass.
+    """
+
+    parent: int
+    tokens: list[int]
+
+
+class LocalState:
+    """The local layers of one sequence in one cache.
+
+    A pass is `begin`, `attend` and `mix` for its layers, then `commit`; tokens are counted as in the cache:
+    its speculative entries, then the tokens of the pass. Between `start_read` and `finish_read` the same
+    calls read verified tokens, layer by layer, in chunks of any size.
+
+    Args:
+        source: the local layers of the full cache of the same model, whose verified tokens are also this
+            one's; None: it has its own.
+    """
+
+    def __init__(
+        self, layers: LocalLayers, backend: AttentionBackend, source: LocalState | None = None
+    ) -> None:
+        self.layers = layers
+        self._backend = backend
+        self._source = source
+        self._own = layers.start()
+        self._reading: tuple[dict[int, Window], dict[int, RecurrentState]] | None = None
+        kinds = layers.kinds
+        self._carrier = layers.carrier() if kinds.recurrent else None
+        # Of speculative tokens and those of the pass: KV of windows, inputs of recurrent layers, by layer.
+        self._rows: dict[int, Tensor] = {}
+        self._pending: dict[int, Tensor] = {}
+        self._mixers: dict[int, Mixer] = {}
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        # States after speculative entries without a child, by entry, and the history that they follow.
+        self._states: dict[int, dict[int, RecurrentState]] = {}
+        self._followed = self._own
+        self._new: NewTokens | None = None
+        self._runs: list[_Run] = []
+        self._ends: list[dict[int, RecurrentState]] = []
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}
+
+    def derived(self) -> LocalState:
+        """Returns local layers for another cache of the same sequence and model."""
+        return LocalState(self.layers, self._backend, self)
+
+    @property
+    def history(self) -> LocalHistory:
+        """What the verified tokens left."""
+        return self._own if self._source is None else self._source.history
+
+    def restart(self, history: LocalHistory | None = None) -> None:
+        """Returns to a history of the sequence, of no token by default, and forgets everything behind it."""
+        self._own = self.layers.start() if history is None else history
+        self._reading = None
+        self._forget()
+
+    def start_read(self) -> None:
+        """Starts to read verified tokens; `finish_read` keeps them, and `give_up_read` does not."""
+        if self.layers.kinds.local:
+            self._reading = dict(self._own.windows), {}
+
+    def finish_read(self) -> None:
+        """Keeps what was read."""
+        if self._reading is not None:
+            windows, states = self._reading
+            self.restart(LocalHistory(windows, {**self._own.states, **states}))
+
+    def give_up_read(self) -> None:
+        """Forgets what was read."""
+        self._reading = None
+
+    def begin(self, new: NewTokens, behind: int) -> None:
+        """Starts a pass over new tokens behind `behind` speculative entries."""
+        if not self.layers.kinds.local:
+            return
+        if behind < len(self._parents):  # the cache has forgotten its speculation
+            self.keep(range(behind))
+        if self._followed is not self.history:
+            self._states.clear()  # they follow what was drafted; now the true states are known
+            self._followed = self.history
+        self._new = new
+        self._masks.clear()
+        if self.layers.kinds.recurrent:
+            self._runs = _runs(new.parents, behind)
+            self._ends = [{} for _ in self._runs]
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention over a sliding window; shapes as in `Cache.attend`, `layer` of the model."""
+        if self._reading is not None:
+            return self._read_window(layer, queries, keys, values, scale, sinks)
+        new, window = self._new, self.layers.kinds.kinds[layer].window
+        assert new is not None and window is not None
+        kv = torch.stack([keys, values])
+        if self._parents:
+            kv = torch.cat([self._rows[layer], kv], dim=2)
+        self._pending[layer] = kv
+        total = AttentionSum(self._backend, queries, len(keys), scale, sinks=sinks)
+        past, depths = self.history.windows[layer].kv, new.depths
+        unseen = past.shape[2] + min(depths) - window  # the oldest tokens that no query sees any more
+        past = past[:, :, max(0, unseen) :]
+        if past.shape[2]:
+            total.attend(past[0], past[1], self._mask(queries, len(keys), window, past.shape[2]))
+        total.attend(kv[0], kv[1], self._mask(queries, len(keys), window, 0))
+        return total.result()
+
+    def _mask(self, queries: Tensor, kv_heads: int, window: int, past: int) -> Tensor | None:
+        """Returns the mask of the pass over the newest `past` verified tokens; 0: over its own tokens."""
+        if (window, past) not in self._masks:
+            mask = self._past_mask(window, past) if past else self._own_mask(window, queries)
+            if mask is not None:
+                wide = torch.promote_types(queries.dtype, torch.float32)
+                mask = folded_mask(self._backend, mask.to(wide), queries, kv_heads)
+            self._masks[window, past] = mask
+        return self._masks[window, past]
+
+    def _past_mask(self, window: int, past: int) -> Tensor | None:
+        assert self._new is not None
+        depths = self._new.depths
+        if past + max(depths) <= window:
+            return None
+        first = to_device([past + depth - window for depth in depths], self.layers.device)
+        columns = torch.arange(past, device=self.layers.device)
+        mask = torch.zeros(len(depths), past, device=self.layers.device)
+        return mask.masked_fill_(columns < first[:, None], -torch.inf)
+
+    def _own_mask(self, window: int, like: Tensor) -> Tensor | None:
+        new, behind = self._new, len(self._parents)
+        assert new is not None
+        depths = [*self._depths, *new.depths]
+        if max(depths) <= window and new.sees_all(behind):
+            return None
+        mask = new.mask(behind, like)
+        if max(depths) > window:
+            every = to_device(depths, self.layers.device)
+            mask = mask.masked_fill(every <= every[behind:, None] - window, -torch.inf)
+        return mask
+
+    def _read_window(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attends a chunk of verified tokens to their windows, in blocks of queries."""
+        assert self._reading is not None
+        windows, _ = self._reading
+        before, window = windows[layer].kv, self.layers.kinds.kinds[layer].window
+        assert window is not None
+        past, count = before.shape[2], queries.shape[1]
+        every = torch.cat([before, torch.stack([keys, values])], dim=2)
+        windows[layer] = windows[layer].append(every[:, :, past:])
+        outs, block = [], min(window, MOST_BLOCK)
+        for start in range(0, count, block):
+            part = queries[:, start : start + block]
+            at, rows = past + start, part.shape[1]
+            first = max(0, at - window + 1)  # the oldest token that a query sees
+            whole = max(first, at + rows - window)  # from here on all queries see every token
+            own = every[:, :, at : at + rows]
+            total = AttentionSum(self._backend, part, len(keys), scale, sinks=sinks)
+            total.add(*self._backend.causal(part, own[0], own[1], scale))
+            if whole < at:
+                total.attend(*every[:, :, whole:at])
+            if first < whole:
+                edge = torch.arange(first, whole, device=self.layers.device) - (at - window + 1)
+                row = torch.arange(rows, device=self.layers.device)
+                wide = torch.promote_types(queries.dtype, torch.float32)
+                mask = torch.zeros(rows, whole - first, dtype=wide, device=self.layers.device)
+                mask.masked_fill_(edge < row[:, None], -torch.inf)
+                keys_seen, values_seen = every[:, :, first:whole]
+                total.attend(keys_seen, values_seen, folded_mask(self._backend, mask, part, len(keys)))
+            outs.append(total.result())
+        return torch.cat(outs, dim=1)
+
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """Runs a recurrent layer over the new tokens, `[1, tokens, hidden_size]`."""
+        self._mixers[layer] = mixer
+        if self._reading is not None:
+            _, states = self._reading
+            start = states[layer] if layer in states else self._after(layer, -1)
+            out, states[layer] = self._run(layer, start, hidden)
+            return out
+        behind = len(self._parents)
+        self._pending[layer] = torch.cat([self._rows[layer], hidden[0]]) if behind else hidden[0]
+        if len(self._runs) == 1:
+            out, self._ends[0][layer] = self._run(layer, self._after(layer, self._runs[0].parent), hidden)
+            return out
+        outs = torch.empty_like(hidden)
+        for run, ends in zip(self._runs, self._ends, strict=True):
+            at = to_device(run.tokens, hidden.device)
+            outs[:, at], ends[layer] = self._run(layer, self._after(layer, run.parent), hidden[:, at])
+        return outs
+
+    def _run(self, layer: int, start: RecurrentState, hidden: Tensor) -> tuple[Tensor, RecurrentState]:
+        """Runs a recurrent layer from a state; returns its output for `hidden`, and the state behind."""
+        assert self._carrier is not None
+        before, inputs = 0, hidden
+        if start.rows is not None:
+            before, inputs = len(start.rows), torch.cat([start.rows[None], hidden], dim=1)
+        state = self.layers.carrier().layers[layer] if start.state is None else copied(start.state)
+        self._carrier.layers[layer] = state
+        return self._mixers[layer](inputs, self._carrier)[:, before:], RecurrentState(state)
+
+    def _after(self, layer: int, token: int) -> RecurrentState:
+        """Returns the state of a layer after a speculative entry or a token of the pass."""
+        behind = len(self._parents)
+        if token >= behind:
+            ended = next(at for at, run in enumerate(self._runs) if run.tokens[-1] == token - behind)
+            return self._ends[ended][layer]
+        if (known := self._states.get(token, {}).get(layer)) is not None:
+            return known
+        path = []
+        while token >= 0:
+            path.append(token)
+            token = self._parents[token]
+        verified = self.history.states.get(layer, RecurrentState(None))
+        return verified.followed_by(
+            self._rows[layer][to_device(path[::-1], self.layers.device)] if path else None
+        )
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Makes these tokens of the pass speculative, in this order, and forgets the others."""
+        new, self._new = self._new, None
+        if new is None:
+            return
+        behind = len(self._parents)
+        slots = [*range(behind), *(behind + index for index in kept)]
+        self._rows, self._pending = self._taken(self._pending, slots), {}
+        place = {behind + index: behind + at for at, index in enumerate(kept)}
+        for index in kept:
+            parent = new.parents[index]
+            self._add(place.get(parent, parent))
+        for run, states in zip(self._runs, self._ends, strict=True):
+            if (entry := place.get(behind + run.tokens[-1])) is not None:
+                self._states[entry] = states
+        self._runs, self._ends = [], []
+        # Of a chain one state is kept, and of a tree one a branch: others can be computed again.
+        inner = set(self._parents)
+        self._states = {entry: one for entry, one in self._states.items() if entry not in inner}
+
+    def _add(self, parent: int) -> None:
+        self._parents.append(parent)
+        self._depths.append(1 + (self._depths[parent] if parent >= 0 else 0))
+
+    def _taken(self, rows: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
+        """Returns these slots of the rows of every layer."""
+        windowed = self.layers.kinds.windowed
+        if slots == list(range(len(slots))):
+            return {
+                layer: one[:, :, : len(slots)] if layer in windowed else one[: len(slots)]
+                for layer, one in rows.items()
+            }
+        at = to_device(slots, self.layers.device)
+        return {layer: one.index_select(2 if layer in windowed else 0, at) for layer, one in rows.items()}
+
+    def keep(self, entries: Sequence[int]) -> None:
+        """Keeps these speculative entries, in this order, and forgets the others."""
+        entries = list(entries)
+        if not self.layers.kinds.local or entries == list(range(len(self._parents))):
+            return
+        self._rows = self._taken(self._rows, entries)
+        place = {-1: -1} | {entry: at for at, entry in enumerate(entries)}
+        parents = [place.get(self._parents[entry], -1) for entry in entries]
+        self._states = {place[entry]: one for entry, one in self._states.items() if entry in place}
+        self._parents, self._depths = [], []
+        for parent in parents:
+            self._add(parent)
+
+    def settle(self) -> None:
+        """Makes all speculative entries verified; they must be a chain."""
+        if not self._parents:
+            return
+        count = len(self._parents)
+        kinds, history = self.layers.kinds, self._own
+        windows = {
+            layer: one.append(self._rows[layer][:, :, :count]) for layer, one in history.windows.items()
+        }
+        if self._followed is not self._own:
+            self._states.clear()
+        states = {layer: self._after(layer, count - 1) for layer in kinds.recurrent}
+        self._own = LocalHistory(windows, states)
+        self._forget()
+        self.catch_up(MOST_ROWS)
+
+    def catch_up(self, most: int = 0) -> None:
+        """Computes the verified states that lie more than `most` tokens back."""
+        states = dict(self._own.states)
+        late = [layer for layer, one in states.items() if one.rows is not None and len(one.rows) > most]
+        for layer in late:
+            start = states[layer]
+            assert start.rows is not None
+            states[layer] = self._run(layer, RecurrentState(start.state), start.rows[None])[1]
+        if late:
+            self._own = LocalHistory(self._own.windows, states)
+            self._followed = self._own
+
+    def _forget(self) -> None:
+        """Forgets all speculation."""
+        self._rows, self._pending, self._states = {}, {}, {}
+        self._parents, self._depths = [], []
+        self._new, self._runs, self._ends = None, [], []
+        self._followed = self.history
+
+
+def _runs(parents: Sequence[int], behind: int) -> list[_Run]:
+    """Splits the tokens of a pass into runs, each after the one that it follows."""
+    children: dict[int, int] = {}
+    for parent in parents:
+        children[parent] = children.get(parent, 0) + 1
+    runs: list[_Run] = []
+    open_runs: dict[int, _Run] = {}  # by the number of their last token
+    for index, parent in enumerate(parents):
+        run = open_runs.pop(parent, None) if children[parent] == 1 else None
+        if run is None:
+            run = _Run(parent, [])
+            runs.append(run)
+        run.tokens.append(index)
+        open_runs[behind + index] = run
+    return runs
+
+
+NO_LOCAL_STATE = LocalState(LocalLayers.none(), TorchCpuBackend())
+"""That of a cache of a model with full attention in all layers."""

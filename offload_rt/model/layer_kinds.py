@@ -1,0 +1,149 @@
+"""What each decoder layer of a model keeps of a sequence, read from its config and modules.
+
+A full-attention layer keeps the KV of all tokens, which is paged. A layer with a sliding window keeps the KV
+of its newest tokens, and a layer of linear attention, a state-space layer or a short convolution keeps a
+state of fixed size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one decoder layer keeps of a sequence.
+
+    Attributes:
+        kv_heads, head_dim: of its attention; 0 where it has none.
+        window: tokens that each token attends to, itself included; None: all before it.
+        mixer: name of the submodule with a recurrent state; empty where it has none.
+        rope: type of layer by which its rotary frequencies are found, where a model has several sets.
+    """
+
+    kv_heads: int = 0
+    head_dim: int = 0
+    window: int | None = None
+    mixer: str = ""
+    rope: str = "full_attention"
+
+    @property
+    def full(self) -> bool:
+        """Its KV is that of the whole sequence."""
+        return self.kv_heads > 0 and self.window is None
+
+    @property
+    def windowed(self) -> bool:
+        """Its KV is that of the newest tokens."""
+        return self.window is not None
+
+    @property
+    def recurrent(self) -> bool:
+        """It carries a state of fixed size from token to token."""
+        return bool(self.mixer)
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The kinds of a model's decoder layers, in order."""
+
+    kinds: tuple[LayerKind, ...]
+
+    @classmethod
+    def uniform(cls, layers: int, kv_heads: int, head_dim: int) -> LayerKinds:
+        """Returns the kinds of a model that has full attention in all layers."""
+        return cls((LayerKind(kv_heads, head_dim),) * layers)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Of each layer, its number among the full ones; -1 for any other layer."""
+        places, count = [], 0
+        for kind in self.kinds:
+            places.append(count if kind.full else -1)
+            count += kind.full
+        return tuple(places)
+
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """Full-attention layers, whose KV is paged."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.full)
+
+    @cached_property
+    def windowed(self) -> tuple[int, ...]:
+        """Layers with a sliding window."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.windowed)
+
+    @cached_property
+    def recurrent(self) -> tuple[int, ...]:
+        """Layers with a recurrent state."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.recurrent)
+
+    @property
+    def local(self) -> bool:
+        """Some layers keep something else than the KV of the whole sequence."""
+        return bool(self.windowed or self.recurrent)
+
+
+def layer_kinds(model: PreTrainedModel) -> LayerKinds:
+    """Returns the kinds of the layers of a model, whose weights may be on the meta device."""
+    config = model.config.get_text_config()
+    types: Sequence[str] = getattr(config, "layer_types", None) or ()
+    return LayerKinds(
+        tuple(
+            _kind(block, config, types[layer] if layer < len(types) else "")
+            for layer, block in enumerate(model.model.layers)
+        )
+    )
+
+
+def _kind(block: nn.Module, config: Any, layer_type: str) -> LayerKind:
+    attention, mixer = None, ""
+    for name, part in block.named_children():
+        if getattr(part, "layer_idx", None) is None:
+            continue
+        if _is_mixer(part):
+            mixer = name
+        elif attention is None:
+            attention = part
+    if attention is None:
+        return LayerKind(mixer=mixer)
+    heads: int = config.num_attention_heads
+    head_dim: int = (
+        getattr(attention, "head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads
+    )
+    width = getattr(getattr(attention, "k_proj", None), "out_features", None)
+    # A config whose layers differ in it has no number of KV heads: then it is that of the weights.
+    kv_heads: int = width // head_dim if isinstance(width, int) else 0
+    kv_heads = kv_heads or getattr(config, "num_key_value_heads", None) or heads
+    window = _window(attention, config, layer_type)
+    return LayerKind(kv_heads, head_dim, window, mixer, layer_type or "full_attention")
+
+
+def _is_mixer(part: nn.Module) -> bool:
+    """Returns whether a part of a layer carries a recurrent state."""
+    # transformers calls the cache of such a part so; a short convolution has the argument of attention.
+    return "cache_params" in inspect.signature(type(part).forward).parameters or hasattr(part, "conv")
+
+
+def _window(attention: nn.Module, config: Any, layer_type: str) -> int | None:
+    """Returns the sliding window of a layer in tokens; None if it covers all positions of the model."""
+    if layer_type and "sliding" not in layer_type:
+        return None
+    window = getattr(attention, "sliding_window", None)
+    if window is None and getattr(config, "use_sliding_window", True):
+        window = getattr(config, "sliding_window", None)
+    return usable_window(config, window)
+
+
+def usable_window(config: Any, window: int | None) -> int | None:
+    """Returns a sliding window in tokens; None if it covers all positions of the model."""
+    return window if window is not None and window < config.max_position_embeddings else None
