@@ -36,6 +36,8 @@ from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate, seconds
+from offload_rt.model.layer_kinds import LayerKind, LayerKinds
+from offload_rt.model.recurrence import Recurrence
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.prediction import Predictor, attention_rate
@@ -146,7 +148,11 @@ def _values(shape: ModelShape) -> Row:
 
 
 def _shape(values: Row) -> ModelShape:
-    return ModelShape(**values | {"dtype": getattr(torch, values["dtype"])})
+    given = values | {"dtype": getattr(torch, values["dtype"])}
+    if "kinds" in values:  # older records are of models with full attention alone
+        given["kinds"] = LayerKinds(tuple(LayerKind(**kind) for kind in values["kinds"]["kinds"]))
+        given["recurrence"] = values["recurrence"] and Recurrence(**values["recurrence"])
+    return ModelShape(**given)
 
 
 def predict_rows(record: Row, in_place: Sequence[Row]) -> list[Row]:

@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.measuring import CPU
 from offload_rt.machine.memory import available_memory
 from offload_rt.model.loading import demo_model
-from offload_rt.model.shape import SHAPES as KNOWN
+from offload_rt.model.named_shapes import SHAPES as KNOWN
 from offload_rt.model.shape import ModelShape
 
 PREFIX = "random:"
@@ -31,6 +33,16 @@ LOGIT_DEVIATION = 20.0
 POSITIONS = 262_144
 TINY = ModelShape("tiny", 4, 512, 1024, 8, 4, 64, 2048, 0)  # it counts its own parameters
 SHAPES = {"tiny": TINY, **KNOWN}
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {"num_local_experts": 32},
+    "gemma4-31b": {
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
+}
+"""Settings of published configs that their shapes do not tell, by name."""
 
 
 def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
@@ -68,22 +80,60 @@ def random_prompt(vocabulary: int, count: int) -> list[int]:
 
 def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
     """The config of a model in this shape, valid for `positions` tokens."""
+    if shape.family == "qwen3_moe":
+        experts: dict[str, Any] = {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.intermediate,
+            "moe_intermediate_size": shape.expert_parameters // (3 * 128 * shape.hidden),
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "vocab_size": shape.vocabulary,
+            "max_position_embeddings": positions,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        return Qwen3MoeConfig(**experts)
     kinds: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
     kind = kinds.get(shape.name[:5], LlamaConfig)
-    config: PretrainedConfig = kind(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=positions,
-        tie_word_embeddings=shape.tied,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": shape.tied,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if shape.kinds.local:
+        settings |= _local_settings(shape) | OWN_SETTINGS.get(shape.name, {})
+        mixed: PretrainedConfig = AutoConfig.for_model(shape.family, **settings)
+        return mixed
+    config: PretrainedConfig = kind(**settings)
     return config
+
+
+def _local_settings(shape: ModelShape) -> dict[str, Any]:
+    """Settings of a config for layers that do not attend to the whole sequence."""
+    kinds, settings = shape.kinds, dict[str, Any]()
+    if kinds.full:  # else all layers are alike
+        types = {
+            True: "full_attention",
+            False: "linear_attention" if kinds.recurrent else "sliding_attention",
+        }
+        settings["layer_types"] = [types[kind.full] for kind in kinds.kinds]
+    if kinds.windowed:
+        sliding = kinds.kinds[kinds.windowed[0]]
+        settings["sliding_window"] = sliding.window
+        settings |= {"num_key_value_heads": sliding.kv_heads, "head_dim": sliding.head_dim}
+    if shape.recurrence is not None:  # states of 128 by 128, as in all Qwens
+        settings["linear_num_value_heads"] = shape.recurrence.exact_elements // 128**2
+    return settings
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

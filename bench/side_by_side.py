@@ -33,7 +33,7 @@ from bench.systems import Setup
 from offload_rt.errors import UsageError
 from offload_rt.machine.memory import cache_folder
 from offload_rt.model.loading import check_same_tokens, choose_device, load_tokenizer
-from offload_rt.model.shape import find_shape
+from offload_rt.model.named_shapes import find_shape
 from offload_rt.text import encode
 
 ABOUT = """\

@@ -104,5 +104,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, name, 2**20)
     for name in ("PRODUCT", "GPU_PRODUCT"):
         monkeypatch.setattr(measuring, name, (8, 64))
+    for name in ("QUANTIZED", "GPU_QUANTIZED"):
+        monkeypatch.setattr(measuring, name, (64, 1))
     monkeypatch.setattr(measuring, "LAYERS", 1)
     monkeypatch.setattr(measuring, "REPEATS", 1)

@@ -14,7 +14,7 @@ from machine_cases import DESKTOP, GPU, HOST
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
-from offload_rt.model.shape import find_shape
+from offload_rt.model.named_shapes import find_shape
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.prediction import Predictor, RoundTime

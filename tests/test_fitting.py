@@ -23,7 +23,8 @@ from offload_rt.errors import UsageError
 from offload_rt.machine import inspection
 from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
 from offload_rt.machine.inspection import usable_hardware
-from offload_rt.model.shape import ModelShape, find_shape, from_config
+from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.shape import ModelShape, from_config
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
 from offload_rt.toml import load_config

@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "hub" / "models--owner--torn").mkdir()
     (place / "hub" / "datasets--owner--texts" / "snapshots" / "1").mkdir(parents=True)
     quantized = save(place / "models" / "quantized") / "config.json"
-    stated = json.loads(quantized.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    stated = json.loads(quantized.read_text()) | {"quantization_config": {"quant_method": "hqq"}}
     quantized.write_text(json.dumps(stated))
     save(place / "models" / "owner" / "deep", layers=1)
     tokens = save(place / "models" / "other", hidden=32, layers=1) / "tokenizer.json"
@@ -104,7 +104,8 @@ def test_everything_is_found_once_and_sorted(place: Path, run: Run) -> None:
     assert big["positions"] == big["longest_context"] == big["context"] == MAX_POSITIONS
     assert big["ms_per_token"] > 0
     assert models[quantized]["refusal"] == (
-        "its weights are quantized (gptq), which is not supported; give a checkpoint in bfloat16 or float16"
+        "its weights are quantized (hqq), which is not supported; give its checkpoint in bfloat16 or float16,"
+        " perhaps with --quantize nf4"
     )
     assert models[shards]["refusal"].startswith("1 of 2 files of weights are missing, the first is model-1.")
     assert not models[shards]["runs"] and models[shards]["longest_context"] is None

@@ -62,7 +62,7 @@ def test_the_command_tells_the_plan(run: Run) -> None:
         *report["assumptions"],
     ):
         assert said in out
-    chosen = {"config", "refresh_from", "placement"}
+    chosen = {"config", "refresh_from", "placement", "layers"}
     assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions"}
     assert set(report["placement"]) == PLACEMENT and set(predicted) == PREDICTED
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import JF68M, check_sums, expected_round, gpu, request
 
 from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
-from offload_rt.model.shape import SHAPES
+from offload_rt.model.named_shapes import SHAPES
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.planner import plan
 from offload_rt.planning.prediction import Predictor

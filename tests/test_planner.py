@@ -14,7 +14,7 @@ from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
-from offload_rt.model.shape import find_shape
+from offload_rt.model.named_shapes import find_shape
 from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import Prediction, plan
 from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances

@@ -18,7 +18,7 @@ from offload_rt.levels.base import needs_draft_model
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import choose_dtype, load_model
-from offload_rt.model.shape import find_shape
+from offload_rt.model.named_shapes import find_shape
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 from offload_rt.toml import config_names, load_config

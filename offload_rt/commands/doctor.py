@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import add_json
 from offload_rt.files import write_json
-from offload_rt.machine.hardware import GIB, Gpu
+from offload_rt.machine.hardware import GIB, Gpu, ProductRate
 
 if TYPE_CHECKING:
     from offload_rt.machine.inspection import Report
@@ -104,6 +104,7 @@ def _host_rows(report: Report) -> dict[str, str | None]:
         "attention rate": f"{first.rate:.1f} GB/s of bfloat16 KV at 1 query a key head{rates}",
         "beside copies": shares if gpus else None,
         "launch of a layer": f"{host.launch_ms:.3f} ms",
+        "quantized products": _products(host.products),
     }
 
 
@@ -118,7 +119,20 @@ def _gpu_rows(gpu: Gpu, link: Link, facts: GpuFacts) -> dict[str, str | None]:
         "matrix products": f"{gpu.compute_rate:,.0f} TFLOP/s in bfloat16",
         "attention": f"{facts.attention}; {triton}",
         "launch of a layer": f"{gpu.launch_ms:.3f} ms",
+        "quantized products": _products(gpu.products),
     }
+
+
+def _products(rates: Sequence[ProductRate]) -> str | None:
+    """Returns rates of products with quantised weights; None where none were measured."""
+    by_name: dict[str, list[ProductRate]] = {}
+    for one in rates:
+        by_name.setdefault(one.quantization, []).append(one)
+    told = "; ".join(
+        f"{name} " + ", ".join(f"{one.rate:.1f} at {one.rows}" for one in found)
+        for name, found in by_name.items()
+    )
+    return f"{told} rows, in billions of weights a second" if rates else None
 
 
 def _gib(size: int) -> str:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
-from offload_rt.commands.options import SETTING, add_dtype, add_json, add_overrides, add_rope
+from offload_rt.commands.options import (
+    SETTING,
+    add_dtype,
+    add_json,
+    add_overrides,
+    add_quantize,
+    add_rope,
+)
 from offload_rt.commands.prompts import token_count
 from offload_rt.config import AUTO, NO_DRAFT
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
@@ -20,6 +27,8 @@ from offload_rt.settings import SettingDefault
 from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
+    import torch
+
     from offload_rt.model.shape import ModelShape
     from offload_rt.planning.planner import Plan, Prediction
 
@@ -51,6 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     drafts = f"small draft model, e.g. jf68m, or auto: as in generate (default: {SETTING}, or none)"
     add("--draft", default=SettingDefault("draft"), metavar="FOLDER|ID|SHAPE|auto|none", help=drafts)
     add_dtype(add)
+    add_quantize(add)
     add_rope(add)
     tokens = "prompt and new tokens together, e.g. 100000, 96k or 1M; the prompt alone where both are given"
     add("--context", type=token_count, required=True, metavar="N", help=tokens)
@@ -86,11 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
     configs = load_configs(arguments.config, overrides)
     hardware = _hardware(arguments)
 
-    import torch
+    from torch import device
 
     from offload_rt.levels.base import needs_draft_model, possible
     from offload_rt.model.loading import choose_dtype
-    from offload_rt.model.shape import find_shape
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import comparison, ranked
 
@@ -98,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     if new_tokens is None and context > 1:
         new_tokens = min(NEW_TOKENS, context // 2)
         context -= new_tokens
-    dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
-    target = find_shape(arguments.model, dtype, arguments.rope)
+    dtype = choose_dtype(arguments.dtype, device("cuda" if hardware.gpus else "cpu"))
+    target, stretched = _target(arguments, dtype, context + (new_tokens or 1))
 
     def planned_with(small: ModelShape | None) -> list[Plan]:
         return ranked(
@@ -121,6 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = list(_report(planned, planned.check()))
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         lines.append(f"note       {target.ignored}")
+    if stretched is not None:
+        lines.append(f"note       {stretched}")
     if told is not None:
         lines.append(f"note       {told}")
     if others:
@@ -133,13 +144,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _target(
+    arguments: argparse.Namespace, dtype: torch.dtype | None, tokens: int
+) -> tuple[ModelShape, str | None]:
+    """Returns the shape of the target, and a note where a shape alone is planned with stretched positions."""
+    from offload_rt.model.named_shapes import find_shape, known_name
+    from offload_rt.model.rope import Yarn
+    from offload_rt.model.shape import yarn_factor
+
+    name, rope, quantize = arguments.model, arguments.rope, arguments.quantize
+    target = find_shape(name, dtype, rope, quantize)
+    if rope is not None or tokens <= target.max_positions or known_name(name) is None:
+        return target, None
+    if (factor := yarn_factor(target, tokens)) is None:
+        return target, None
+    note = f"more than {target.max_positions:,} positions: run it with --rope yarn:{factor}, as planned here"
+    return find_shape(name, dtype, Yarn(factor), quantize), note
+
+
 def _draft(
     arguments: argparse.Namespace, target: ModelShape, planned: Callable[[ModelShape | None], Plan]
 ) -> tuple[ModelShape | None, str | None]:
     """Returns the shape of the draft that the flags name, and a note where it was chosen by its plan."""
     from offload_rt.model.loading import DEMO, DEMO_DRAFT, DEMO_PARTS, load_tokenizer, model_source
     from offload_rt.model.local_models import local_drafts
-    from offload_rt.model.shape import find_shape
+    from offload_rt.model.named_shapes import find_shape
     from offload_rt.planning.local_plans import choose_draft
 
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
@@ -181,6 +210,8 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     request, placement = plan.request, plan.placement
     draft = f" and {request.draft.name}" if request.draft is not None else ""
     dtype = str(request.target.dtype).removeprefix("torch.")
+    if request.target.quantized and request.target.quantization is not None:
+        dtype += f" with {request.target.quantization.name} weights"
     new = f"prompt of {request.context:,} tokens, {request.new_tokens:,} new"
     yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {request.config.name}"
     shares = {
@@ -188,10 +219,15 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
         "attended by the CPU": placement.cpu_attended_bytes,
         "streamed": placement.streamed_bytes,
     }
-    whole = sum(shares.values())
+    whole, target = sum(shares.values()), request.target
     told = (f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})" for name, size in shares.items() if size)
-    yield f"KV         {whole / GIB:.2f} GiB: {'; '.join(told)}"
-    if not request.in_place:
+    paged = f" in {target.paged_layers} of {target.layers} layers" if target.kinds.local else ""
+    if target.paged_layers:
+        yield f"KV         {whole / GIB:.2f} GiB{paged}: {'; '.join(told)}"
+    else:
+        yield f"KV         nothing is paged: all {target.layers} layers keep a window or a state alone"
+    yield from _local(target, plan.host if request.in_place else plan.gpus[0])
+    if not request.in_place and target.paged_layers:
         store, size = request.config.store, plan.gpus[0]["staging_ring"]
         ring = f"{store.ring_buffers} buffers of {plan.request.segment_tokens:,} tokens"
         yield f"ring       {size / GIB:.2f} GiB: {ring}"
@@ -209,6 +245,19 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     )
     yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s"
     yield f"bottleneck {predicted.bottleneck}"
+
+
+def _local(target: ModelShape, parts: dict[str, int]) -> Iterator[str]:
+    """Yields lines on what layers without paged KV keep on the processor that computes."""
+    kinds = target.kinds
+    if kinds.windowed:
+        windows = sorted({kinds.kinds[layer].window or 0 for layer in kinds.windowed})
+        last = " or ".join(f"{window:,}" for window in windows)
+        size, layers = parts["sliding_windows"] / GIB, len(kinds.windowed)
+        yield f"windows    {size:.2f} GiB: the last {last} tokens in {layers} layers, and slack"
+    if kinds.recurrent:
+        size, copies = parts["recurrent_states"] / GIB, parts["recurrent_states"] // target.state_bytes
+        yield f"states     {size:.2f} GiB: {copies} copies, in {len(kinds.recurrent)} layers"
 
 
 def _memory(where: str, parts: dict[str, int], available: int) -> str:

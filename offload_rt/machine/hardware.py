@@ -46,6 +46,15 @@ bfloat16 products accumulated in float32."""
 
 
 @dataclass(frozen=True)
+class ProductRate:
+    """Rate of products of some rows with quantised weights, in billions of weights a second."""
+
+    quantization: str  # its name, e.g. nf4
+    rows: int
+    rate: float
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A GPU and its own link to host memory."""
 
@@ -56,6 +65,7 @@ class Gpu:
     to_device_rate: float  # GB/s of page-locked copies, in this direction alone
     to_host_rate: float
     launch_ms: float  # to launch one decoder layer's operations over a few tokens one by one
+    products: tuple[ProductRate, ...] = ()  # with quantised weights; none where they were not measured
 
     def read_ms(self, size: float) -> float:
         """Returns the time to read `size` bytes of its memory."""
@@ -86,6 +96,7 @@ class Host:
     attention_beside_link: float  # share of that rate that is left while the link copies at its full rate
     link_beside_attention: float  # share of the link's rate left meanwhile; both are 1 without a link
     launch_ms: float  # for one decoder layer's operations over a few tokens
+    products: tuple[ProductRate, ...] = ()  # with quantised weights; none where they were not measured
 
     def read_ms(self, size: float) -> float:
         """Returns the time to read `size` bytes of memory."""
@@ -108,8 +119,13 @@ class Hardware:
     def from_json(cls, values: dict[str, Any]) -> Hardware:
         """Restores what `dataclasses.asdict` gave."""
         attention = tuple(AttentionRate(**rate) for rate in values["host"]["attention"])
-        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
-        return cls(Host(**values["host"] | {"attention": attention}), gpus, values["measured"])
+
+        def products(one: dict[str, Any]) -> dict[str, Any]:
+            return one | {"products": tuple(ProductRate(**rate) for rate in one["products"])}
+
+        gpus = tuple(Gpu(**products(gpu)) for gpu in values["gpus"])
+        host = Host(**products(values["host"]) | {"attention": attention})
+        return cls(host, gpus, values["measured"])
 
 
 def named_hardware(

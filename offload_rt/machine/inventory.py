@@ -114,6 +114,7 @@ def read_versions() -> dict[str, str | None]:
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "flash_attn": _version("flash_attn"),
+        "bitsandbytes": _version("bitsandbytes"),
         "driver": _ask("SystemGetDriverVersion"),
     }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,9 +21,10 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.host import to_host
-from offload_rt.machine.hardware import AttentionRate, Gpu, Host
+from offload_rt.machine.hardware import AttentionRate, Gpu, Host, ProductRate
 from offload_rt.machine.inventory import GpuFacts, Link, link_now
 from offload_rt.model.passes import PassInput
+from offload_rt.model.quantization import INT8, NF4, Quantization, quantized_linear
 from offload_rt.model.runner import CausalModel
 
 CPU = torch.device("cpu")
@@ -34,6 +36,9 @@ ATTENTION_BYTES = 2**29
 COPY_BYTES = 2**28
 PRODUCT = (512, 2048)  # rows and width of matrix products on the CPU
 GPU_PRODUCT = (8192, 8192)
+PRODUCT_ROWS = (1, 16, 64)  # of products with quantised weights
+QUANTIZED = (2048, 4)  # width and number of their matrices on the CPU, which computes longer than it reads
+GPU_QUANTIZED = (8192, 4)
 LAYERS = 8  # of the model whose launches are timed
 REPEATS = 7
 
@@ -83,6 +88,37 @@ def compute_rate(device: torch.device, dtype: torch.dtype, rows: int, width: int
     given: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
     left, right = torch.randn(rows, width, **given), torch.randn(width, width, **given)
     return 2 * rows * width**2 / least_seconds(lambda: left @ right, device) / 1e9
+
+
+def quantized_rates(
+    device: torch.device, dtype: torch.dtype, width: int, count: int
+) -> tuple[ProductRate, ...]:
+    """Returns rates of products with quantised weights, of each format whose packages are installed.
+
+    Args:
+        width, count: of the square matrices, each of which is multiplied in turn.
+    """
+    rates = list[ProductRate]()
+    given: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    for name in (NF4, INT8):
+        if Quantization.named(name).missing_packages:
+            continue
+        try:
+            first = quantized_linear(name, torch.randn(width, width, **given))
+        except (ImportError, AttributeError, OSError):  # a package that does not go with this torch
+            continue
+        matrices = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
+        for rows in PRODUCT_ROWS:
+            multiply = partial(_multiply_all, matrices, torch.randn(1, rows, width, **given))
+            multiply()  # packs the weights, and initialises libraries
+            rates.append(ProductRate(name, rows, count * width**2 / least_seconds(multiply, device) / 1e9))
+    return tuple(rates)
+
+
+@torch.inference_mode()
+def _multiply_all(matrices: Sequence[torch.nn.Module], rows: Tensor) -> None:
+    for matrix in matrices:
+        matrix(rows)
 
 
 def launch_ms(device: torch.device) -> float:
@@ -176,7 +212,8 @@ def measure_host(available: int, copy: Callable[[], None] | None) -> Host:
     attention = CpuAttention(within(ATTENTION_BYTES, available))
     rates = attention.rates()
     shares = (1.0, 1.0) if copy is None else attention.shares_beside(copy)
-    return Host(0, 0, read, products, rates, *shares, launch)
+    quantized = quantized_rates(CPU, torch.float32, *QUANTIZED)
+    return Host(0, 0, read, products, rates, *shares, launch, quantized)
 
 
 class PinnedCopies:
@@ -241,4 +278,5 @@ def measure_gpu(facts: GpuFacts, copies: PinnedCopies, device: torch.device) -> 
     to_device, to_host, link = measure_link(copies, facts.uuid)
     read = memory_rate(device, within(MEMORY_BYTES, facts.free_bytes))
     products = compute_rate(device, torch.bfloat16, *GPU_PRODUCT) / 1e3
-    return Gpu(facts.name, 0, read, products, to_device, to_host, launch_ms(device)), link
+    quantized = quantized_rates(device, torch.bfloat16, *GPU_QUANTIZED)
+    return Gpu(facts.name, 0, read, products, to_device, to_host, launch_ms(device), quantized), link

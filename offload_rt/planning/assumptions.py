@@ -8,7 +8,7 @@ from offload_rt.config import shown
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, SECOND_CHOICE
 from offload_rt.machine.hardware import GIB
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.prediction import RUNNER_UP_HITS, RoundTime
+from offload_rt.planning.prediction import FUSED_ROWS, RUNNER_UP_HITS, RoundTime, product_rates
 
 
 def machine(request: PlanRequest) -> Iterator[str]:
@@ -26,10 +26,40 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"{gpu.memory_rate:.0f} GB/s, {gpu.compute_rate:.0f} TFLOP/s, link {gpu.to_device_rate:.1f} GB/s "
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
+    yield from _quantized(request)
     if request.remote_mlps:
         yield f"MLP blocks of {request.remote_mlps} of {request.target.layers} layers are on GPU 1"
     if request.other_gpus:
         yield "GPU 0 computes, the others keep and attend KV, each over its own link"
+
+
+def _quantized(request: PlanRequest) -> Iterator[str]:
+    """Yields how the target's weights are quantised, and what their products rest on."""
+    target, processor = request.target, next(iter(request.hardware.gpus), request.hardware.host)
+    quantization = target.quantization
+    if quantization is None:
+        return
+    if quantization.notice:
+        yield quantization.notice
+    if quantization.bits is None:
+        return
+    packed = quantization.nbytes(target.quantized)
+    others = target.weight_bytes - packed
+    yield (
+        f"weights: {target.quantized:,} in {quantization.name} of {quantization.bits:.2f} bits with their"
+        f" scales, {packed / GIB:.2f} GiB, the other {target.parameters - target.quantized:,} as they are,"
+        f" {others / GIB:.2f} GiB"
+    )
+    if target.expert_parameters and not quantization.experts:
+        yield f"experts are not quantized: {quantization.name} is for linear layers alone"
+    if rates := product_rates(processor.products, quantization):
+        told = ", ".join(f"{one.rate:.0f} at {one.rows}" for one in rates)
+        yield f"products with {quantization.name} weights (measured): {told} rows, in billions a second"
+    else:
+        yield (
+            f"products with {quantization.name} weights (not measured): up to {FUSED_ROWS} rows they read the"
+            " weights as they are stored, at the memory's rate; for more, weights are expanded first"
+        )
 
 
 def predictions(
@@ -55,8 +85,11 @@ def predictions(
         yield "no speculation: 1 token a pass"
         return
     rates = ", ".join(f"{level.name} {level.acceptance(fitting):.2f}" for level in fitting.levels)
-    chosen = "as given" if fitting.config.speculation.gamma2 else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
-    shape = best.verification.drafted
+    shape, asked = best.verification.drafted, fitting.speculation.shapes[-1]
+    given = fitting.config.speculation.gamma2 and shape.kind == asked.kind
+    chosen = "as given" if given else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
+    if asked.kind not in ("auto", shape.kind):
+        yield f"a chain is drafted instead of {asked}: recurrent states follow one path of tokens"
     drafted = f"gamma2 {shape.depth} ({chosen}), so that a round of 1 + α + … + α^γ"
     if shape.kind != "chain":
         drafted = f"trees of {shape.size} nodes in {shape.depth} steps, whose siblings save up to "

@@ -91,7 +91,7 @@ def _planned(
     def requests(draft: ModelShape | None, length: int) -> list[PlanRequest]:
         new = min(NEW_TOKENS, length // 2)
         small = None if draft is None else replace(draft, dtype=shape.dtype)
-        candidates = possible(configs, draft is not None)
+        candidates = possible(configs, draft is not None, bool(shape.paged_layers))
         return [PlanRequest(shape, small, one, length - new, new, hardware) for one in candidates]
 
     most = longest(requests(None, shape.max_positions))

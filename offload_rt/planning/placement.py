@@ -17,7 +17,7 @@ from offload_rt.config import Config, SpeculationConfig
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Level, Memory, kept_means, levels_of
+from offload_rt.levels.base import Level, Memory, kept_means, levels_of, local_memory
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.runner import CausalModel
@@ -27,6 +27,9 @@ PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
+REWIND_POINTS = 8
+"""Points of a sequence that it can be rewound to or forked at, where the host has room for so many: each has
+a copy of all windows and states there."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class PlanRequest:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of a GPU's staging ring."""
+        """Bytes of a GPU's staging ring; 0 where nothing is paged."""
+        if not self.target.paged_layers:
+            return 0
         return self.config.store.ring_buffers * self.segment_tokens * self.target.layer_token_bytes
 
     @property
@@ -119,7 +124,9 @@ class PlanRequest:
     @cached_property
     def drafts(self) -> list[DraftShape]:
         """Shapes of drafts for the full cache, to choose among."""
-        return self.speculation.shapes[-1].candidates() if self.levels else [CHAIN]
+        return (
+            allowed_drafts(self.speculation.shapes[-1], self.target, self.draft) if self.levels else [CHAIN]
+        )
 
     @cached_property
     def longest_draft(self) -> int:
@@ -153,6 +160,8 @@ class PlanRequest:
         more tokens behind the prompt needs.
         """
         page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
+        if not page_bytes:
+            return [self.context] * len(self.hardware.gpus)
         rooms = [max(0, _left(self, number)) for number in range(len(self.hardware.gpus))]
         if rooms:
             freed = gpu_memory(self, 0)["prefill"] - _chunk_memory(self)
@@ -165,6 +174,8 @@ class PlanRequest:
     def late_tokens(self, resident: int) -> int:
         """Returns how many of `resident` tokens of the first GPU have room only after the prefill."""
         page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
+        if not page_bytes:
+            return 0
         return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
 
     def placement(self, resident: int, cpu: int) -> Placement:
@@ -212,6 +223,18 @@ class Placement:
         """Bytes that cross all links together for every pass."""
         others = sum(gpu.streamed_tokens for gpu in self.gpus)
         return (self.streamed_tokens + others) * self.shape.token_bytes
+
+
+def allowed_drafts(shape: DraftShape, *models: ModelShape | None) -> list[DraftShape]:
+    """Returns the drafts of a shape to choose among that the models which make and verify them allow.
+
+    A layer with a recurrent state keeps one for each branch of a draft, which may be as large as the KV of
+    2,000 tokens. Such models draft chains, and sequences side by side; a chain takes the place of a tree.
+    """
+    found = shape.candidates()
+    if all(model is None or model.drafts_trees for model in models):
+        return found
+    return [one for one in found if one.kind in ("chain", "sequences")] or CHAIN.candidates()
 
 
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
@@ -284,11 +307,14 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
 def _chunk_memory(request: PlanRequest) -> int:
     """Bytes for a chunk of a prefill: its activations, and on a GPU its KV, packed into pages and written."""
     target = request.target
-    attended = 2 * target.heads * target.head_dim + 2 * target.kv_heads * target.head_dim
-    width = 4 * target.hidden + attended + 3 * target.intermediate
+    attended = max(2 * (target.heads + kind.kv_heads) * kind.head_dim for kind in target.kinds.kinds)
+    token = (4 * target.hidden + attended + 3 * target.intermediate) * target.dtype.itemsize
+    if target.recurrence is not None:  # a mixer and an MLP work one after the other
+        token = max(token, 4 * target.hidden * target.dtype.itemsize + target.recurrence.working_bytes)
     chunk = min(request.config.prefill.chunk, request.context)
-    packed = 0 if request.in_place else (TransferEngine.PROMPT_WRITES + 1) * chunk
-    return chunk * width * target.dtype.itemsize + packed * target.layer_token_bytes
+    written = not request.in_place and target.paged_layers
+    packed = (TransferEngine.PROMPT_WRITES + 1) * chunk if written else 0
+    return chunk * token + packed * target.layer_token_bytes
 
 
 def _gpu_reserve(gpu: Gpu) -> int:
@@ -310,7 +336,11 @@ def host_memory(request: PlanRequest) -> Memory:
     if means := layout.means_bytes(tokens, *kept_means(request.config)):
         memory["summaries"] = means
     memory |= _computing_memory(request) if request.in_place else {}
-    memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * request.hardware.host.memory_bytes))
+    available = request.hardware.host.memory_bytes
+    memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * available))
+    if point := target.window_bytes() + target.state_bytes:
+        points = (available - sum(memory.values())) // point
+        memory["rewind_points"] = max(1, min(REWIND_POINTS, points)) * point
     return memory
 
 
@@ -321,9 +351,10 @@ def _computing_memory(request: PlanRequest) -> Memory:
     for level in request.levels:
         for name, size in level.memory(request).items():  # two levels may give a purpose the same name
             memory[name] = memory.get(name, 0) + size
-    # The prompt's hidden states, and on a GPU the KV of the layer under way.
+    memory |= local_memory(target, request.longest_draft + 1)
+    # The prompt's hidden states, and on a GPU the KV of the full layer under way.
     memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + _chunk_memory(request)
-    if not request.in_place:
+    if not request.in_place and target.paged_layers:
         memory["prefill"] += request.context * target.layer_token_bytes
     # Logits of a pass, and their float32 probabilities before and after sorting.
     logits = (request.longest_draft + 1) * target.vocabulary

@@ -30,7 +30,9 @@ from offload_rt.planning.prediction import Predictor, RoundTime
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 THRIFTY = (("store.segment_bytes", 16 * 2**20), ("prefill.chunk", 512), ("retrieval.rest", False))
 """What saves memory and costs little time, given up in this order where memory is short."""
-NOTHING_FITS = "no shorter context, more GPUs or smaller numbers fit either: take a smaller model"
+NOTHING_FITS = (
+    "no shorter context, more GPUs or smaller numbers fit either: take a smaller model or quantised weights"
+)
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,16 @@ class Plan:
         unknown = dict.fromkeys(field.name for field in fields(Prediction))
         request, placement = self.request, self.placement
         place = "stream" if request.refreshes_from_stream else "store"
-        store = request.config.store
+        store, kinds = request.config.store, request.target.kinds
         report: dict[str, object] = {
             "fits": self.fits,
             "config": request.config.name,
             "refresh_from": place if request.retrieves else None,
+            "layers": {
+                "paged": len(kinds.full),
+                "sliding_windows": len(kinds.windowed),
+                "recurrent_states": len(kinds.recurrent),
+            },
             "placement": {
                 "resident_bytes": placement.resident_bytes,
                 "streamed_bytes": placement.streamed_bytes,

@@ -15,7 +15,8 @@ from itertools import pairwise
 from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import Cost
-from offload_rt.machine.hardware import AttentionRate, Gpu
+from offload_rt.machine.hardware import AttentionRate, Gpu, ProductRate
+from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
 
@@ -35,6 +36,9 @@ GATHER_SHARE = 0.7
 RUNNER_UP_HITS = 0.5
 """Share of rejections whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
 books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did."""
+FUSED_ROWS = 64
+"""Most rows whose products read quantised weights as they are stored, where none were measured; for more rows
+weights are expanded first."""
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
 """Rate of causal attention over a prompt, as a share of that of matrix products."""
 
@@ -110,6 +114,23 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
     return most.rate * most.queries / max(queries, most.queries)
 
 
+def product_rates(
+    measured: Sequence[ProductRate], quantization: Quantization | None
+) -> Sequence[ProductRate]:
+    """Returns the measured rates of a quantisation, by rising numbers of rows."""
+    return [rate for rate in measured if quantization is not None and rate.quantization == quantization.name]
+
+
+def product_rate(measured: Sequence[ProductRate], rows: int) -> float:
+    """Returns billions of weights a second: times are linear between measurements, and beyond them."""
+    times = [(one.rows, 1 / one.rate) for one in measured]
+    for (fewer, low), (more, high) in pairwise(times):
+        if rows <= more:
+            return 1 / (low + max(0, rows - fewer) / (more - fewer) * (high - low))
+    most, longest = times[-1]
+    return most / rows / longest
+
+
 class Predictor:
     """Predicts times of one request (a `levels.base.Rates`)."""
 
@@ -120,21 +141,37 @@ class Predictor:
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
         remote = self.request.remote_mlps if shape.name == self.target.name else 0
-        reading = self.processor.read_ms(shape.step_bytes)
-        products = max(reading, self.processor.compute_ms(2 * queries * shape.step_parameters))
-        attending = self._attention(shape, entries, queries)
+        products = self._products(shape, queries)
+        attending = self._attention(shape, entries, queries) + self._windows(shape, queries)
         if not self.request.in_place:
             attending /= MASKED_ATTENTION_SHARE
-        busy = products + attending + remote * EXCHANGE_MS
-        graphed = graph and not (remote or self.request.in_place)
+        states = self.processor.read_ms(2 * shape.state_bytes)  # read and written
+        busy = products + attending + states + remote * EXCHANGE_MS
+        graphed = graph and not (remote or self.request.in_place or shape.kinds.local)
         launching = shape.layers * self.processor.launch_ms
         return Cost(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
+
+    def _products(self, shape: ModelShape, rows: int) -> float:
+        """Returns the ms of products of some rows with all weights of a shape."""
+        processor, quantized = self.processor, shape.quantized
+        others = shape.step_parameters - quantized
+        if rates := product_rates(processor.products, shape.quantization):
+            packed = quantized / product_rate(rates, rows) / 1e6
+            read = processor.read_ms(others * shape.dtype.itemsize)
+            return packed + max(read, processor.compute_ms(2 * rows * others))
+        reading = processor.read_ms(shape.step_bytes)
+        expanding = self._expanding(shape) if rows > FUSED_ROWS else 0.0
+        return expanding + max(reading, processor.compute_ms(2 * rows * shape.step_parameters))
+
+    def _expanding(self, shape: ModelShape) -> float:
+        """Returns the ms in which quantised weights are expanded, and read again."""
+        return self.processor.read_ms(2 * shape.quantized * shape.dtype.itemsize)
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
         ms = self._cpu_attention(self.target, tokens, queries)
         if self.request.in_place:
             return ms
-        return ms / self.host.attention_beside_link + self.target.layers * EXCHANGE_MS
+        return ms / self.host.attention_beside_link + self.target.paged_layers * EXCHANGE_MS
 
     def device_read_ms(self, size: float) -> float:
         return self.processor.read_ms(size)
@@ -173,7 +210,7 @@ class Predictor:
         if self.request.in_place:
             return PassTime(placement, drafted, dense, self._attention(target, self.request.context, queries))
         link = cpu = others = memory = ahead = 0.0
-        streamed, exchanges = placement.streamed_bytes, target.layers * EXCHANGE_MS
+        streamed, exchanges = placement.streamed_bytes, target.paged_layers * EXCHANGE_MS
         # The link streams beside all layers but the first; the last one attends what came last.
         layer = dense.ms / target.layers
         if streamed:
@@ -198,22 +235,30 @@ class Predictor:
         """Returns the time in ms to launch attention over the streamed segments of a pass."""
         if self.request.in_place:
             return 0.0
-        segments = self.target.layers * -(-placement.streamed_tokens // self.request.segment_tokens)
+        segments = self.target.paged_layers * -(-placement.streamed_tokens // self.request.segment_tokens)
         return segments * SEGMENT_CALLS / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
-        """Returns the ms in which the processor that decodes attends so many tokens, of any tier."""
+        """Returns the ms in which the processor that decodes attends so many paged tokens, of any tier."""
         if isinstance(self.processor, Gpu):
             return self._gpu_attention(self.processor, shape, tokens, queries)
         return self._cpu_attention(shape, tokens, queries)
 
     def _gpu_attention(self, gpu: Gpu, shape: ModelShape, tokens: int, queries: int) -> float:
-        flops = shape.layers * shape.attention_flops * tokens * queries
+        flops = shape.paged_layers * shape.attention_flops * tokens * queries
         return max(gpu.read_ms(tokens * shape.token_bytes), gpu.compute_ms(flops))
 
     def _cpu_attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
         rate = attention_rate(self.host.attention, queries * shape.group)
         return tokens * shape.token_bytes / rate / 1e6
+
+    def _windows(self, shape: ModelShape, queries: int) -> float:
+        """Returns the ms in which the processor that decodes attends the sliding windows of all layers."""
+        size = shape.window_bytes(self.request.context)
+        if isinstance(self.processor, Gpu):
+            flops = shape.window_flops(self.request.context) * queries
+            return max(self.processor.read_ms(size), self.processor.compute_ms(flops))
+        return size / attention_rate(self.host.attention, queries * shape.group) / 1e6
 
     def round(self, verification: PassTime, draft: Cost) -> RoundTime:
         """Returns the times of a round whose draft is made ahead, beside the pass before it.
@@ -284,11 +329,12 @@ class Predictor:
         """Returns the time of the prefill, layer by layer; meanwhile its KV crosses the link to the host."""
         target, tokens = self.target, self.request.context
         products = 2 * (target.step_parameters - target.embedding_parameters) * tokens
-        # Causal: half of all pairs. Of the last layer only the KV is needed.
-        attention = (target.layers - 1) * target.attention_flops * tokens**2 / 2
+        attention = target.prompt_flops(tokens)
         attention /= PREFILL_ATTENTION_SHARE["cpu" if self.request.in_place else "gpu"]
         computing = self.processor.compute_ms(products + attention)
-        launching = -(-tokens // self.config.prefill.chunk) * target.layers * self.processor.launch_ms
+        chunks = -(-tokens // self.config.prefill.chunk)
+        computing += chunks * self._expanding(target)
+        launching = chunks * target.layers * self.processor.launch_ms
         if self.request.in_place:
             return computing + launching
         gpu = self.request.hardware.gpus[0]
