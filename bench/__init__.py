@@ -15,6 +15,7 @@ COMMANDS = {
     "paper": ("paper", "the tables and figures of the papers"),
     "model-card": ("model_card", "loss along a long prompt, needle score, acceptance of small caches"),
     "questions": ("questions", "a second question about a document: in memory, from disk, and cold"),
+    "rollback": ("rollback", "ways to return recurrent states to the accepted tokens"),
     "gpu": ("gpu", "checks that need a CUDA device"),
 }
 """Modules of this package, and what each command measures. A module has `add_arguments` and `run`."""
