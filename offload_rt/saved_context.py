@@ -256,8 +256,9 @@ class SavedContext:
         kv = engine.store.new_sequence()
         try:
             with self._errors_in_a_line():
-                points = self._points(target, min(self._length, max(0, len(wanted) - 1)))
-                length = usable_length(points, min(self._length, max(0, len(wanted) - 1)), target)
+                most = min(self._length, max(0, len(wanted) - 1))
+                points = self._points(target, most)
+                length = usable_length(points, most, target)
                 kv.reserve(length)
                 self._load_kv(kv, length, on_progress)
             return KVPrefix(wanted, kv, points, target, engine.lock)

@@ -6,10 +6,19 @@ import pytest
 import transformers
 from architectures import EQUAL, PAGE, Row, architectures, page, read_page, rows_of
 
-RUNNING = ("llama", "qwen3", "granite", "cohere", "glm4_moe", "smollm3", "phi3")
-MIXED = ("granitemoehybrid", "cohere2", "gemma3_text", "olmo3", "mistral", "qwen3_next")
-REFUSED = ("gpt2", "opt", "falcon", "gpt_neox", "phi", "stablelm", "nemotron", "gemma2", "gpt_oss", "mamba")
-ODD = ("deepseek_v3", "deepseek_v32", "minicpm3", "nanochat", "doge", "diffllama", "gemma4_text")
+RUNNING = ("llama", "qwen3", "granite", "cohere", "glm4_moe", "smollm3", "phi", "phi3")
+MIXED = (
+    "granitemoehybrid",
+    "cohere2",
+    "gemma3_text",
+    "olmo3",
+    "mistral",
+    "qwen3_next",
+    "gemma4_text",
+    "gpt_oss",
+)
+REFUSED = ("gpt2", "opt", "falcon", "gpt_neox", "stablelm", "nemotron", "gemma2", "mamba")
+ODD = ("deepseek_v3", "deepseek_v32", "minicpm3", "nanochat", "doge", "diffllama")
 
 
 @pytest.mark.parametrize("model_type", RUNNING + MIXED + REFUSED + ODD)

@@ -160,22 +160,19 @@ class LocalState:
     def _mask(self, queries: Tensor, kv_heads: int, window: int, past: int) -> Tensor | None:
         """Returns the mask of the pass over the newest `past` verified tokens; 0: over its own tokens."""
         if (window, past) not in self._masks:
-            mask = self._past_mask(window, past) if past else self._own_mask(window, queries)
+            mask = self._past_mask(window, past, queries) if past else self._own_mask(window, queries)
             if mask is not None:
-                wide = torch.promote_types(queries.dtype, torch.float32)
-                mask = folded_mask(self._backend, mask.to(wide), queries, kv_heads)
+                mask = folded_mask(self._backend, mask, queries, kv_heads)
             self._masks[window, past] = mask
         return self._masks[window, past]
 
-    def _past_mask(self, window: int, past: int) -> Tensor | None:
+    def _past_mask(self, window: int, past: int, like: Tensor) -> Tensor | None:
         assert self._new is not None
         depths = self._new.depths
         if past + max(depths) <= window:
             return None
         first = to_device([past + depth - window for depth in depths], self.layers.device)
-        columns = torch.arange(past, device=self.layers.device)
-        mask = torch.zeros(len(depths), past, device=self.layers.device)
-        return mask.masked_fill_(columns < first[:, None], -torch.inf)
+        return _from_column(first, past, like)
 
     def _own_mask(self, window: int, like: Tensor) -> Tensor | None:
         new, behind = self._new, len(self._parents)
@@ -218,11 +215,8 @@ class LocalState:
             if whole < at:
                 total.attend(*every[:, :, whole:at])
             if first < whole:
-                edge = torch.arange(first, whole, device=self.layers.device) - (at - window + 1)
-                row = torch.arange(rows, device=self.layers.device)
-                wide = torch.promote_types(queries.dtype, torch.float32)
-                mask = torch.zeros(rows, whole - first, dtype=wide, device=self.layers.device)
-                mask.masked_fill_(edge < row[:, None], -torch.inf)
+                oldest = torch.arange(rows, device=self.layers.device) + (at - window + 1 - first)
+                mask = _from_column(oldest, whole - first, queries)
                 keys_seen, values_seen = every[:, :, first:whole]
                 total.attend(keys_seen, values_seen, folded_mask(self._backend, mask, part, len(keys)))
             outs.append(total.result())
@@ -356,6 +350,21 @@ class LocalState:
         self._parents, self._depths = [], []
         self._new, self._runs, self._ends = None, [], []
         self._followed = self.history
+
+
+def _from_column(first: Tensor, columns: int, like: Tensor) -> Tensor:
+    """Returns an additive mask by which each row sees the columns from its own first one on.
+
+    Args:
+        first: of each row, `[rows]`.
+
+    Returns:
+        `[rows, columns]`, in float32 or wider, on the device of `like`.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    mask = torch.zeros(len(first), columns, dtype=wide, device=like.device)
+    unseen = torch.arange(columns, device=like.device) < first[:, None]
+    return mask.masked_fill_(unseen, -torch.inf)
 
 
 def _runs(parents: Sequence[int], behind: int) -> list[_Run]:

@@ -171,7 +171,7 @@ def restored_state(state: Any, described: Mapping[str, Any], tensors: Mapping[st
 
 
 def state_tensors(state: Any) -> dict[str, Tensor]:
-    """Returns the tensors of a recurrent state by name; see `with_state_tensors`."""
+    """Returns the tensors of a recurrent state by name; see `restored_state`."""
     found: dict[str, Tensor] = {}
     for name, value in vars(state).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]

@@ -177,10 +177,8 @@ def open_model(model: PreTrainedModel) -> None:
         _FOUND.setdefault(model, []).append((model.config._attn_implementation, model.training))
         model.config._attn_implementation = ATTENTION_NAME
         if len(_FOUND[model]) == 1:
-            for block, kind in zip(model.model.layers, layer_kinds(model).kinds, strict=True):
-                if kind.recurrent:
-                    mixer = getattr(block, kind.mixer)
-                    mixer.forward = partial(_mix, mixer, mixer.forward)
+            for mixer in _mixers(model):
+                mixer.forward = partial(_mix, mixer, mixer.forward)
         model.eval()
 
 
@@ -192,10 +190,15 @@ def restore_model(model: PreTrainedModel) -> None:
     with _LOCK:
         model.config._attn_implementation, training = _FOUND[model].pop()
         if not _FOUND[model]:
-            for block, kind in zip(model.model.layers, layer_kinds(model).kinds, strict=True):
-                if kind.recurrent:
-                    del getattr(block, kind.mixer).forward
+            for mixer in _mixers(model):
+                del mixer.forward
         model.train(training)
+
+
+def _mixers(model: PreTrainedModel) -> list[Any]:
+    """Returns the parts of a model's layers that carry a recurrent state."""
+    kinds = layer_kinds(model)
+    return [getattr(model.model.layers[layer], kinds.kinds[layer].mixer) for layer in kinds.recurrent]
 
 
 def _mix(mixer: torch.nn.Module, forward: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
@@ -220,7 +223,7 @@ def kind_of(model: PreTrainedModel) -> str:
 
 
 def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
-    """Refuses models without plain full attention and rotary positions.
+    """Refuses models with layers that are not supported, and those without attention.
 
     Raises:
         UsageError: names the architecture and what is not supported.
