@@ -22,7 +22,7 @@ from bench.results import Row
 from bench.texts import Texts, passed, recompose, take
 from cpu_kv import head_major
 from offload_rt.attention.backends import fold, folded_mask
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
@@ -72,31 +72,23 @@ class ExactTopKCache:
         self.local.begin(new, 0)
         self._new = new
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         full, length = self._full, self.verified_length
         runs = full.sequence.views(layer, 0, length)
         if layer >= self._whole:
             stored = [
                 torch.cat([*map(head_major, side)], dim=1).to(full.device) for side in zip(*runs, strict=True)
             ]
-            mass = chunk_scores(fold(queries, len(keys)), stored[0], scale)  # of single tokens
+            mass = chunk_scores(fold(queries, len(keys)), stored[0], softmax.scale)  # of single tokens
             chosen = top_chunks(mass, min(self._budget, length), first=0)
             k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
             runs = [(k, v)]
-        total = AttentionSum(full.backend, queries, len(keys), scale, sinks=sinks)
+        total = AttentionSum(full.backend, queries, len(keys), softmax.scale)
         for k, v in runs:
             total.attend(k.to(full.device), v.to(full.device))
         mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
         total.attend(keys, values, mask)
-        return total.result()
+        return total.result(softmax.sinks)
 
     def commit(self, kept: Sequence[int]) -> None:
         """Does nothing: verified KV is in the full cache."""

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.drafting.base import Drafter
@@ -58,15 +59,7 @@ class TokenCache:
     def begin(self, new: NewTokens) -> None:
         self.new, self.pending = new, []
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         raise NotImplementedError("a table needs no attention")
 
     def seen_by(self, token: int) -> list[Entry]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cpu_kv import CpuLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEngine
 from offload_rt.attention.backends import TorchCpuBackend
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -167,7 +168,10 @@ def run(cache: Cache, forest: Forest, new: int) -> list[Tensor]:
     keys = rotate(stacked([token.key for token in tokens]), positions).float()
     queries = rotate(stacked([token.query for token in tokens], HEADS), positions).float()
     values = stacked([token.value for token in tokens])
-    return [cache.attend(layer, queries[layer], keys[layer], values[layer], SCALE) for layer in range(LAYERS)]
+    return [
+        cache.attend(layer, queries[layer], keys[layer], values[layer], Softmax(SCALE))
+        for layer in range(LAYERS)
+    ]
 
 
 def check(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -319,7 +323,9 @@ def read_prompt(cache: FullCache, plain: PlainFull, tokens: list[Token]) -> Tens
         prompt, last = PromptAttention(cache, len(tokens)), []
         for layer in range(LAYERS):
             prompt.begin(kv_alone=True)
-            prompt.attend(layer, queries[layer].float(), plain.keys[layer], plain.values[layer], SCALE)
+            prompt.attend(
+                layer, queries[layer].float(), plain.keys[layer], plain.values[layer], Softmax(SCALE)
+            )
             last.append(prompt.last_queries)
         cache.finish_read(len(tokens), last)
     return queries

@@ -25,6 +25,7 @@ from transformers import DynamicCache
 
 from offload_rt import LLM, SamplingParams, api
 from offload_rt.attention.backends import TorchCpuBackend
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local import LocalHistory, LocalLayers, LocalState
 from offload_rt.caches.speculative import SpeculativeTokens
@@ -120,7 +121,7 @@ class Plain:
         at, kind = list(tokens), KINDS.kinds[layer]
         if kind.windowed:
             keys, values = KEYS[: kind.kv_heads, at], VALUES[: kind.kv_heads, at]
-            return self.state.attend(layer, QUERIES[:, at], keys, values, 0.5).transpose(0, 1)
+            return self.state.attend(layer, QUERIES[:, at], keys, values, Softmax(0.5)).transpose(0, 1)
         return self.state.mix(layer, lambda *given: mixed(layer, *given), HIDDEN[at][None])[0]
 
 

@@ -25,6 +25,7 @@ from transformers import LlamaModel, PreTrainedModel
 from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import TorchCpuBackend
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
@@ -262,18 +263,10 @@ class Breakable(StreamingCache):
             raise CopyFailed("layer -1")
         super().begin(new)
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if layer == self.fails_in:
             raise CopyFailed(f"layer {layer}")
-        return super().attend(layer, queries, keys, values, scale)
+        return super().attend(layer, queries, keys, values, softmax)
 
 
 def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) -> PassInput:

@@ -6,11 +6,25 @@ through their log-sum-exp.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from offload_rt.attention.backends import AttentionBackend, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
+
+
+class Softmax(NamedTuple):
+    """How a layer turns scores into weights.
+
+    Attributes:
+        scale: factor on the scores.
+        sinks: a logit for each head that takes a share of the weights and adds nothing, `[heads]`; or None.
+    """
+
+    scale: float
+    sinks: Tensor | None = None
 
 
 class AttentionSum:
@@ -22,7 +36,6 @@ class AttentionSum:
         queries: `[heads, n, head_dim]`.
         kv_heads: number of key heads of the segments.
         chunk: tokens per chunk for attention mass; None: no mass is taken.
-        sinks: a logit for each head that takes a share of the softmax and adds nothing, `[heads]`.
 
     Attributes:
         lse: log-sum-exp of everything added so far, `[kv_heads, folded_query]`; None: nothing was added.
@@ -37,7 +50,6 @@ class AttentionSum:
         kv_heads: int,
         scale: float,
         chunk: int | None = None,
-        sinks: Tensor | None = None,
     ) -> None:
         self.lse: Tensor | None = None
         self.mass: list[MassRange] = []
@@ -47,7 +59,6 @@ class AttentionSum:
         self._heads = len(queries)
         self._scale = scale
         self._chunk = chunk
-        self._sinks = sinks
         self._out: Tensor | None = None
 
     def attend(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
@@ -123,11 +134,15 @@ class AttentionSum:
                 part, one.mass, one.reference, self.lse, decay, every.period, every.step
             )
 
-    def result(self) -> Tensor:
-        """Returns attention over everything added, `[heads, n, head_dim]` in the dtype of the queries."""
+    def result(self, sinks: Tensor | None = None) -> Tensor:
+        """Returns attention over everything added, `[heads, n, head_dim]` in the dtype of the queries.
+
+        Args:
+            sinks: see `Softmax`.
+        """
         assert self._out is not None and self.lse is not None
         out = unfold(self._out, self._heads)
-        if self._sinks is not None:
+        if sinks is not None:
             lse = unfold(self.lse, self._heads)
-            out = out * torch.sigmoid(lse - self._sinks[:, None])[..., None]
+            out = out * torch.sigmoid(lse - sinks[:, None])[..., None]
         return out.to(self._queries.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
 from offload_rt.tokens import Tokens
@@ -141,22 +141,13 @@ class Cache(Protocol):
     def begin(self, new: NewTokens) -> None:
         """Starts a pass over new tokens."""
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention of the new tokens over the cache and themselves.
 
         Args:
             layer: number among the full-attention layers.
             queries: rotated, `[heads, count, head_dim]`.
             keys, values: of the new tokens, rotated, `[kv_heads, count, head_dim]`.
-            sinks: a logit for each head, see `AttentionSum`.
 
         Returns:
             `[heads, count, head_dim]`.

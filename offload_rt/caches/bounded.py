@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend, folded_mask
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import WORD_BITS, DerivedCache, NewTokens, VerifiedTokens, sees_entries
 from offload_rt.caches.buffers import BufferPool, KVBuffer, whole_pages
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
@@ -89,19 +89,11 @@ class BufferAttention:
         stop = start + new.count
         return cls(buffer, backend, slice(start, stop), slice(buffer.mean_slots - means, stop), mask)
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention of the new tokens, shapes as in `Cache.attend`."""
-        total = AttentionSum(self.backend, queries, len(keys), scale, sinks=sinks)
+        total = AttentionSum(self.backend, queries, len(keys), softmax.scale)
         total.attend(*self.put(layer, queries, keys, values))
-        return total.result()
+        return total.result(softmax.sinks)
 
     def put(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor
@@ -239,16 +231,8 @@ class BoundedCache(DerivedCache):
             self._attention = BufferAttention.behind(self.buffer, self.backend, self._new, *counts)
         return self._attention
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self.attention.attend(layer, queries, keys, values, scale, sinks)
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        return self.attention.attend(layer, queries, keys, values, softmax)
 
     def commit(self, kept: Sequence[int]) -> None:
         if self._new is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpu_kv import CopyFailed, KeysValues, LayerStream, TransferEngine, head_major
 from offload_rt.attention.backends import AttentionBackend
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
@@ -156,29 +156,21 @@ class FullCache:
         ranges.append(TierRange(self._streamed, at, end))
         return sorted(ranges, key=lambda one: one.tier.remote)
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if self._tail_attention is None or self._ranges is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._cancelled.is_set():
             raise PassCancelled("the sequence was cancelled")
-        self.scale = scale
+        self.scale = softmax.scale
         self._queries.append(queries)
         # Queries leave first, as remote tiers take longest; the layer before is accounted for meanwhile.
         started = []
         for tier, start, stop in self._ranges:
             runs = self.sequence.views(layer, start, stop) if tier.remote else ()
-            started.append(tier.start(layer, queries, runs, scale, self._mass_chunk))
+            started.append(tier.start(layer, queries, runs, softmax.scale, self._mass_chunk))
         self._report_mass()
         self._show_remote_segments(layer)
-        total = AttentionSum(self.backend, queries, len(keys), scale, self._mass_chunk, sinks)
+        total = AttentionSum(self.backend, queries, len(keys), softmax.scale, self._mass_chunk)
         total.attend(*self._tail_attention.put(layer, queries, keys, values))
         if self._followers:
             self._on_segment(layer, self._tail.start, [self._tail.committed(layer)])
@@ -187,7 +179,7 @@ class FullCache:
         self._unreported = layer, total
         if not self._ranges[-1].tier.remote or layer == self.layout.layers - 1:
             self._report_mass()
-        return total.result()
+        return total.result(softmax.sinks)
 
     def _report_mass(self) -> None:
         """Tells derived caches the attention mass of the newest layer."""

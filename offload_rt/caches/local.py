@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, folded_mask
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local_history import LocalHistory, LocalLayers, RecurrentState, Window, copied
 from offload_rt.host import to_device
@@ -130,32 +130,24 @@ class LocalState:
             self._runs = _runs(new.parents, behind)
             self._ends = [{} for _ in self._runs]
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention over a sliding window; shapes as in `Cache.attend`, `layer` of the model."""
         if self._reading is not None:
-            return self._read_window(layer, queries, keys, values, scale, sinks)
+            return self._read_window(layer, queries, keys, values, softmax)
         new, window = self._new, self.layers.kinds.kinds[layer].window
         assert new is not None and window is not None
         kv = torch.stack([keys, values])
         if self._parents:
             kv = torch.cat([self._rows[layer], kv], dim=2)
         self._pending[layer] = kv
-        total = AttentionSum(self._backend, queries, len(keys), scale, sinks=sinks)
+        total = AttentionSum(self._backend, queries, len(keys), softmax.scale)
         past, depths = self.history.windows[layer].kv, new.depths
         unseen = past.shape[2] + min(depths) - window  # the oldest tokens that no query sees any more
         past = past[:, :, max(0, unseen) :]
         if past.shape[2]:
             total.attend(past[0], past[1], self._mask(queries, len(keys), window, past.shape[2]))
         total.attend(kv[0], kv[1], self._mask(queries, len(keys), window, 0))
-        return total.result()
+        return total.result(softmax.sinks)
 
     def _mask(self, queries: Tensor, kv_heads: int, window: int, past: int) -> Tensor | None:
         """Returns the mask of the pass over the newest `past` verified tokens; 0: over its own tokens."""
@@ -192,8 +184,7 @@ class LocalState:
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        scale: float,
-        sinks: Tensor | None,
+        softmax: Softmax,
     ) -> Tensor:
         """Attends a chunk of verified tokens to their windows, in blocks of queries."""
         assert self._reading is not None
@@ -210,8 +201,8 @@ class LocalState:
             first = max(0, at - window + 1)  # the oldest token that a query sees
             whole = max(first, at + rows - window)  # from here on all queries see every token
             own = every[:, :, at : at + rows]
-            total = AttentionSum(self._backend, part, len(keys), scale, sinks=sinks)
-            total.add(*self._backend.causal(part, own[0], own[1], scale))
+            total = AttentionSum(self._backend, part, len(keys), softmax.scale)
+            total.add(*self._backend.causal(part, own[0], own[1], softmax.scale))
             if whole < at:
                 total.attend(*every[:, :, whole:at])
             if first < whole:
@@ -219,7 +210,7 @@ class LocalState:
                 mask = _from_column(oldest, whole - first, queries)
                 keys_seen, values_seen = every[:, :, first:whole]
                 total.attend(keys_seen, values_seen, folded_mask(self._backend, mask, part, len(keys)))
-            outs.append(total.result())
+            outs.append(total.result(softmax.sinks))
         return torch.cat(outs, dim=1)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
@@ -57,27 +57,19 @@ class SharedCache(BoundedCache):
         if length > self.verified_length:
             self._append_verified(self._source.engine.read(self.verified_length, length))
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if not self._paged:
-            return super().attend(layer, queries, keys, values, scale, sinks)
+            return super().attend(layer, queries, keys, values, softmax)
         runs = self._source.sequence.views(layer, 0, self._paged)
-        total = AttentionSum(self.backend, queries, len(keys), scale, sinks=sinks)
-        started = None if self._cpu is None else self._cpu.start(layer, queries, runs, scale)
+        total = AttentionSum(self.backend, queries, len(keys), softmax.scale)
+        started = None if self._cpu is None else self._cpu.start(layer, queries, runs, softmax.scale)
         total.attend(*self.attention.put(layer, queries, keys, values))
         if self._cpu is None or started is None:
             for run in runs:
                 total.attend(*run)
         else:
             total.add(*self._cpu.finish(started))
-        return total.result()
+        return total.result(softmax.sinks)
 
     def _append_verified(self, kv: Tensor) -> None:
         for portion in kv.split(self.PORTION, dim=3):

@@ -10,6 +10,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.speculative import SpeculativeTokens
@@ -46,15 +47,7 @@ class HeadStates:
     def begin(self, new: NewTokens) -> None:
         self._new = new
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         raise RuntimeError("a head has no attention")
 
     def commit(self, kept: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.model.runner import CausalModel
@@ -109,27 +109,19 @@ class AppendedAttention:
         self.local = cache.local
         cache.start_read()
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         cache = self._cache
-        cache.scale = scale
+        cache.scale = softmax.scale
         self.last_queries.append(queries[:, -LAST_QUERIES:].clone())
         if self.kv_alone:
             cache.put_read(layer, keys, values)
             return torch.zeros_like(queries)
-        total = AttentionSum(cache.backend, queries, len(keys), scale, sinks=sinks)
-        total.add(*cache.backend.causal(queries, keys, values, scale))
+        total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
+        total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
         for segment in cache.history(layer):
             total.attend(*segment)
         cache.put_read(layer, keys, values)
-        return total.result()
+        return total.result(softmax.sinks)
 
 
 class PromptAttention:
@@ -166,18 +158,10 @@ class PromptAttention:
         self._done = self._written = 0
         self._kv_alone = kv_alone
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         cache, start = self._cache, self._done
         self._done += keys.shape[1]
-        cache.scale = scale
+        cache.scale = softmax.scale
         newest = queries if start == 0 else torch.cat([self.last_queries, queries[:, -LAST_QUERIES:]], dim=1)
         # Copied: a view would keep the whole chunk's projections alive.
         self.last_queries = newest[:, -LAST_QUERIES:].clone()
@@ -191,11 +175,11 @@ class PromptAttention:
             cache.sequence.append(layer, keys, values)
         if self._kv_alone:
             return torch.zeros_like(queries)
-        total = AttentionSum(cache.backend, queries, len(keys), scale, sinks=sinks)
-        total.add(*cache.backend.causal(queries, keys, values, scale))
+        total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
+        total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
         for segment in history:
             total.attend(*segment)
-        return total.result()
+        return total.result(softmax.sinks)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Writes the pages that are full, and with the layer's last token the one that is not."""

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.local import Mixer
 from offload_rt.errors import UsageError
 from offload_rt.model.architecture import missing_modules, unsupported_settings
@@ -33,13 +34,7 @@ class LocalPass(Protocol):
     """Computes one forward pass of the layers with sliding windows or recurrent states; see `LocalState`."""
 
     def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor: ...
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor: ...
@@ -55,15 +50,7 @@ class AttentionPass(Protocol):
     @property
     def local(self) -> LocalPass: ...
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes full attention; `layer` counts full-attention layers alone."""
 
 
@@ -77,20 +64,12 @@ class LayerPass:
     kinds: LayerKinds
     attention: AttentionPass
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention in a decoder layer; shapes as in `Cache.attend`."""
         kind = self.kinds.kinds[layer]
         if kind.windowed:
-            return self.attention.local.attend(layer, queries, keys, values, scale, sinks)
-        return self.attention.attend(self.kinds.places[layer], queries, keys, values, scale, sinks)
+            return self.attention.local.attend(layer, queries, keys, values, softmax)
+        return self.attention.attend(self.kinds.places[layer], queries, keys, values, softmax)
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of the pass alone, as `attend` adds those before."""
@@ -135,7 +114,7 @@ def _attention(
             f" {kind.kv_heads} heads of {kind.head_dim}"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = attention_pass.attend(layer, query[0], key[0], value[0], scale, sinks)
+    out = attention_pass.attend(layer, query[0], key[0], value[0], Softmax(scale, sinks))
     return out.transpose(0, 1)[None].contiguous(), None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.local import Mixer
 from offload_rt.host import to_device
@@ -73,19 +74,11 @@ class BatchedAttention:
         """The layers that do not attend to the whole sequence."""
         return _BatchedLocal(self)
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention of all sequences' new tokens, which follow each other in dimension 1."""
 
         def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return cache.attend(layer, query, key, value, scale, sinks)
+            return cache.attend(layer, query, key, value, softmax)
 
         return self.each(attend, queries, keys, values)
 
@@ -110,17 +103,9 @@ class _BatchedLocal:
     def __init__(self, batch: BatchedAttention) -> None:
         self._batch = batch
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return cache.local.attend(layer, query, key, value, scale, sinks)
+            return cache.local.attend(layer, query, key, value, softmax)
 
         return self._batch.each(attend, queries, keys, values)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cpu_kv import KVLayout
 from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.sums import AttentionSum
+from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.local import LocalState
 from offload_rt.caches.local_history import LocalLayers
@@ -421,21 +421,13 @@ class _Probe:
     def local(self) -> LocalState:
         return self._local
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         self.calls += 1
-        total = AttentionSum(self._backend, queries, len(keys), scale, sinks=sinks)
-        total.add(*self._backend.causal(queries, keys, values, scale))
+        total = AttentionSum(self._backend, queries, len(keys), softmax.scale)
+        total.add(*self._backend.causal(queries, keys, values, softmax.scale))
         kv = torch.stack([keys, values])
         if layer in self._kv:
             total.attend(*self._kv[layer])
             kv = torch.cat([self._kv[layer], kv], dim=2)
         self._kv[layer] = kv
-        return total.result()
+        return total.result(softmax.sinks)
