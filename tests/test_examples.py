@@ -57,6 +57,11 @@ def test_compare_prints_the_ratio_and_equal_tokens(output: Output, book: Path) -
     assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding; tokens equal: True\n", printed)
 
 
+def test_a_long_context_goes_on_as_plain_decoding_does(output: Output) -> None:
+    _, tokens = output("million_tokens.py", "20000").splitlines()
+    assert tokens == "tokens equal to plain decoding: True"
+
+
 def test_ask_answers_every_question(output: Output, book: Path) -> None:
     answers = output("ask.py", book).splitlines()
     assert len(answers) == 2
