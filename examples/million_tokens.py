@@ -37,7 +37,6 @@ with LLM.from_models(model, config="retrieval", overrides={"speculation.step_dow
     context.rewind(result.prompt_tokens)
     plain = context.generate(params=params, config="plain")
 
-print(
-    f"{len(prompt)} tokens read in {seconds:.0f} s; {getrusage(RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB at most"
-)
+most = getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+print(f"{len(prompt)} tokens read in {seconds:.0f} s; {most:.2f} GiB at most")
 print(f"tokens equal to plain decoding: {result.tokens == plain.tokens}")
