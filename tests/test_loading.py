@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,18 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_draft, tiny_target
-from transformers import PreTrainedModel
+from tiny_models import (
+    HEAD_DIM,
+    byte_ids,
+    byte_tokenizer,
+    local_model,
+    random_model,
+    real_text,
+    tiny_draft,
+    tiny_target,
+    transformers_greedy,
+)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
@@ -166,6 +177,48 @@ def test_a_bias_that_the_config_leaves_out_is_refused(folder: Path) -> None:
     add_tensors(folder, {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})
     with pytest.raises(UsageError, match=r"1 of those .* first is model\.layers\.0\.self_attn\.q_proj\.bias"):
         load_model(folder, CPU, torch.float32)
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MULTIMODAL: dict[str, tuple[Callable[[], PreTrainedModel], Mapping[str, object]]] = {
+    "gemma3": (partial(local_model, "gemma3"), VISION | {"image_size": 28, "patch_size": 14}),
+    "qwen3_5": (
+        partial(local_model, "qwen3.5"),
+        {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64},
+    ),
+    "mistral3": (  # the form of Ministral 3
+        partial(
+            random_model,
+            "ministral3",
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=HEAD_DIM,
+            initializer_range=0.2,
+        ),
+        VISION | {"image_size": 28, "patch_size": 14},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_language_model_of_a_multimodal_checkpoint(kind: str, tmp_path: Path) -> None:
+    build, vision = MULTIMODAL[kind]
+    text = build()
+    text.generation_config.eos_token_id = None
+    config = AutoConfig.for_model(kind, text_config=text.config.to_dict(), vision_config=dict(vision))
+    config.tie_word_embeddings = text.config.tie_word_embeddings
+    whole = AutoModelForImageTextToText.from_config(config).float()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    with LLM(tmp_path, config="lookup", device="cpu") as llm:
+        assert llm.engine.target.weight_bytes == text.num_parameters() * 4
+        tokens = llm.generate(byte_ids(40), SamplingParams(max_tokens=8, ignore_eos=True)).tokens
+    assert tokens == transformers_greedy(text, byte_ids(40), 8)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./not-here", "../not/here", "~/not-here", "a/b/c"])

@@ -12,6 +12,7 @@ from huggingface_hub import constants, get_session, snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.gguf_files import refuse_gguf
@@ -33,11 +34,15 @@ LARGEST = {
     "max_position_embeddings": 2**31,
 }
 """Largest plausible sizes, several times those of any published model. Building a larger one takes hours."""
+_OF_THE_CHECKPOINT = ("quantization_config", "dtype")
+"""Settings that a multimodal model's config has beside that of its language model."""
 NEVER_ZERO = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConfig:
     """Reads a model's config from a local folder or a hub ID; reads no weights.
+
+    Of a model that takes images or sound too, it is the config of its language model.
 
     Args:
         rope: scaling of its rotary frequencies beyond what the config says.
@@ -67,10 +72,22 @@ def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConf
         raise
     except Exception as error:  # transformers raises many types for one thing
         raise UsageError(f"model {name}: {_why_unreadable(folder, error)}") from error
+    config = _language_model(config)
     _check_plausible(config, name)
     if rope is not None:
         rope.apply(config, name)
     return config
+
+
+def _language_model(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of a multimodal model's language model, where transformers has it on its own."""
+    text = config.get_text_config()
+    if text is config or text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return config
+    for name in _OF_THE_CHECKPOINT:
+        if getattr(text, name, None) is None and (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    return text
 
 
 def located(source: str | Path) -> str | Path:

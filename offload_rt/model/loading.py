@@ -41,6 +41,11 @@ DEVICES = ("auto", "cpu", "cuda")
 _CUDA_DEVICE = re.compile(r"cuda:(\d+)")
 _BODY = re.compile(rf"model\.({'|'.join((*EMBEDDINGS, 'layers', *FINAL_NORMS))})\.|lm_head\.")
 """Weights that a text model uses. Files may hold others: a vision tower, a reward head."""
+_LANGUAGE_MODEL = {
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Where files of a multimodal model have the weights of its language model, and where that has them alone."""
 _ACTIVATION_SCALES = re.compile(r"(input|output|k|v|q)_(scale|zero_point|global_scale)$")
 """Scales of activations and KV in files whose weights are expanded: nothing is multiplied by them."""
 _INTEGERS = ("I", "U", "BOOL")
@@ -239,6 +244,7 @@ def _read_weights(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
                 trust_remote_code=False,
+                key_mapping=_LANGUAGE_MODEL,
                 **options,
             )
     except Exception as error:
