@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from table_models import random_head
 from test_chat import LLAMA as TEMPLATE
 from test_chat import tokenizer, user
-from tiny_models import byte_ids, noisy_copy, real_text, tiny_target, transformers_greedy
+from tiny_models import byte_ids, local_model, noisy_copy, real_text, tiny_target, transformers_greedy
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
@@ -26,6 +26,7 @@ from offload_rt import LLM, SamplingParams, cli
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import ProductRate
 from offload_rt.model.draft_head import save_head
+from offload_rt.model.fingerprint import weights_digest
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization, move_scales, quantized_linear, stored_bytes
@@ -170,6 +171,43 @@ def test_tokens_are_those_of_transformers(
     assert (stored_bytes(model) < 0.5 * plain) == packed
 
 
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two numbers of 4 bits in a byte, an exponent for 32 of them; also the numbers that they stand for.
+
+    ``weight``: ``[experts, inputs, outputs]``; in files the inputs come last.
+    """
+    groups = weight.mT.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    scaled, values = groups / exponents.exp2(), torch.tensor([*FP4, *(-number for number in FP4)])
+    numbers = (scaled[..., None] - values).abs().argmin(-1)
+    packed = (numbers[..., ::2] | numbers[..., 1::2] << 4).to(torch.uint8)
+    return (
+        packed,
+        (exponents[..., 0] + 127).to(torch.uint8),
+        (values[numbers] * exponents.exp2()).flatten(-2).mT,
+    )
+
+
+def test_packed_experts_as_gpt_oss_is_published(tmp_path: Path) -> None:
+    model = local_model("gpt-oss", intermediate_size=64)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"], expanded = mxfp4(tensors.pop(name))
+        model.get_parameter(name).data = expanded.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, config="lookup", device="cpu", dtype="float32") as llm:
+        result = llm.generate(PROMPT, PARAMS)
+    assert result.tokens == transformers_greedy(model, PROMPT, len(result.tokens))
+    assert any("mxfp4 weights are expanded" in notice for notice in result.notices)
+
+
 def test_what_it_says_differs_from_the_whole_models(folders: dict[str, Path]) -> None:
     logits = []
     for name, quantize in (("plain", "none"), ("nf4", "none"), ("plain", "nf4"), ("plain", "int8")):
@@ -266,11 +304,25 @@ def test_a_missing_package_is_a_line(
         assert error.count("\n") == 1
 
 
+def test_scales_tell_models_apart(folders: dict[str, Path]) -> None:
+    digests = set()
+    for nested in (False, True):
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+        )
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folders["plain"], dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
+        )
+        digests.add(weights_digest(CausalModel(model, "one")))
+    assert len(digests) == 2
+
+
 def test_what_cannot_be_quantized(folders: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match=r"quantized already \(bitsandbytes\); leave --quantize out"):
         load_model(folders["nf4"], CPU, None, quantize="int8")
-    with pytest.raises(UsageError, match="quantize 'q4' is unknown: use none, nf4 or int8"):
-        load_model(folders["plain"], CPU, None, quantize="q4")
+    for unknown in ("q4", "mxfp4"):
+        with pytest.raises(UsageError, match=f"quantize {unknown!r} is unknown: use none, nf4 or int8"):
+            load_model(folders["plain"], CPU, None, quantize=unknown)
 
 
 def test_a_matrix_that_cannot_be_packed_is_named(tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json("--json", arguments.json, planned.to_json())
     lines = list(_report(planned, planned.check()))
+    if target.quantization is not None and target.quantization.notice:
+        lines.append(f"note       {target.quantization.notice}")
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         lines.append(f"note       {target.ignored}")
     if stretched is not None:

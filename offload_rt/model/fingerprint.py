@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from offload_rt.model.quantization import named_weights
+from offload_rt.model.quantization import bitsandbytes_scales, named_weights
 from offload_rt.model.runner import CausalModel
 
 SAMPLES = 64
@@ -88,7 +88,11 @@ def weights_digest(model: CausalModel) -> str:
         numbers["rope_parameters"] = getattr(config, "rope_parameters", None)
     digest = hashlib.sha256(json.dumps(numbers, sort_keys=True, default=str).encode())
     samples: dict[torch.device, list[Tensor]] = {}
-    for name, parameter in named_weights(model.module):
+    weights = [
+        *named_weights(model.module),
+        *(("scales", scales) for scales in bitsandbytes_scales(model.module)),
+    ]
+    for name, parameter in weights:
         plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
         digest.update(f"{plain} {list(parameter.shape)}".encode())
         count = min(SAMPLES, parameter.numel())
@@ -98,6 +102,6 @@ def weights_digest(model: CausalModel) -> str:
     # One read for each device; in an order that does not depend on where parameters are.
     arrived = {device: iter(torch.cat(values).cpu().split([len(one) for one in values]))
                for device, values in samples.items()}  # fmt: skip
-    for _, parameter in named_weights(model.module):
+    for _, parameter in weights:
         digest.update(next(arrived[parameter.device]).numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -12,7 +12,7 @@ from offload_rt.errors import UsageError
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.layer_kinds import LayerKind, LayerKinds
 from offload_rt.model.loading import DEMO_PARTS, model_source
-from offload_rt.model.quantization import MXFP4, Quantization
+from offload_rt.model.quantization import Quantization, packed_mxfp4
 from offload_rt.model.recurrence import Recurrence
 from offload_rt.model.rope import Yarn
 from offload_rt.model.shape import DUAL_CHUNK, ModelShape, from_config
@@ -135,7 +135,7 @@ SHAPES = {
         replace(
             _sliding("gpt-oss-20b", "gpt_oss", 2, (8, 64), 128, 24, 2880, 2880, 64, 201_088, 20_914_757_184),
             mlp_parameters=796_631_072,  # 32 experts
-            expert_parameters=796_538_880,
+            expert_parameters=796_262_400,
         ),
         replace(
             _mixed(
@@ -192,7 +192,7 @@ SHAPES = {
 }
 """Models by name, with the sizes of their published configs, in bfloat16."""
 
-PUBLISHED = {"gpt_oss": MXFP4}
+PUBLISHED = {"gpt_oss": packed_mxfp4()}
 """Quantisations by family of models whose checkpoints are published quantised."""
 
 _VARIANT = re.compile(r"meta|instruct|chat|base|hf|it|2501|2506|2512")
@@ -246,7 +246,7 @@ def find_shape(
         positions = rope.stretched(shape.family, shape.max_positions)
         shape = replace(shape, max_positions=positions, rope_scaled=True)
     if shape.family in PUBLISHED:
-        shape = shape.with_weights(Quantization.named(PUBLISHED[shape.family]))
+        shape = shape.with_weights(PUBLISHED[shape.family])
     if quantize != NO_QUANTIZATION:
         if shape.quantization is not None:
             already = f"its weights are quantized already ({shape.quantization.name}); leave --quantize out"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import ceil
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.import_utils import is_kernels_available, is_triton_available
 
 from offload_rt.errors import UsageError
 from offload_rt.settings import NO_QUANTIZATION
@@ -28,6 +29,8 @@ _NF4_BLOCK, _SCALE_BLOCK = 64, 256
 """Weights that share a scale in bitsandbytes' 4-bit formats, and scales that share one in turn."""
 _PACKED_ROWS = 32  # a multiple of which bitsandbytes needs on a processor with bfloat16 products
 _MXFP4_BITS = 4 + 8 / 32  # blocks of 32 weights share a scale of 8 bits
+PACKED_MXFP4 = "stay packed only with the packages kernels and triton, on a GPU of compute capability 7.5"
+"""What transformers needs to multiply with experts in MXFP4."""
 _PACKAGES = {
     "bitsandbytes": (("bitsandbytes", "accelerate"), "quantized"),
     "compressed-tensors": (("compressed_tensors", "accelerate"), "quantized"),
@@ -61,13 +64,11 @@ class Quantization:
 
     @classmethod
     def named(cls, name: str) -> Quantization:
-        """Returns a quantisation by its name: nf4 or int8, which `--quantize` names, or mxfp4."""
+        """Returns a quantisation by its name, nf4 or int8. Raises UsageError for another one."""
         if name == NF4:  # with quantised scales: 1.4 GiB less for 32 billion weights
             return cls(NF4, "bitsandbytes", _four_bits(nested=True))
         if name == INT8:
             return cls(INT8, "bitsandbytes", 8.0)
-        if name == MXFP4:
-            return cls(MXFP4, MXFP4, _MXFP4_BITS, experts=True)
         raise UsageError(f"quantize {name!r} is unknown: use {NO_QUANTIZATION}, {NF4} or {INT8}")
 
     @classmethod
@@ -254,10 +255,22 @@ def _read_expanded(method: str, stated: Mapping[str, Any]) -> Quantization:
 
 def _read_mxfp4(stated: Mapping[str, Any]) -> Quantization:
     skipped = _skipped(stated, "modules_to_not_convert")
-    if find_spec("kernels") is None:
-        notice = "mxfp4 weights are expanded to bfloat16 as they load: without the package kernels they do"
-        return Quantization(MXFP4, MXFP4, None, skipped, experts=True, notice=f"{notice} not stay packed")
-    return Quantization(MXFP4, MXFP4, _MXFP4_BITS, skipped, experts=True)
+    triton = is_triton_available("3.4.0" if torch.cuda.is_available() else "3.5.0")
+    if is_kernels_available() and triton and _capability() >= (7, 5):
+        return replace(packed_mxfp4(), skipped=skipped, notice="")
+    notice = f"mxfp4 weights are expanded to the model's dtype as they load, as they {PACKED_MXFP4}"
+    return Quantization(MXFP4, MXFP4, None, skipped, experts=True, notice=notice)
+
+
+def packed_mxfp4() -> Quantization:
+    """Returns the quantisation of published checkpoints of gpt-oss, where they stay packed."""
+    notice = f"mxfp4 weights {PACKED_MXFP4}; else they are expanded to four times as much"
+    return Quantization(MXFP4, MXFP4, _MXFP4_BITS, experts=True, notice=notice)
+
+
+def _capability() -> tuple[int, int]:
+    """Returns the compute capability of the GPU; there is no limit on a CPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (99, 0)
 
 
 _READERS = {
@@ -371,10 +384,12 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def stored_bytes(module: nn.Module) -> int:
     """Returns the bytes of all weights of a module as they lie in memory."""
-    return sum(one.nbytes for one in (*(weight for _, weight in named_weights(module)), *_scales(module)))
+    return sum(
+        one.nbytes for one in (*(weight for _, weight in named_weights(module)), *bitsandbytes_scales(module))
+    )
 
 
-def _scales(module: nn.Module) -> Iterator[Tensor]:
+def bitsandbytes_scales(module: nn.Module) -> Iterator[Tensor]:
     """Yields the scales that bitsandbytes keeps beside its parameters."""
     for part in module.modules():
         weight = getattr(part, "weight", None)

@@ -328,7 +328,10 @@ def shape_of(
         ignored=ignored_parts(model.config),
         kinds=kinds,
         recurrence=recurrence_of(model, kinds, name),
-        expert_parameters=max(sum(p.numel() for p in one.parameters()) if one else 0 for one in experts),
+        expert_parameters=max(
+            sum(p.numel() for name, p in one.named_parameters() if "bias" not in name) if one else 0
+            for one in experts
+        ),
         quantization=quantization,
         **quantized,
         dtype=dtype or (text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32),
