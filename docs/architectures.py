@@ -127,6 +127,9 @@ Of such a model, a sequence can return to up to eight lengths at which something
 taken back to a length between them is read again from the one before. Layers cannot be grouped or left out,
 and passes are not recorded as CUDA graphs.
 
+Of a checkpoint that takes images or sound too (Gemma 3 and 4, Ministral 3, Qwen3.5), the language model alone
+is loaded, where transformers has it on its own.
+
 Latent attention (MLA: DeepSeek, GLM-4.7-Flash, MiniCPM3) is refused. It would take pages of the compressed
 vector and of the rotary key, one head for all, queries that take in the up-projection, and kernels for values
 of another width than keys.

@@ -16,9 +16,10 @@ MIXED = (
     "qwen3_next",
     "gemma4_text",
     "gpt_oss",
+    "lfm2_moe",
 )
 REFUSED = ("gpt2", "opt", "falcon", "gpt_neox", "stablelm", "nemotron", "gemma2", "mamba")
-ODD = ("deepseek_v3", "deepseek_v32", "minicpm3", "nanochat", "doge", "diffllama")
+ODD = ("deepseek_v3", "deepseek_v32", "minicpm3", "nanochat", "doge", "diffllama", "jamba", "moshi", "zamba2")
 
 
 @pytest.mark.parametrize("model_type", RUNNING + MIXED + REFUSED + ODD)

@@ -18,6 +18,7 @@ EMBEDDINGS = ("embed_tokens", "embeddings")
 """Names that the embedding of a transformers model may have in its body."""
 FINAL_NORMS = ("norm", "final_layernorm", "embedding_norm", "final_norm", "norm_f")
 """Names that the norm behind its last decoder layer may have."""
+_ROTARIES = ("rotary_emb", "pos_emb")
 
 _REFUSED = {
     "kv_lora_rank": "latent attention (MLA): keys and values are made of a compressed vector",
@@ -36,6 +37,11 @@ def embedding(body: Any) -> Any:
 def final_norm(body: Any) -> Any:
     """Returns the norm behind the last decoder layer of a transformers model; None if it is not found."""
     return _named(body, FINAL_NORMS)
+
+
+def rotary_embedding(body: Any) -> Any:
+    """Returns the rotary embedding of a transformers model; None: it has none that all layers share."""
+    return _named(body, _ROTARIES)
 
 
 def _named(owner: Any, names: tuple[str, ...]) -> Any:

@@ -155,7 +155,7 @@ class GraphedModel(CausalModel):
     recorded. Nothing is on a CPU or after a capture has failed.
 
     Args:
-        on_notice: called once with the reason if capturing fails.
+        on_notice: called with what makes it slow: kernels that are missing, or why capturing failed.
         capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
 
     Attributes:
@@ -178,6 +178,8 @@ class GraphedModel(CausalModel):
         capture: Capture | None = None,
     ) -> None:
         super().__init__(model, name)
+        if self.device.type == "cuda" and (missing := ", ".join(sorted(self.missing_kernels))):
+            on_notice(f"{name}: its recurrent layers are slow without their kernels: pip install {missing}")
         if capture is None and self.device.type == "cuda" and not self.remote_mlps:
             capture = CudaCapture(self.device)
         self.pass_running: Callable[[], bool] = lambda: False

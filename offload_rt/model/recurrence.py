@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import sys
 import weakref
 from collections import Counter
@@ -23,6 +25,7 @@ from offload_rt.model.layer_kinds import LayerKinds
 
 PROBED = torch.bfloat16
 """Data type in which a layer is tried, so that what it keeps in float32 all the same is seen."""
+_KERNELS = re.compile("flash-linear-attention|causal[-_]conv1d|mamba[-_]ssm")
 TOKENS = 256
 """Tokens of a trial: a whole number of the chunks in which mixers work."""
 
@@ -49,14 +52,25 @@ class Recurrence:
 
 
 @contextmanager
-def errors_alone() -> Iterator[None]:
-    """Lets transformers log errors alone: a recurrent layer's first pass names each kernel that it lacks."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+def missing_kernels() -> Iterator[set[str]]:
+    """Collects the packages whose kernels recurrent layers lack, in place of transformers' warnings of it.
+
+    transformers warns once in a process, in the first pass of such a layer.
+    """
+    found: set[str] = set()
+
+    def quiet(record: logging.LogRecord) -> bool:
+        found.update(name.replace("_", "-") for name in _KERNELS.findall(record.getMessage()))
+        return record.levelno >= logging.ERROR
+
+    handlers = transformers_logging.get_logger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(quiet)
     try:
-        yield
+        yield found
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        for handler in handlers:
+            handler.removeFilter(quiet)
 
 
 def recurrence_of(model: PreTrainedModel, kinds: LayerKinds, name: str) -> Recurrence | None:
