@@ -146,7 +146,7 @@ class Context:
         Where that fails, the context holds the common beginning alone.
 
         Returns:
-            Number of tokens that were kept.
+            Number of tokens that were kept and need not be read again.
 
         Raises:
             UsageError: the prompt does not fit, or the context is closed.
@@ -165,9 +165,10 @@ class Context:
         kept = common_beginning(sequence.tokens, wanted)
         engine.check_growth(sequence, len(wanted) + new_tokens - kept, kept)
         engine.rewind(sequence, kept)
+        held = min(kept, sequence.full.verified_length + 1)
         if kept < len(wanted):
             engine.read(sequence, wanted[kept:])
-        return kept
+        return held
 
     def generate(
         self,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from offload_rt.caches.local_history import (
 )
 from offload_rt.checked_tensors import CheckedFile, CorruptFile, Part, as_bytes, file_bytes, write_checked
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.prefix import KVPrefix, usable_length
+from offload_rt.engine.prefix import KVPrefix, usable_length, usable_tokens
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, synced
 from offload_rt.machine.hardware import GIB
@@ -230,6 +231,11 @@ class SavedContext:
                 " again"
             ) from None
 
+    def begins(self, tokens: Sequence[int]) -> int:
+        """Returns with how many tokens of the context a sequence of `tokens` may begin."""
+        local = any(one is not None for one in self._described)
+        return usable_tokens(self._reads if local else None, self._length, self.tokens, tokens)
+
     def check(self, fingerprint: Fingerprint) -> None:
         """Raises UsageError where a model cannot go on from this context; names what differs."""
         if different := fingerprint.difference(self.fingerprint):
@@ -258,7 +264,7 @@ class SavedContext:
             with self._errors_in_a_line():
                 most = min(self._length, max(0, len(wanted) - 1))
                 points = self._points(target, most)
-                length = usable_length(points, most, target)
+                length = usable_length([one.length for one in points] if target.kinds.local else None, most)
                 kv.reserve(length)
                 self._load_kv(kv, length, on_progress)
             return KVPrefix(wanted, kv, points, target, engine.lock)
@@ -277,7 +283,7 @@ class SavedContext:
                 if described is None or described["queries"]:
                     queries = self._file.tensor(f"queries.{at}")
                 if target.kinds.local:
-                    local = self._local(target, at, described["states"])
+                    local = replace(self._local(target, at, described["states"]), length=end)
                 points.append(ReadPoint(end, queries, local))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise CorruptFile("its recurrent states cannot be read") from None
@@ -302,7 +308,7 @@ class SavedContext:
             assert carrier is not None
             made = restored_state(carrier.layers[int(name)], state["values"], tensors)
             states[int(name)] = RecurrentState(made)
-        return LocalHistory(windows, states)
+        return LocalHistory(windows=windows, states=states)
 
     def _load_kv(self, kv: SequenceKV, length: int, on_progress: Progress) -> None:
         layout, theirs = kv.layout, self._layout

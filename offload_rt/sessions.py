@@ -23,7 +23,6 @@ from offload_rt.machine.memory import cache_folder
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
 from offload_rt.saved_context import CorruptContext, Messages, SavedContext, save_prefix
-from offload_rt.text import common_beginning
 
 SUFFIX = ".safetensors"
 PREFIX = ".prefix-"
@@ -127,7 +126,7 @@ class SessionFolder:
         for path in self._files():
             with suppress(*GONE), SavedContext(path) as saved:
                 if ours.difference(saved.fingerprint) is None:
-                    found.append((path, common_beginning(saved.tokens, tokens)))
+                    found.append((path, saved.begins(tokens)))
         return sorted((one for one in found if one[1]), key=lambda one: -one[1])
 
     def read(self, llm: Host, path: Path, target: CausalModel, tokens: int) -> KVPrefix | None:
@@ -163,7 +162,7 @@ class SessionFolder:
         if own is not None and own.exists():
             with SavedContext(own) as saved:
                 saved.check(ours)
-                files = [(own, common_beginning(saved.tokens, tokens))]
+                files = [(own, saved.begins(tokens))]
         if cache:
             least = max(LEAST_TOKENS, *(there + 1 for _, there in files), 0)
             files = [one for one in self._beginnings(ours, tokens) if one[1] >= least] + files

@@ -10,22 +10,28 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_engine import CUDA, PAGE, SIZES, again, engine_overrides, link_to
 from test_ask import BOOK
 from test_chat import LLAMA, tokenizer, user
 from test_saved_context import rewritten
 from tiny_models import LOCAL_ARCHITECTURES, WINDOW, byte_ids, local_model, noisy_copy, transformers_greedy
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, Context, SamplingParams, UsageError, cli
-from offload_rt.caches.full import MOST_POINTS
+from offload_rt.caches.full import MOST_POINTS, FullCache
+from offload_rt.caches.tiers import Tail
 from offload_rt.chat import with_question
+from offload_rt.engine.prefill import LAST_READ, PromptAttention
 
 COUNT = 20
 PARAMS = SamplingParams(max_tokens=COUNT)
@@ -220,8 +226,8 @@ def test_a_restored_context_goes_on_as_one_that_was_never_saved(arch: str, tmp_p
 
 
 @PLACES
-def test_a_turn_after_an_end_token_in_the_middle_of_a_round(arch: str, link: bool) -> None:
-    """The cache has verified tokens behind it, whose part of the state must go."""
+def test_a_turn_after_an_end_token_in_the_middle_of_a_round(arch: str, link: bool, tmp_path: Path) -> None:
+    """The cache has verified tokens behind it, whose part of the state must go, also from what is saved."""
     target, rounds = pair(arch)[0], 0
     whole = expected(arch, tuple(TEXT[:60]))
     try:
@@ -236,11 +242,76 @@ def test_a_turn_after_an_end_token_in_the_middle_of_a_round(arch: str, link: boo
                 rounds += sequence.full.verified_length >= len(context.tokens)
                 target.generation_config.eos_token_id = None
                 tokens = [*TEXT[:60], *whole[:end], *OTHER[:4]]
-                context.append(OTHER[:4])
-                check_end(arch, context, tokens)
+                context.save(tmp_path / "a.safetensors")
+                for one in (context.fork(), llm.load(tmp_path / "a.safetensors"), context):
+                    one.append(OTHER[:4])
+                    check_end(arch, one, tokens)
+                    one.close()
     finally:
         target.generation_config.eos_token_id = None
     assert rounds, "no round went on behind the end token"
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "qwen3.5", "falcon-h1"])
+def test_an_interrupt_within_a_commit(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local layers took the tokens of the round, and the tail did not."""
+    commit, count = Tail.commit, 0
+
+    def interrupted(tail: Tail, kept: Sequence[int]) -> Tensor:
+        nonlocal count
+        count -= 1
+        if not count:
+            raise KeyboardInterrupt
+        return commit(tail, kept)
+
+    with open_llm(arch, "lookup") as llm:
+        for number in (1, 2, 3):
+            context, count = llm.read(TEXT[:50]), number
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(Tail, "commit", interrupted)
+                context.generate((), PARAMS)
+            tokens = [*context.tokens, *OTHER[:4]]
+            context.append(OTHER[:4])
+            check_end(arch, context, tokens)
+            context.close()
+
+
+def test_memory_that_is_short_where_a_prefill_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = PromptAttention.__init__
+
+    def short(self: PromptAttention, cache: FullCache, tokens: int) -> None:
+        start(self, cache, tokens)
+        raise torch.OutOfMemoryError("short")
+
+    with open_llm("qwen3.5", "plain") as llm:
+        context = llm.read(TEXT[:1])
+        with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+            patched.setattr(PromptAttention, "__init__", short)
+            context.append(TEXT[1:20])
+        check_end("qwen3.5", context, TEXT[:1])
+
+
+def test_another_end_of_a_prompt_is_all_that_is_read() -> None:
+    arch, end = "qwen3.5", LAST_READ + 40
+    prompt = byte_ids(3 * LAST_READ)
+    other = [*prompt[:-30], *OTHER[:30]]
+    with open_llm(arch, "plain") as llm:
+        context = llm.read(prompt)
+        assert len(other) - end < context.update(other) < len(other)
+        check_end(arch, context, other)
+        context.close()
+        with llm.read(prompt).snapshot() as prefix:
+            assert len(prompt) - end < prefix.begins(other, llm.engine.target) < len(prompt)
+            assert prefix.begins(prompt[:5], llm.engine.target) == 0
+
+
+def test_what_an_owner_has_put_in_the_place_of_a_mixers_forward_stays() -> None:
+    model = deepcopy(pair("qwen3.5")[0])
+    first, second = (model.model.layers[layer].linear_attn for layer in (0, 1))
+    own = first.forward = partial(type(first).forward, first)
+    with LLM.from_models(model, config="plain") as llm:
+        check("qwen3.5", TEXT[:20], llm.generate(TEXT[:20], NEXT).tokens)
+    assert vars(first)["forward"] is own and "forward" not in vars(second)
 
 
 # ------------------------------------------------------------------------------------ a GPU's tiers
@@ -257,6 +328,15 @@ def test_tokens_over_tiers_of_a_gpu(arch: str) -> None:
         result = context.generate((), NEXT)
     check(arch, TEXT[:100], result.tokens)
     assert result.timings.draft_n
+
+
+@pytest.mark.gpu
+def test_kernels_that_recurrent_layers_lack_on_a_gpu_are_named() -> None:
+    logging.warning_once.cache_clear()  # transformers says it once in a process
+    with LLM.from_models(deepcopy(pair("qwen3.5")[0]).to(CUDA), config="lookup", link=link_to(CUDA)) as llm:
+        told = [notice for notice in llm.generate([1], PARAMS).notices if "pip install" in notice]
+    if find_spec("fla") is None:
+        assert len(told) == 1 and "flash-linear-attention" in told[0]
 
 
 # ------------------------------------------------------------------------------ files that are corrupt

@@ -150,7 +150,7 @@ class LocalMachine(RuleBasedStateMachine):
         for start in range(0, len(tokens), size):
             one.compare(tokens[start : start + size], paths[start : start + size])
         if keeps:
-            one.state.finish_read()
+            one.state.finish_read(len(tokens))
             one.read = [*one.read, *tokens]
         else:
             one.state.give_up_read()

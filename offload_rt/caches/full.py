@@ -107,6 +107,8 @@ class FullCache:
         self._mass_chunk: int | None = None
         self._unreported: tuple[int, AttentionSum] | None = None  # attention mass of the newest layer
         self._cancelled = threading.Event()
+        if kinds.local:
+            self.local.before_layer = self._check_cancelled
 
     @property
     def verified_length(self) -> int:
@@ -159,8 +161,7 @@ class FullCache:
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if self._tail_attention is None or self._ranges is None:
             raise RuntimeError("attend without a pass: call begin first")
-        if self._cancelled.is_set():
-            raise PassCancelled("the sequence was cancelled")
+        self._check_cancelled()
         self.scale = softmax.scale
         self._queries.append(queries)
         # Queries leave first, as remote tiers take longest; the layer before is accounted for meanwhile.
@@ -180,6 +181,10 @@ class FullCache:
         if not self._ranges[-1].tier.remote or layer == self.layout.layers - 1:
             self._report_mass()
         return total.result(softmax.sinks)
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise PassCancelled("the sequence was cancelled")
 
     def _report_mass(self) -> None:
         """Tells derived caches the attention mass of the newest layer."""
@@ -268,7 +273,7 @@ class FullCache:
             return
         local = None
         if self.local.layers.kinds.local:
-            self.local.catch_up()
+            self.local.compute_states()
             history = self.local.history
             while len(self._points) >= MOST_POINTS or (
                 self._points and available_memory() < 2 * history.nbytes
@@ -300,7 +305,8 @@ class FullCache:
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
-        if length < self.verified_length:
+        # A commit that was interrupted may have given the local layers tokens that the tail has not.
+        if length != self.local.history.length:
             length = self._return_to_point(length)
         if length < self.sequence.length:
             self.sequence.truncate(length)
@@ -364,7 +370,7 @@ class FullCache:
             self.put_read(0, counted, counted)
         self.abandon()
         self.engine.flush()
-        self.local.finish_read()
+        self.local.finish_read(tokens)
         self.start_from(self.sequence.length)
         self._add_point(torch.stack(list(last_queries)) if last_queries else None)
 

@@ -13,7 +13,7 @@ of the tokens of the next pass: that takes no product of other layers, and no at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ class LocalState:
     Args:
         source: the local layers of the full cache of the same model, whose verified tokens are also this
             one's; None: it has its own.
+
+    Attributes:
+        before_layer: called before each layer of a pass; what it raises ends the pass.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class LocalState:
         self._runs: list[_Run] = []
         self._ends: list[dict[int, RecurrentState]] = []
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
+        self.before_layer: Callable[[], None] = _nothing
 
     def derived(self) -> LocalState:
         """Returns local layers for another cache of the same sequence and model."""
@@ -105,11 +109,12 @@ class LocalState:
         if self.layers.kinds.local:
             self._reading = dict(self._own.windows), {}
 
-    def finish_read(self) -> None:
-        """Keeps what was read."""
+    def finish_read(self, tokens: int) -> None:
+        """Keeps what was read, so many tokens."""
         if self._reading is not None:
             windows, states = self._reading
-            self.restart(LocalHistory(windows, {**self._own.states, **states}))
+            length = self._own.length + tokens
+            self.restart(LocalHistory(length, windows, {**self._own.states, **states}))
 
     def give_up_read(self) -> None:
         """Forgets what was read."""
@@ -119,6 +124,7 @@ class LocalState:
         """Starts a pass over new tokens behind `behind` speculative entries."""
         if not self.layers.kinds.local:
             return
+        self._reading = None
         if behind < len(self._parents):  # the cache has forgotten its speculation
             self.keep(range(behind))
         if self._followed is not self.history:
@@ -134,6 +140,7 @@ class LocalState:
         """Computes attention over a sliding window; shapes as in `Cache.attend`, `layer` of the model."""
         if self._reading is not None:
             return self._read_window(layer, queries, keys, values, softmax)
+        self.before_layer()
         new, window = self._new, self.layers.kinds.kinds[layer].window
         assert new is not None and window is not None
         kv = torch.stack([keys, values])
@@ -221,6 +228,7 @@ class LocalState:
             start = states[layer] if layer in states else self._after(layer, -1)
             out, states[layer] = self._run(layer, start, hidden)
             return out
+        self.before_layer()
         behind = len(self._parents)
         self._pending[layer] = torch.cat([self._rows[layer], hidden[0]]) if behind else hidden[0]
         if len(self._runs) == 1:
@@ -319,11 +327,12 @@ class LocalState:
         if self._followed is not self._own:
             self._states.clear()
         states = {layer: self._after(layer, count - 1) for layer in kinds.recurrent}
-        self._own = LocalHistory(windows, states)
+        self._own = LocalHistory(history.length + count, windows, states)
         self._forget()
-        self.catch_up(MOST_ROWS)
+        self.compute_states(MOST_ROWS)
 
-    def catch_up(self, most: int = 0) -> None:
+    @torch.inference_mode()
+    def compute_states(self, most: int = 0) -> None:
         """Computes the verified states that lie more than `most` tokens back."""
         states = dict(self._own.states)
         late = [layer for layer, one in states.items() if one.rows is not None and len(one.rows) > most]
@@ -332,7 +341,7 @@ class LocalState:
             assert start.rows is not None
             states[layer] = self._run(layer, RecurrentState(start.state), start.rows[None])[1]
         if late:
-            self._own = LocalHistory(self._own.windows, states)
+            self._own = replace(self._own, states=states)
             self._followed = self._own
 
     def _forget(self) -> None:
@@ -341,6 +350,10 @@ class LocalState:
         self._parents, self._depths = [], []
         self._new, self._runs, self._ends = None, [], []
         self._followed = self.history
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 def _from_column(first: Tensor, columns: int, like: Tensor) -> Tensor:

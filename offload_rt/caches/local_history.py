@@ -106,9 +106,11 @@ class LocalHistory:
     """What the local layers keep of the verified tokens, by layer.
 
     Attributes:
+        length: number of verified tokens.
         states: recurrent states; a layer that has read no token is missing.
     """
 
+    length: int = 0
     windows: Mapping[int, Window] = field(default_factory=dict)
     states: Mapping[int, RecurrentState] = field(default_factory=dict)
 
@@ -121,7 +123,8 @@ class LocalHistory:
     def on(self, device: torch.device) -> LocalHistory:
         """Returns a copy in the memory of `device`."""
         windows = {layer: one.holding(one.kv.to(device, copy=True)) for layer, one in self.windows.items()}
-        return LocalHistory(windows, {layer: state.on(device) for layer, state in self.states.items()})
+        states = {layer: state.on(device) for layer, state in self.states.items()}
+        return LocalHistory(self.length, windows, states)
 
 
 def copied(state: Any, device: torch.device | None = None) -> Any:
@@ -204,7 +207,7 @@ class LocalLayers:
             kind = self.kinds.kinds[layer]
             assert kind.window is not None
             windows[layer] = Window.empty(kind.kv_heads, kind.head_dim, kind.window, self.dtype, self.device)
-        return LocalHistory(windows)
+        return LocalHistory(windows=windows)
 
     def carrier(self) -> DynamicCache:
         """Returns a cache of transformers, through which a recurrent layer reads and writes its state."""

@@ -8,6 +8,7 @@ are the hidden states of the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[int, int], None]
+LAST_READ = 256
+"""Tokens at the end of a prompt that are read on their own where a model has local layers."""
 
 
 @torch.inference_mode()
@@ -47,28 +50,50 @@ def prefill(
     """
     if not tokens:
         raise ValueError("a prefill needs at least one token")
-    if cache.verified_length and not outputs:
-        for start in range(0, len(tokens), chunk):
-            _read_behind(model, cache, tokens[start : start + chunk])
-            if progress is not None:
-                done = min(start + chunk, len(tokens))
-                progress(done * model.layers, len(tokens) * model.layers)
-        return None
-    if cache.verified_length:
+    if cache.verified_length and outputs:
         raise ValueError("outputs: of an empty cache alone")
+    end = len(tokens)
+    # A sequence with local layers returns to lengths at which something was read: with another end, such a
+    # prompt is not read again from its beginning.
+    alone = LAST_READ if model.kinds.local and not outputs and end > 2 * LAST_READ else 0
+    layers, hidden, done = model.layers, None, 0
+    if not cache.verified_length:
+        done = end - alone
+
+        def report(token_layers: int) -> None:
+            if progress is not None:
+                progress(token_layers, layers * end)
+
+        hidden = _read_prompt(model, cache, tokens[:done], chunk, report, outputs)
+    starts = [*range(done, end - alone, chunk), *range(end - alone if alone else end, end, chunk)]
+    for start, stop in pairwise([*starts, end]):
+        _read_behind(model, cache, tokens[start:stop])
+        if progress is not None:
+            progress(stop * layers, end * layers)
+    return hidden
+
+
+def _read_prompt(
+    model: CausalModel,
+    cache: FullCache,
+    tokens: Sequence[int],
+    chunk: int,
+    report: Callable[[int], None],
+    outputs: bool,
+) -> Tensor | None:
+    """Reads tokens into an empty cache, layer by layer; arguments and result are those of `prefill`."""
     count = len(tokens)
     hidden = model.embed(torch.tensor(tokens, device=model.device))
     positions = torch.arange(count, device=model.device)
     last_queries = []
-    prompt = PromptAttention(cache, count)
     try:
+        prompt = PromptAttention(cache, count)
         for layer in range(model.layers):
             prompt.begin(kv_alone=layer == model.layers - 1 and not outputs)
             for start in range(0, count, chunk):
                 part = slice(start, start + chunk)
                 hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], prompt)
-                if progress is not None:
-                    progress(layer * count + min(start + chunk, count), model.layers * count)
+                report(layer * count + min(start + chunk, count))
             if model.kinds.kinds[layer].full:
                 last_queries.append(prompt.last_queries)
         cache.finish_read(count, last_queries)

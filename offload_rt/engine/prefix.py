@@ -12,11 +12,27 @@ from offload_rt.model.runner import CausalModel
 from offload_rt.text import common_beginning
 
 
-def usable_length(points: Sequence[ReadPoint], length: int, target: CausalModel) -> int:
-    """Returns the length at most `length` at which a sequence of `target` can go on from a prefix."""
-    if not target.kinds.local:
-        return length
-    return max((point.length for point in points if point.length <= length), default=0)
+def usable_length(points: Sequence[int] | None, length: int) -> int:
+    """Returns the length at most `length` from which a sequence can go on.
+
+    Args:
+        points: lengths that it can return to; None: it can to any.
+    """
+    return length if points is None else max((one for one in points if one <= length), default=0)
+
+
+def usable_tokens(
+    points: Sequence[int] | None, verified: int, tokens: Sequence[int], wanted: Sequence[int]
+) -> int:
+    """Returns with how many of `tokens` a sequence of `wanted` may begin: those with KV, and one more.
+
+    Args:
+        points: see `usable_length`.
+        verified: number of tokens with KV.
+    """
+    common = common_beginning(tokens, wanted)
+    usable = usable_length(points, min(verified, max(0, common - 1)))
+    return min(common, usable + 1) if usable or points is None else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +55,20 @@ class KVPrefix:
 
     def begins(self, tokens: Sequence[int], target: CausalModel) -> int:
         """Returns with how many tokens of the prefix a sequence of `target` may begin."""
-        return common_beginning(self.tokens, tokens) if target is self.target else 0
+        usable = usable_tokens(self._lengths, self.kv.length, self.tokens, tokens)
+        return usable if target is self.target else 0
 
     def verified_length(self, tokens: int) -> int:
         """Returns how many of the first `tokens` tokens have KV in a sequence of them: all but the last.
 
         With local layers, as many as the newest of `points` among them has.
         """
-        return usable_length(self.points, min(self.kv.length, max(0, tokens - 1)), self.target)
+        return usable_length(self._lengths, min(self.kv.length, max(0, tokens - 1)))
+
+    @property
+    def _lengths(self) -> list[int] | None:
+        """Lengths that a sequence can return to; None: to any."""
+        return [point.length for point in self.points] if self.target.kinds.local else None
 
     def shared_tokens(self, tokens: int) -> int:
         """Returns how many tokens such a sequence shares the KV of: whole pages."""

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.local import Mixer
 from offload_rt.errors import UsageError
-from offload_rt.model.architecture import missing_modules, unsupported_settings
+from offload_rt.model.architecture import missing_modules, rotary_embedding, unsupported_settings
 from offload_rt.model.layer_kinds import LayerKinds, layer_kinds, usable_window
 
 ATTENTION_NAME = "offload_rt"
@@ -98,7 +98,11 @@ def _attention(
     unknown = [word for name, word in _CHANGES_ATTENTION.items() if extra.get(name) is not None]
     window = usable_window(module.config, extra.get("sliding_window"))
     if window != kind.window:
-        unknown.append(f"a sliding window of {window} tokens in layer {layer}, by its config {kind.window}")
+        told, read = (
+            "no sliding window" if one is None else f"a sliding window of {one} tokens"
+            for one in (window, kind.window)
+        )
+        unknown.append(f"{told} in layer {layer}, and {read} by its config")
     if attention_mask is not None:
         unknown.append("a mask of its own")
     if unknown:
@@ -147,6 +151,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)  # of the model
 
 _FOUND: WeakKeyDictionary[PreTrainedModel, list[tuple[str | None, bool]]] = WeakKeyDictionary()
 """Attention and training mode found at each opening of a model; the first entry is its owner's."""
+_OWN_FORWARDS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+"""What the owner of a model has put in the place of a mixer's `forward`; None: nothing."""
 _LOCK = threading.Lock()
 
 
@@ -157,6 +163,7 @@ def open_model(model: PreTrainedModel) -> None:
         model.config._attn_implementation = ATTENTION_NAME
         if len(_FOUND[model]) == 1:
             for mixer in _mixers(model):
+                _OWN_FORWARDS[mixer] = vars(mixer).get("forward")
                 mixer.forward = partial(_mix, mixer, mixer.forward)
         model.eval()
 
@@ -170,7 +177,10 @@ def restore_model(model: PreTrainedModel) -> None:
         model.config._attn_implementation, training = _FOUND[model].pop()
         if not _FOUND[model]:
             for mixer in _mixers(model):
-                del mixer.forward
+                if (own := _OWN_FORWARDS.pop(mixer)) is None:
+                    del mixer.forward
+                else:
+                    mixer.forward = own
         model.train(training)
 
 
@@ -222,8 +232,8 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     for layer, one in enumerate(kinds):
         if one.rope in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and not one.recurrent:
             raise UsageError(
-                f"{name}: {kind} is not supported: its layer {layer} ({one.rope}) keeps its state in a way of"
-                " its own, not in transformers' cache for recurrent layers"
+                f"{name}: {kind} is not supported: no module of its layer {layer} ({one.rope}) is known to"
+                " keep a recurrent state"
             )
     for what, found in (
         ("full attention", {(one.kv_heads, one.head_dim) for one in kinds if one.full}),
@@ -233,7 +243,7 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
             raise UsageError(f"{name}: {kind} is not supported: its layers with {what} differ in their sizes")
     if not any(one.full or one.windowed for one in kinds):
         raise UsageError(f"{name}: {kind} is not supported: none of its layers has attention")
-    rope = getattr(getattr(model.model, "rotary_emb", None), "rope_type", "default")
+    rope = getattr(rotary_embedding(model.model), "rope_type", "default")
     # Models with several types of layers have a dict; none of them has LongRoPE yet.
     changing = {"dynamic"} & {rope} if isinstance(rope, str) else {"dynamic", "longrope"} & {*rope.values()}
     if changing:

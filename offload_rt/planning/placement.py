@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpu_kv import TransferEngine
+from offload_rt.caches.full import MOST_POINTS
 from offload_rt.caches.tiers import GpuTier, Tail
 from offload_rt.config import Config, SpeculationConfig
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
@@ -27,9 +28,6 @@ PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
-REWIND_POINTS = 8
-"""Points of a sequence that it can be rewound to or forked at, where the host has room for so many: each has
-a copy of all windows and states there."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +338,7 @@ def host_memory(request: PlanRequest) -> Memory:
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * available))
     if point := target.window_bytes() + target.state_bytes:
         points = (available - sum(memory.values())) // point
-        memory["rewind_points"] = max(1, min(REWIND_POINTS, points)) * point
+        memory["rewind_points"] = max(1, min(MOST_POINTS, points)) * point
     return memory
 
 
