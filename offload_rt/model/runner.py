@@ -85,6 +85,7 @@ class CausalModel:
         self.max_positions: int = config.max_position_embeddings
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.missing_kernels: set[str] = set()
         self.local_layers = LocalLayers(self.kinds, config, self.dtype, self.device)
         self._body: Any = model.model
         self._embedding: Any = embedding(self._body)
